@@ -1,0 +1,37 @@
+"""What each operator means: plain torch that runs anywhere, defines, serves as fallback and judges every kernel.
+
+Never imports `kernels`: kernels register on ops. Shapes are in the names; each file starts with its legend.
+"""
+
+from anabranch.ops.activation import gated_activation
+from anabranch.ops.attention import attention
+from anabranch.ops.combine import combine
+from anabranch.ops.expert_matmul import expert_matmul
+from anabranch.ops.expert_sort import expert_sort
+from anabranch.ops.experts import experts
+from anabranch.ops.kv_store import kv_store
+from anabranch.ops.linear import linear
+from anabranch.ops.norm import add_rms_norm, rms_norm
+from anabranch.ops.op import OPS, Op, bind
+from anabranch.ops.rope import qk_norm_rope
+from anabranch.ops.route import route
+from anabranch.ops.sample import sample
+
+__all__ = [
+    "OPS",
+    "Op",
+    "add_rms_norm",
+    "attention",
+    "bind",
+    "combine",
+    "expert_matmul",
+    "expert_sort",
+    "experts",
+    "gated_activation",
+    "kv_store",
+    "linear",
+    "qk_norm_rope",
+    "rms_norm",
+    "route",
+    "sample",
+]

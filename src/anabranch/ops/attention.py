@@ -1,0 +1,93 @@
+"""Causal attention over paged keys and values, for any mix of prefill chunks and decode tokens.
+
+T tokens of all requests one after another, R requests, H query heads, G key-value heads (H divisible by G),
+D head dim, P pages, S slots in a page, M page-table width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from anabranch.ops.op import Sample, op
+
+
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+    # Each request: (tokens in this step, context length after it).
+    for label, requests, window, heads, kv_heads, dim in (
+        ("one prefill", [(7, 7)], 0, 4, 2, 16),
+        ("decode", [(1, 5), (1, 1), (1, 16)], 0, 4, 1, 16),
+        ("mixed, chunked", [(3, 9), (1, 12), (6, 6), (1, 4)], 0, 2, 2, 32),
+        ("window", [(9, 9), (1, 14), (4, 13)], 3, 4, 2, 8),
+        ("window longer than context", [(5, 8), (1, 3)], 64, 2, 1, 8),
+        ("padding rows and an empty request", [(2, 6), (0, 0), (1, 1)], 0, 2, 1, 8),
+    ):
+        page_size, pages = 4, 16
+        tokens = sum(n for n, _ in requests) + (3 if label.startswith("padding") else 0)
+        start = [0]
+        for n, _ in requests:
+            start.append(start[-1] + n)
+        cache = torch.randn(2, pages, page_size, kv_heads, dim, generator=generator).to(dtype)
+        table = torch.zeros(len(requests), 5, dtype=torch.int32)
+        free = torch.randperm(pages, generator=generator).tolist()
+        for r, (_, length) in enumerate(requests):
+            for j in range(-(-length // page_size)):
+                table[r, j] = free.pop()
+        yield (
+            label,
+            {
+                "q_THD": torch.randn(tokens, heads, dim, generator=generator).to(dtype),
+                "k_PSGD": cache[0],
+                "v_PSGD": cache[1],
+                "page_table_RM": table,
+                "query_start_R": torch.tensor(start, dtype=torch.int32),
+                "context_len_R": torch.tensor([length for _, length in requests], dtype=torch.int32),
+                "scale": dim**-0.5,
+                "window": window,
+            },
+        )
+
+
+@op(samples=samples)
+def attention(
+    q_THD: torch.Tensor,
+    k_PSGD: torch.Tensor,
+    v_PSGD: torch.Tensor,
+    page_table_RM: torch.Tensor,
+    query_start_R: torch.Tensor,
+    context_len_R: torch.Tensor,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """Request r owns rows query_start_R[r] .. query_start_R[r + 1] (R + 1 entries) and they are the *last* tokens
+    of its context_len_R[r] tokens, whose keys and values are already in the pages.
+
+    A query sees itself and what came before; with a window, only the last `window` tokens, itself included, and
+    page-table entries wholly behind the window are never read. Rows of no request (padding) give zeros.
+    """
+    out_THD = torch.zeros_like(q_THD)
+    page_size, heads_per_kv = k_PSGD.shape[1], q_THD.shape[1] // k_PSGD.shape[2]
+    starts, lengths = query_start_R.tolist(), context_len_R.tolist()
+    for r, length in enumerate(lengths):
+        rows = slice(starts[r], starts[r + 1])
+        num_queries = rows.stop - rows.start
+        if num_queries == 0:
+            continue
+        first_query = length - num_queries
+        first_key = max(0, first_query - window + 1) if window else 0
+        first_page = first_key // page_size
+        pages = page_table_RM[r, first_page : -(-length // page_size)].long()
+        keys = slice(first_key - first_page * page_size, length - first_page * page_size)
+        k_LHD = k_PSGD[pages].flatten(0, 1)[keys].float().repeat_interleave(heads_per_kv, dim=1)
+        v_LHD = v_PSGD[pages].flatten(0, 1)[keys].float().repeat_interleave(heads_per_kv, dim=1)
+
+        query = torch.arange(first_query, length, device=q_THD.device)[:, None]
+        key = torch.arange(first_key, length, device=q_THD.device)[None, :]
+        visible = key <= query
+        if window:
+            visible &= key > query - window
+        scores_HQL = torch.einsum("qhd,lhd->hql", q_THD[rows].float(), k_LHD) * scale
+        weights_HQL = scores_HQL.masked_fill(~visible, float("-inf")).softmax(-1)
+        out_THD[rows] = torch.einsum("hql,lhd->qhd", weights_HQL, v_LHD).to(q_THD.dtype)
+    return out_THD

@@ -1,0 +1,41 @@
+"""Dense projection. T tokens, D inputs, F outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from anabranch.ops.op import Sample, op
+
+
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+    for tokens, width, out, bias, out_dtype in (
+        (1, 64, 96, False, None),
+        (5, 48, 33, True, None),
+        (3, 64, 8, False, torch.float32),
+        (0, 16, 8, False, None),
+    ):
+        yield (
+            f"T{tokens} D{width} F{out} bias={bias} out={out_dtype}",
+            {
+                "x_TD": torch.randn(tokens, width, generator=generator).to(dtype),
+                "weight_FD": torch.randn(out, width, generator=generator).to(dtype),
+                "bias_F": torch.randn(out, generator=generator).to(dtype) if bias else None,
+                "out_dtype": out_dtype,
+            },
+        )
+
+
+@op(samples=samples)
+def linear(
+    x_TD: torch.Tensor,
+    weight_FD: torch.Tensor,
+    bias_F: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x · weightᵀ + bias, in x's dtype; with `out_dtype` the sum is not rounded to x's dtype on its way there."""
+    if out_dtype is None or out_dtype == x_TD.dtype:
+        return F.linear(x_TD, weight_FD, bias_F)
+    return F.linear(x_TD.to(out_dtype), weight_FD.to(out_dtype), None if bias_F is None else bias_F.to(out_dtype))

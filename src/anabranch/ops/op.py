@@ -1,0 +1,178 @@
+"""The dispatcher: one meaning, many kernels.
+
+An op is a plain-torch reference function. Kernels register on it from other files (`ops` imports none of them):
+
+    @route.kernel("triton", on=("cuda", "hip"), needs=..., accepts=...)
+    def route_triton(logits_TE, top_k, ...): ...
+
+`needs(platform)` is asked once, when ops are bound to a platform; `accepts(*args)` per call and may look at
+shapes and dtypes only. Whatever no kernel accepts, the reference computes.
+
+ANABRANCH_KERNELS chooses by hand: `reference` (bisect: is it a kernel?), `PROVIDER` (that provider wherever it
+has a kernel), or `OP=PROVIDER,OP=reference,...`. Forcing a provider that is not there raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from anabranch.platforms import Platform
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OPS: dict[str, Op[Any, Any]] = {}
+"""Every op by name, in order of definition."""
+
+# ‖out − reference‖ / ‖reference‖ that a kernel may differ by; bf16 and fp16 are judged against an fp32 reference.
+TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+Sample = tuple[str, dict[str, Any]]
+"""A label and the keyword arguments of one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel(Generic[P, R]):
+    provider: str
+    function: Callable[P, R]
+    on: tuple[str, ...] | None
+    """Platform names; None: any."""
+    needs: Callable[[Platform], bool] | None
+    accepts: Callable[P, bool] | None
+
+
+class Op(Generic[P, R]):
+    """A reference function that knows its kernels, its samples and how exact it must be."""
+
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        samples: Callable[[torch.dtype, torch.Generator], Iterator[Sample]],
+        tolerance: Mapping[torch.dtype, float],
+        mutates: tuple[str, ...],
+    ) -> None:
+        self.name = reference.__name__
+        self.reference = reference
+        self.samples = samples
+        self.tolerance = tolerance
+        self.mutates = mutates
+        self.kernels: dict[str, Kernel[P, R]] = {}
+        self.bound: tuple[Kernel[P, R], ...] = ()
+        self.forced = False
+        self.__doc__ = reference.__doc__
+        if self.name in OPS:
+            raise ValueError(f"op {self.name!r} is defined twice")
+        OPS[self.name] = self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        for kernel in self.bound:
+            if kernel.accepts is None or kernel.accepts(*args, **kwargs):
+                return kernel.function(*args, **kwargs)
+        if self.forced:
+            raise ValueError(f"op {self.name}: the forced kernel {self.bound[0].provider!r} does not accept this call")
+        return self.reference(*args, **kwargs)
+
+    def kernel(
+        self,
+        provider: str,
+        *,
+        on: tuple[str, ...] | None = None,
+        needs: Callable[[Platform], bool] | None = None,
+        accepts: Callable[P, bool] | None = None,
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Register a kernel. Its parameters must be the reference's, checked here, at import."""
+
+        def register(function: Callable[P, R]) -> Callable[P, R]:
+            if provider in self.kernels:
+                raise ValueError(f"op {self.name}: provider {provider!r} is registered twice")
+            self._check_parameters(function)
+            if accepts is not None:
+                self._check_parameters(accepts)
+            self.kernels[provider] = Kernel(provider, function, on, needs, accepts)
+            return function
+
+        return register
+
+    def _check_parameters(self, function: Callable[..., object]) -> None:
+        expected, given = _parameters(self.reference), _parameters(function)
+        if expected != given:
+            raise TypeError(
+                f"op {self.name}: {function.__qualname__}({', '.join(map(_show, given))}) must take the "
+                f"reference's parameters ({', '.join(map(_show, expected))})"
+            )
+
+    def bind(self, platform: Platform, choice: str | None) -> None:
+        """Choose the kernels to try on this platform, best provider first; `choice` forces one."""
+        self.forced = False
+        if choice == "reference":
+            self.bound = ()
+            return
+        usable = [kernel for provider in platform.providers if (kernel := self.usable(provider, platform)) is not None]
+        if choice is not None:
+            usable = [kernel for kernel in usable if kernel.provider == choice]
+            if not usable:
+                raise ValueError(
+                    f"op {self.name}: no kernel {choice!r} on platform {platform.name!r} "
+                    f"(registered: {', '.join(['reference', *self.kernels])})"
+                )
+            self.forced = True
+        self.bound = tuple(usable)
+
+    def usable(self, provider: str, platform: Platform) -> Kernel[P, R] | None:
+        kernel = self.kernels.get(provider)
+        if kernel is None or (kernel.on is not None and platform.name not in kernel.on):
+            return None
+        return kernel if kernel.needs is None or kernel.needs(platform) else None
+
+
+def op(
+    *,
+    samples: Callable[[torch.dtype, torch.Generator], Iterator[Sample]],
+    tolerance: Mapping[torch.dtype, float] = TOLERANCE,
+    mutates: tuple[str, ...] = (),
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make a reference function an op. `mutates` names the parameters that it writes to."""
+    return lambda reference: Op(reference, samples, tolerance, mutates)
+
+
+def bind(platform: Platform, kernels: str = "") -> None:
+    """Bind every op to a platform; `kernels` as in ANABRANCH_KERNELS."""
+    everywhere, by_op = _parse_choice(kernels)
+    for name, operator in OPS.items():
+        choice = by_op.get(name)
+        if choice is None and everywhere is not None:
+            has_it = everywhere == "reference" or operator.usable(everywhere, platform) is not None
+            choice = everywhere if has_it else None
+        operator.bind(platform, choice)
+
+
+def _parse_choice(kernels: str) -> tuple[str | None, dict[str, str]]:
+    everywhere: str | None = None
+    by_op: dict[str, str] = {}
+    known = {provider for operator in OPS.values() for provider in operator.kernels} | {"reference"}
+    for item in filter(None, (part.strip() for part in kernels.split(","))):
+        name, equals, provider = item.partition("=")
+        if not equals:
+            everywhere, provider = name, name
+        elif name not in OPS:
+            raise ValueError(f"ANABRANCH_KERNELS: unknown op {name!r} (known: {', '.join(OPS)})")
+        else:
+            by_op[name] = provider
+        if provider not in known:
+            raise ValueError(f"ANABRANCH_KERNELS: no provider {provider!r} here (known: {', '.join(sorted(known))})")
+    return everywhere, by_op
+
+
+def _parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
+    return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def _show(parameter: tuple[str, object]) -> str:
+    name, default = parameter
+    return name if default is inspect.Parameter.empty else f"{name}={default!r}"

@@ -1,0 +1,98 @@
+"""A platform without hardware: the whole contract on the CPU, writing down what was asked of it.
+
+Tests use it to see the order of forks, joins and captures; plugins may read it as the smallest example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from anabranch.platforms.platform import Memory, Platform
+
+
+class FakePlatform(Platform):
+    name = "fake"
+    collective_backend = "gloo"
+    providers = {"torch": "anabranch.kernels.torch"}
+    graph_mode = "full"
+    proven = "no hardware behind it"
+
+    def __init__(self, memory: int = 1 << 30) -> None:
+        self.log: list[str] = []
+        """Every contract call, in order."""
+        self._memory = memory
+
+    @classmethod
+    def available(cls) -> bool:
+        return False  # never detected, only asked for by name
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def describe(self) -> str:
+        return "no hardware, for tests"
+
+    def memory(self) -> Memory:
+        return Memory(free=self._memory, total=self._memory)
+
+    def has(self, capability: str) -> bool:
+        return capability in ("graphs", "streams")
+
+    def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def make_side_stream(self) -> FakeSideStream:
+        return FakeSideStream(self.log)
+
+    def make_graph_pool(self) -> Any:
+        self.log.append("pool")
+        return object()
+
+    def capture(self, function: Callable[[], object], pool: Any = None) -> FakeGraph:
+        self.log.append("capture")
+        function()
+        return FakeGraph(function, self.log)
+
+
+class FakeGraph:
+    def __init__(self, function: Callable[[], object], log: list[str]) -> None:
+        self.function = function
+        self.log = log
+
+    def replay(self) -> None:
+        self.log.append("replay")
+        self.function()
+
+
+class FakeSideStream:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def fork(self, *inputs: torch.Tensor) -> FakeFork:
+        self.log.append("fork")
+        return FakeFork(self.log)
+
+
+class FakeFork:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def side(self) -> AbstractContextManager[None]:
+        return self._side()
+
+    @contextmanager
+    def _side(self) -> Iterator[None]:
+        self.log.append("side begins")
+        yield
+        self.log.append("side ends")
+
+    def join(self, *results: torch.Tensor) -> None:
+        self.log.append("join")
