@@ -1,0 +1,38 @@
+"""One step's input as the model sees it: tensors only.
+
+T token rows, R requests, M page-table width. Made in one place, `engine/batch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Requests' new tokens, one request after another.
+
+    Example, page size 4: request A prefills tokens at positions 0-2, request B decodes at position 5:
+
+        token_T = [a0 a1 a2 b5]     position_T = [0 1 2 5]
+        query_start_R = [0 3 4]     context_len_R = [3 6]
+        page_tables[0] = [[7 0] [2 9]]     slots[0] = [28 29 30 37]   (page · 4 + offset)
+        logit_row = [2 3]
+    """
+
+    token_T: torch.Tensor
+    position_T: torch.Tensor
+    query_start_R: torch.Tensor
+    """int32, R + 1 entries."""
+    context_len_R: torch.Tensor
+    """int32, this step's tokens included."""
+    page_tables: tuple[torch.Tensor, ...]
+    """int32 [R, M], one for each KVGroup of the model."""
+    slots: tuple[torch.Tensor, ...]
+    """Where each token's key and value go, one tensor [T] for each KVGroup; −1: nowhere (padding)."""
+    logit_row: torch.Tensor
+    """The rows whose logits are wanted."""
+    num_tokens: torch.Tensor | None = None
+    """A device scalar; rows from there on are padding. None: no padding."""

@@ -1,0 +1,95 @@
+"""Gemma 4 (text): a dense feed-forward parallel to the experts, a norm before and after every part, a router that reads
+the raw residual. Sliding and full layers differ in head dim, key-value heads and rope; attention scale is 1.
+
+T token rows, D hidden width, E experts, K per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from anabranch import ops
+from anabranch.layers.attention import KV, Attention
+from anabranch.layers.linear import Linear
+from anabranch.layers.mlp import MLP
+from anabranch.layers.norm import RMSNorm
+from anabranch.layers.step import Step
+from anabranch.models.config import LayerConfig, ModelConfig, MoEConfig
+from anabranch.models.decoder import Decoder, Rope
+from anabranch.moe.experts import Experts
+from anabranch.moe.layer import RoutedExperts
+from anabranch.moe.shared_expert import beside
+from anabranch.platforms import SideStream
+
+
+class Gemma4Router(nn.Module):
+    """Normalise without a weight, scale each channel, project, choose; then a learned factor for each expert."""
+
+    def __init__(self, config: MoEConfig, width: int, eps: float) -> None:
+        super().__init__()
+        self.proj = Linear(width, config.num_experts)
+        self.scale = nn.Parameter(torch.empty(width))
+        self.per_expert_scale = nn.Parameter(torch.empty(config.num_experts))
+        self.top_k = config.top_k
+        self.eps = eps
+
+    def forward(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TD = ops.rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
+        logits_TE = ops.linear(x_TD, self.proj.weight, out_dtype=torch.float32)
+        return ops.route(logits_TE, self.top_k, expert_scale_E=self.per_expert_scale, num_tokens=num_tokens)
+
+
+class Gemma4Layer(nn.Module):
+    def __init__(self, model: ModelConfig, layer: LayerConfig, kv_group: int, side_stream: SideStream) -> None:
+        super().__init__()
+        width, eps = model.hidden_size, model.norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(layer.attention, width, eps, kv_group)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.pre_feedforward_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(width, layer.mlp_width, model.activation)
+        self.post_feedforward_layernorm = RMSNorm(width, eps)
+        self.layer_scalar = nn.Parameter(torch.empty(1))
+        self.moe: RoutedExperts | None = None
+        if layer.moe is not None:
+            router = Gemma4Router(layer.moe, width, eps)
+            experts = Experts(layer.moe.num_experts, width, layer.moe.width, model.activation)
+            self.moe = RoutedExperts(router, experts)
+            self.pre_feedforward_layernorm_2 = RMSNorm(width, eps)
+            self.post_feedforward_layernorm_1 = RMSNorm(width, eps)
+            self.post_feedforward_layernorm_2 = RMSNorm(width, eps)
+        self.side_stream = side_stream
+
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, rope: Rope, step: Step, kv: KV
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer ends in a scale of the whole stream, so no residual is carried on beside x."""
+        attended = self.self_attn(self.input_layernorm(x_TD), rope, step, kv)
+        x_TD = x_TD + self.post_attention_layernorm(attended)
+        if self.moe is None:
+            y_TD = self._dense(x_TD)
+        else:
+            routed_TD, dense_TD = beside(
+                self.side_stream,
+                x_TD,
+                main=lambda x: self._routed(x, step.num_tokens),
+                side=lambda x: self.post_feedforward_layernorm_1(self._dense(x)),
+            )
+            y_TD = dense_TD + routed_TD
+        return (x_TD + self.post_feedforward_layernorm(y_TD)) * self.layer_scalar, None
+
+    def _dense(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.pre_feedforward_layernorm(x_TD))
+
+    def _routed(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> torch.Tensor:
+        assert self.moe is not None
+        y_TD = self.moe(self.pre_feedforward_layernorm_2(x_TD), num_tokens, router_input_TD=x_TD)
+        return self.post_feedforward_layernorm_2(y_TD)
+
+
+class Model(Decoder):
+    layer_class = Gemma4Layer
+    renames = ((".moe.", "."),)
+    prefixes = ("model.language_model.", "model.", "language_model.model.")
+    ignored = (*Decoder.ignored, "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")

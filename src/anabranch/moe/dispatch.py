@@ -1,0 +1,58 @@
+"""How tokens get to the ranks that hold their experts, and back.
+
+T tokens of this rank, D hidden width, K experts per token, M rows that arrive here.
+
+With all experts on one rank nothing moves: the rows are the tokens. Sorting rows by expert is not done here but inside
+the `experts` op, because a kernel for few tokens needs no sort. Expert parallelism is this contract plus a collective
+in each direction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which rows arrived and what each wants; frozen between dispatch and combine.
+
+    Example: 3 tokens (the last one padding), 2 experts each, experts 0-3 all here:
+
+        expert_MK = [[2 0] [3 2] [−1 −1]]     weight_MK = [[.7 .3] [.6 .4] [0 0]]     num_tokens = 3
+
+    The experts then give row 0 as .7·expert2 + .3·expert0, row 1 as .6·expert3 + .4·expert2, row 2 as zeros. Were
+    experts 2 and 3 on another rank, this rank would compute the same rows with [[−1 0] [−1 −1] [−1 −1]], that one with
+    [[2 −1] [3 2] ..] in its own numbering, and combine would add the two.
+    """
+
+    expert_MK: torch.Tensor
+    """int32 ids of experts that live here; −1: elsewhere, or padding."""
+    weight_MK: torch.Tensor
+    """fp32."""
+    num_tokens: int
+    """T, the rows combine gives back."""
+
+
+class Dispatcher(Protocol):
+    def dispatch(
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, Plan]:
+        """Rows x_MD for the experts of this rank, and their plan."""
+
+    def combine(self, rows_MD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """y_TD: each token's sum over all its experts, from rows that are summed over the experts of one rank."""
+
+
+class LocalDispatcher:
+    """All experts are here."""
+
+    def dispatch(
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, Plan]:
+        return x_TD, Plan(expert_TK, weight_TK, x_TD.shape[0])
+
+    def combine(self, rows_MD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return rows_MD

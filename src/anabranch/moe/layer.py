@@ -1,0 +1,64 @@
+"""One MoE layer: fork the shared expert, route, dispatch, experts, combine, join.
+
+T tokens, D hidden width, K experts per token, M rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from anabranch.layers.linear import Linear
+from anabranch.moe.dispatch import Dispatcher, LocalDispatcher
+from anabranch.moe.experts import Experts
+from anabranch.moe.router import Router
+from anabranch.moe.shared_expert import SharedExpert, beside
+
+if TYPE_CHECKING:
+    from anabranch.models.config import MoEConfig
+    from anabranch.platforms import SideStream
+
+
+class RoutedExperts(nn.Module):
+    """Route, dispatch, experts, combine."""
+
+    def __init__(self, router: nn.Module, experts: Experts) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.dispatcher: Dispatcher = LocalDispatcher()
+
+    def forward(
+        self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None = None, router_input_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rows from `num_tokens` on are padding. The router reads x unless it has an input of its own."""
+        weight_TK, expert_TK = self.router(x_TD if router_input_TD is None else router_input_TD, num_tokens)
+        rows_MD, plan = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK)
+        rows_MD = self.experts(rows_MD, plan)
+        return self.dispatcher.combine(rows_MD, plan)
+
+
+class MoELayer(RoutedExperts):
+    """Routed experts and, where the family has one, the shared expert on the side stream."""
+
+    def __init__(self, config: MoEConfig, width: int, activation: str, side_stream: SideStream) -> None:
+        super().__init__(Router(config, width), Experts(config.num_experts, width, config.width, activation))
+        self.shared_expert = SharedExpert(width, config.shared_width, activation) if config.shared_width else None
+        self.shared_expert_gate = Linear(width, 1) if config.shared_gate else None
+        self.side_stream = side_stream
+
+    def forward(
+        self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None = None, router_input_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        shared_expert, routed = self.shared_expert, super().forward
+        if shared_expert is None:
+            return routed(x_TD, num_tokens, router_input_TD)
+        routed_TD, shared_TD = beside(
+            self.side_stream,
+            x_TD,
+            main=lambda x: routed(x, num_tokens, router_input_TD),
+            side=lambda x: shared_expert(x, self.shared_expert_gate),
+        )
+        return routed_TD + shared_TD
