@@ -1,0 +1,54 @@
+"""This machine as Anabranch sees it: versions, platforms, and which kernel each op would use."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform as host
+import sys
+
+from anabranch import __version__
+
+PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "transformers", "numpy")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--platform", metavar="NAME", help="look at this platform instead of the detected one")
+
+
+def run(options: argparse.Namespace) -> int:
+    from anabranch import kernels, ops, platforms
+
+    platform = platforms.make(options.platform) if options.platform else platforms.current()
+    print(f"anabranch {__version__}, Python {host.python_version()}, {host.system()} {host.machine()}")
+    print("packages  " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
+    print(f"python    {sys.executable}\n")
+
+    print("platforms")
+    for name in platforms.names():
+        kind = platforms.load(name)
+        state = "in use" if name == platform.name else "available" if kind.available() else "not on this machine"
+        print(f"  {name:<6} {state:<20} proven: {kind.proven or 'nothing: never run on this hardware'}")
+    memory = platform.memory()
+    print(f"\n{platform.name}: {platform.describe()}")
+    print(f"  memory {memory.free / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB")
+    print(
+        f"  KV page {platform.page_size} tokens, graphs: {platform.graph_mode}, memory fraction "
+        f"{platform.memory_fraction}, collectives: {platform.collective_backend}\n"
+    )
+
+    kernels.bind(platform)
+    print("ops (kernels in the order they are tried; a call none accepts takes the reference)")
+    for name, op in ops.OPS.items():
+        order = [kernel.provider + (" if it accepts" if kernel.accepts else "") for kernel in op.bound]
+        if not op.bound or op.bound[-1].accepts is not None:
+            order.append("reference")
+        print(f"  {name:<18} {' → '.join(order)}")
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "–"

@@ -1,0 +1,138 @@
+"""Does it fit? Weights by kind, KV bytes per token, and how many requests of which length a memory holds.
+
+Reads config.json and safetensors headers only: no GPU, no weights, an answer at once. Without --memory it answers for
+common sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from anabranch.engine import plan as planning
+from anabranch.loader.checkpoint import read_checkpoint
+from anabranch.loader.locate import locate
+from anabranch.models.config import ModelConfig, read_config
+
+COMMON_MEMORY = (24, 48, 80, 141)  # GB
+UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a model folder (config.json is enough) or a hub id")
+    parser.add_argument("--memory", metavar="SIZE", help="device memory, as in 141GB or 80GiB")
+    parser.add_argument("--memory-fraction", type=float, default=0.85, metavar="F", help="share to use (default 0.85)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
+    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a KV page (default 16)")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+
+
+def parse_size(text: str) -> int:
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
+    if found is None or found[2] not in UNITS or float(found[1]) <= 0:
+        raise ValueError(f"--memory {text!r} is not a size; write it as 141GB or 80GiB")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def run(options: argparse.Namespace) -> int:
+    if not 0 < options.memory_fraction <= 1:
+        raise ValueError(f"--memory-fraction must lie in (0, 1], not {options.memory_fraction}")
+    if options.page_size < 1:
+        raise ValueError(f"--page-size must be at least 1, not {options.page_size}")
+    folder = locate(options.model, weights=False)
+    config = read_config(folder)
+    dtype = config.dtype if options.dtype == "auto" else options.dtype
+    sizes = [parse_size(options.memory)] if options.memory else [gb * 10**9 for gb in COMMON_MEMORY]
+    plans = [
+        planning.plan_memory(config, size, fraction=options.memory_fraction, dtype=dtype, page_size=options.page_size)
+        for size in sizes
+    ]
+    on_disk = _on_disk(folder)
+    if options.json:
+        print(json.dumps(_as_json(config, dtype, plans, on_disk), indent=1))
+    else:
+        print("\n".join(_as_text(config, dtype, plans, on_disk)))
+    return 0
+
+
+def _on_disk(folder: Path) -> tuple[int, int] | None:
+    """(bytes, files) of the checkpoint; None where only a config is at hand."""
+    if not any(folder.glob("*.safetensors*")):
+        return None
+    checkpoint = read_checkpoint(folder)
+    return checkpoint.num_bytes, len(checkpoint.files)
+
+
+def contexts(config: ModelConfig) -> list[int]:
+    lengths = [length for length in (2048, 8192, 32768, 131072) if length < config.max_position]
+    return [*lengths, config.max_position]
+
+
+def _as_text(
+    config: ModelConfig, dtype: str, plans: list[planning.MemoryPlan], on_disk: tuple[int, int] | None
+) -> list[str]:
+    counts = planning.count_weights(config)
+    total, item = sum(counts.values()), planning.DTYPE_BYTES[dtype]
+    moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
+    experts = f", {moe.num_experts} experts, {moe.top_k} per token" if moe else ""
+    lines = [f"{config.model_type}: {len(config.layers)} layers, hidden size {config.hidden_size}{experts}", ""]
+    lines += [f"{'weights (' + dtype + ')':<24}{'parameters':>16}{'GB':>10}{'share':>9}"]
+    for kind, count in counts.items():
+        if count:
+            lines.append(f"  {kind:<22}{count:>16,}{count * item / 1e9:>10.3f}{count / total:>9.1%}")
+    lines.append(f"  {'total':<22}{total:>16,}{total * item / 1e9:>10.3f}")
+    lines.append(f"  {'active per token':<22}{planning.count_active(config):>16,}")
+    if on_disk is not None:
+        lines.append(f"  on disk: {on_disk[0] / 1e9:.3f} GB in {on_disk[1]} file{'s' if on_disk[1] > 1 else ''}")
+    lines += ["", "KV cache"]
+    for group in config.kv_groups:
+        window = f", a window of {group.window:,} tokens" if group.window else ""
+        lines.append(
+            f"  {group.values_per_token * item:,} bytes per token: {len(group.layers)} layers × "
+            f"{group.num_kv_heads} heads × {group.head_dim} × 2{window}"
+        )
+    lines += ["", f"{'memory':>10}{'for KV':>12}" + "".join(f"{f'{n:,} tokens':>16}" for n in contexts(config))]
+    for plan in plans:
+        cells = "".join(f"{f'{plan.concurrency(n):,}':>16}" for n in contexts(config))
+        if not plan.fits:
+            cells = f"   does not fit: {-plan.kv / 1e9:.1f} GB short"
+        kv = f"{max(0, plan.kv) / 1e9:.1f} GB"
+        lines.append(f"{f'{plan.total / 1e9:.0f} GB':>10}{kv:>12}{cells}")
+    lines += [
+        "  (requests of that many tokens at the same time, "
+        f"in {plans[0].usable / plans[0].total:.0%} of the memory, after {plans[0].weights / 1e9:.1f} GB of weights "
+        f"and {plans[0].workspace / 1e9:.1f} GB of workspace)"
+    ]
+    if len(plans) == 1 and plans[0].fits:
+        lines.append(f"  largest context of a single request: {plans[0].largest_context():,} tokens")
+    return lines
+
+
+def _as_json(
+    config: ModelConfig, dtype: str, plans: list[planning.MemoryPlan], on_disk: tuple[int, int] | None
+) -> dict[str, Any]:
+    item = planning.DTYPE_BYTES[dtype]
+    return {
+        "model_type": config.model_type,
+        "dtype": dtype,
+        "weights": {kind: count * item for kind, count in planning.count_weights(config).items()},
+        "active_parameters": planning.count_active(config),
+        "on_disk_bytes": on_disk[0] if on_disk else None,
+        "kv_bytes_per_token": [
+            {"bytes": group.values_per_token * item, "layers": len(group.layers), "window": group.window}
+            for group in config.kv_groups
+        ],
+        "memory": [
+            {
+                "total": plan.total,
+                "kv": plan.kv,
+                "fits": plan.fits,
+                "largest_context": plan.largest_context() if plan.fits else 0,
+                "concurrency": {str(length): plan.concurrency(length) for length in contexts(config)},
+            }
+            for plan in plans
+        ],
+    }

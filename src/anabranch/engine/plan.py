@@ -1,0 +1,167 @@
+"""Does it fit? Weights by kind, KV bytes and what a given memory holds: arithmetic on a ModelConfig.
+
+The same code answers `anabranch plan` and sizes the KV pool. No torch, no device, no weights: it starts at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from anabranch.models.config import KVGroup, LayerConfig, ModelConfig
+
+Kind = Literal["attention", "router", "routed experts", "shared experts", "dense feed-forward", "embeddings", "norms"]
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def count_weights(config: ModelConfig) -> dict[Kind, int]:
+    """Parameters by kind. A tied head is counted once."""
+    width = config.hidden_size
+    count: dict[Kind, int] = {
+        "attention": 0,
+        "router": 0,
+        "routed experts": 0,
+        "shared experts": 0,
+        "dense feed-forward": 0,
+        "embeddings": config.vocab_size * width * (1 if config.tie_embeddings else 2),
+        "norms": width,
+    }
+    for layer in config.layers:
+        count["attention"] += _attention_weights(layer, width)
+        count["norms"] += 2 * width
+        if config.model_type.startswith("gemma4"):
+            # A norm before and after every part, and the layer's scale.
+            count["norms"] += (2 if layer.moe is None else 5) * width + 1
+        if layer.mlp_width:
+            biases = 2 * layer.mlp_width + width if config.mlp_bias else 0
+            count["dense feed-forward"] += 3 * width * layer.mlp_width + biases
+        if (moe := layer.moe) is not None:
+            count["router"] += moe.num_experts * width
+            if config.model_type.startswith("gemma4"):
+                count["router"] += width + moe.num_experts
+            count["routed experts"] += moe.num_experts * 3 * width * moe.width
+            count["shared experts"] += 3 * width * moe.shared_width + (width if moe.shared_gate else 0)
+    return count
+
+
+def _attention_weights(layer: LayerConfig, width: int) -> int:
+    attention = layer.attention
+    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    qkv = q + (1 if attention.value_is_key else 2) * kv
+    norms = {"none": 0, "head": 2 * attention.head_dim, "all": q + kv}[attention.qk_norm]
+    biases = (qkv if attention.qkv_bias else 0) + (width if attention.output_bias else 0)
+    return width * qkv + q * width + biases + norms
+
+
+def count_active(config: ModelConfig) -> int:
+    """Parameters one token passes through: all of them but the experts it does not visit and the embedding table."""
+    total = sum(count_weights(config).values())
+    idle = sum(
+        (layer.moe.num_experts - layer.moe.top_k) * 3 * config.hidden_size * layer.moe.width
+        for layer in config.layers
+        if layer.moe is not None
+    )
+    embedding_table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return total - idle - embedding_table
+
+
+def page_bytes(group: KVGroup, page_size: int, dtype: str) -> int:
+    """One page of every layer in the group."""
+    return group.values_per_token * page_size * DTYPE_BYTES[dtype]
+
+
+def pages_needed(group: KVGroup, context: int, page_size: int) -> int:
+    """Pages one request of that many tokens holds; behind a sliding window pages are given back.
+
+    A window that is not page-aligned touches one page more than its length fills.
+    """
+    pages = -(-context // page_size)
+    return min(pages, -(-group.window // page_size) + 1) if group.window else pages
+
+
+def request_bytes(config: ModelConfig, context: int, page_size: int, dtype: str) -> int:
+    """KV bytes of one request of that many tokens."""
+    return sum(
+        pages_needed(group, context, page_size) * page_bytes(group, page_size, dtype) for group in config.kv_groups
+    )
+
+
+def workspace_bytes(config: ModelConfig, num_tokens: int, num_requests: int, dtype: str) -> int:
+    """Scratch of one step, estimated: the widest layer's activations and the logits in fp32 (twice, to sample)."""
+    width = config.hidden_size
+    widest = 0
+    for layer in config.layers:
+        attention, moe = layer.attention, layer.moe
+        row = (attention.num_heads * 2 + attention.num_kv_heads * 2) * attention.head_dim + 3 * layer.mlp_width
+        if moe is not None:
+            row = max(row, moe.top_k * (3 * moe.width + width) + 3 * moe.shared_width)
+        widest = max(widest, row + 4 * width)
+    return num_tokens * widest * DTYPE_BYTES[dtype] + 2 * num_requests * config.vocab_size * 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What a memory of `total` bytes holds."""
+
+    total: int
+    usable: int
+    """total × fraction."""
+    weights: int
+    workspace: int
+    kv: int
+    """What is left for keys and values; negative: the model does not fit."""
+    page_size: int
+    dtype: str
+    config: ModelConfig
+
+    @property
+    def fits(self) -> bool:
+        return self.kv >= request_bytes(self.config, self.page_size, self.page_size, self.dtype)
+
+    def concurrency(self, context: int) -> int:
+        """Requests of `context` tokens that fit at the same time."""
+        return max(0, self.kv) // request_bytes(self.config, context, self.page_size, self.dtype)
+
+    def largest_context(self, num_requests: int = 1) -> int:
+        """Tokens that each of so many requests may have, up to the model's own limit."""
+        low, high = 0, self.config.max_position
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.concurrency(middle) >= num_requests:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def num_pages(self, context: int) -> list[int]:
+        """Pages of each KVGroup, shared out in the proportion that requests of `context` tokens need them."""
+        one = request_bytes(self.config, context, self.page_size, self.dtype)
+        return [
+            max(0, self.kv) * pages_needed(group, context, self.page_size) // one for group in self.config.kv_groups
+        ]
+
+
+def plan_memory(
+    config: ModelConfig,
+    total: int,
+    *,
+    fraction: float,
+    dtype: str,
+    page_size: int = 16,
+    max_num_batched_tokens: int = 8192,
+    max_num_seqs: int = 256,
+) -> MemoryPlan:
+    usable = int(total * fraction)
+    weights = sum(count_weights(config).values()) * DTYPE_BYTES[dtype]
+    workspace = workspace_bytes(config, max_num_batched_tokens, max_num_seqs, dtype)
+    return MemoryPlan(
+        total=total,
+        usable=usable,
+        weights=weights,
+        workspace=workspace,
+        kv=usable - weights - workspace,
+        page_size=page_size,
+        dtype=dtype,
+        config=config,
+    )

@@ -1,0 +1,91 @@
+"""From a model's name to a model that runs on this machine.
+
+Order: config, platform, an empty model, headers against its parameters (everything that can be refused is refused
+here), and only then memory and weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+
+from anabranch import kernels, platforms
+from anabranch.loader import dummy, names
+from anabranch.loader.checkpoint import read_checkpoint
+from anabranch.loader.locate import locate
+from anabranch.models.config import ModelConfig, read_config
+from anabranch.models.decoder import Decoder
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def load_model(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    load_format: Literal["safetensors", "dummy"] = "safetensors",
+    platform: platforms.Platform | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it."""
+    folder = locate(str(model), weights=load_format != "dummy")
+    config = read_config(folder)
+    platform = platform or platforms.current()
+    kernels.bind(platform)
+    decoder = build(config, platform, resolve_dtype(dtype, config, platform))
+    if load_format == "dummy":
+        decoder.to_empty(device=platform.device)
+        dummy.fill(decoder)
+    else:
+        copies = names.match(decoder, read_checkpoint(folder))
+        decoder.to_empty(device=platform.device)
+        read_weights(decoder, copies, progress)
+    return decoder
+
+
+def resolve_dtype(dtype: str, config: ModelConfig, platform: platforms.Platform) -> torch.dtype:
+    if dtype == "auto":
+        return platform.compute_dtype(DTYPES[config.dtype])
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def build(config: ModelConfig, platform: platforms.Platform, dtype: torch.dtype) -> Decoder:
+    """The model of a config without memory behind it (meta device)."""
+    family = importlib.import_module(f"anabranch.models.{config.model_type}")
+    with torch.device("meta"), _default_dtype(dtype):
+        model: Decoder = family.Model(config, platform)
+    return model.eval()
+
+
+def read_weights(model: Decoder, copies: list[names.Copy], progress: Progress | None = None) -> None:
+    parameters = dict(model.named_parameters())
+    total = sum(copy.source.num_bytes for copy in copies)
+    done, opened = 0, None
+    for copy in copies:
+        if opened is None or opened[0] != copy.source.file:
+            opened = copy.source.file, safe_open(copy.source.file, framework="pt")
+        parameters[copy.parameter][copy.index].copy_(opened[1].get_tensor(copy.source.name))
+        done += copy.source.num_bytes
+        if progress is not None:
+            progress(done, total)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,93 @@
+"""Which checkpoint tensor fills which part of which parameter; refuses missing, surplus and wrongly shaped tensors.
+
+Works on a model without memory behind it (meta device) and on headers: no weight is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from anabranch.layers.packing import Index, Layout, Packed, Piece
+from anabranch.loader.checkpoint import Checkpoint, CheckpointError, TensorInfo
+
+if TYPE_CHECKING:
+    from anabranch.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Put `source` into `parameter[index]`."""
+
+    source: TensorInfo
+    parameter: str
+    index: Index
+
+
+def match(model: Decoder, checkpoint: Checkpoint) -> list[Copy]:
+    """One Copy for every tensor the model needs, in file order; CheckpointError if it does not come out even."""
+    copies: list[Copy] = []
+    for parameter, layouts in parameter_layouts(model):
+        chosen = _best(checkpoint, layouts)
+        copies += [Copy(_find(checkpoint, piece.name), parameter, piece.index) for piece in chosen]
+    parameters = dict(model.named_parameters())
+    for copy in copies:
+        wanted = tuple(parameters[copy.parameter][copy.index].shape)
+        if copy.source.shape != wanted:
+            raise CheckpointError(
+                f"{copy.source.file}: tensor {copy.source.name!r} has shape {list(copy.source.shape)}, "
+                f"config.json asks for {list(wanted)}"
+            )
+    _refuse_surplus(model, checkpoint, {copy.source.name for copy in copies})
+    return sorted(copies, key=lambda copy: (copy.source.file, copy.source.begin))
+
+
+def parameter_layouts(model: Decoder) -> Iterator[tuple[str, list[Layout]]]:
+    """Each parameter's name and every way a checkpoint may spell it, in full names."""
+    for path, module in model.named_modules():
+        packed = module.layouts() if isinstance(module, Packed) else {}
+        parent = path.rpartition(".")[0]
+        for name, _ in module.named_parameters(recurse=False):
+            full = f"{path}.{name}"
+            relative = packed.get(name)
+            if relative is None:
+                yield full, [(Piece(spelled),) for spelled in model.checkpoint_names(full)]
+            else:
+                yield full, [full for layout in relative for full in _spellings(model, parent, layout)]
+
+
+def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
+    """The layout once for each of the model's ways to spell names."""
+    names = [model.checkpoint_names(f"{parent}.{piece.name}") for piece in layout]
+    return [
+        tuple(Piece(name, piece.index) for name, piece in zip(spelled, layout, strict=True))
+        for spelled in zip(*names, strict=True)
+    ]
+
+
+def _best(checkpoint: Checkpoint, layouts: list[Layout]) -> Layout:
+    """The layout the checkpoint uses: the one of which it holds most. What that one lacks is missing."""
+    return max(layouts, key=lambda layout: sum(piece.name in checkpoint.tensors for piece in layout) / len(layout))
+
+
+def _find(checkpoint: Checkpoint, name: str) -> TensorInfo:
+    if name not in checkpoint.tensors:
+        where = checkpoint.files[0] if len(checkpoint.files) == 1 else checkpoint.folder
+        raise CheckpointError(f"{where}: tensor {name!r} is missing; is the checkpoint complete?")
+    return checkpoint.tensors[name]
+
+
+def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> None:
+    ignored = (*model.ignored, "lm_head.") if model.config.tie_embeddings else model.ignored
+    surplus = [
+        tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name not in used and not any(p in name for p in ignored)
+    ]
+    if surplus:
+        more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
+        raise CheckpointError(
+            f"{surplus[0].file}: tensor {surplus[0].name!r}{more} has no place in a "
+            f"{model.config.model_type} model of this config.json; do the two belong together?"
+        )

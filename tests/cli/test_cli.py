@@ -1,0 +1,127 @@
+"""The command line as a person meets it: in its own process."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.models import tiny
+from tools import tiny_model
+
+
+def anabranch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "anabranch.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    tiny_model.write(folder)
+    return folder
+
+
+def test_without_arguments_it_explains_itself() -> None:
+    done = anabranch()
+    assert done.returncode == 0
+    assert all(word in done.stdout for word in ("usage", "generate", "plan", "doctor"))
+
+
+def test_a_mistyped_command_names_the_nearest() -> None:
+    done = anabranch("genrate")
+    assert done.returncode == 2 and "did you mean 'generate'?" in done.stderr
+
+
+def test_a_mistyped_option_names_the_nearest(model: Path) -> None:
+    done = anabranch("plan", str(model), "--memroy", "3GB")
+    assert done.returncode == 2 and "did you mean --memory?" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_generate_writes_text(model: Path) -> None:
+    done = anabranch("generate", str(model), "Once upon", "--max-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once upon") and len(done.stdout) > len("Once upon\n")
+    assert "12 tokens" in done.stderr
+    assert done.stdout == anabranch("generate", str(model), "Once upon", "--max-tokens", "12").stdout
+
+
+def test_reference_kernels_write_the_same_text(model: Path) -> None:
+    arguments = "generate", str(model), "A river", "--max-tokens", "12", "--quiet"
+    usual, reference = anabranch(*arguments), anabranch(*arguments, ANABRANCH_KERNELS="reference")
+    assert usual.returncode == reference.returncode == 0
+    assert usual.stdout == reference.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{model}", ""), "the prompt is empty"),
+        (("{model}", "x", "--max-tokens", "0"), "--max-tokens must be at least 1"),
+        (("{model}", "x" * 3000), "maximum context length is 2048 tokens"),
+        (("{model}-typo", "x"), "did you mean"),
+        (("./nowhere", "x"), "no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(model: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = anabranch("generate", *(argument.format(model=model) for argument in arguments))
+    assert done.returncode == 1
+    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == ""
+
+
+def test_generate_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.CASES[0], tmp_path / "model")
+    done = anabranch("generate", str(folder), "x")
+    assert done.returncode == 1 and "tokenizer.json: not found" in done.stderr
+
+
+def test_unknown_platform_names_the_nearest(model: Path) -> None:
+    done = anabranch("doctor", ANABRANCH_PLATFORM="cpv")
+    assert done.returncode == 1 and "did you mean 'cpu'?" in done.stderr
+
+
+def test_doctor_lists_every_op() -> None:
+    from anabranch import ops
+
+    done = anabranch("doctor")
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {name} " in done.stdout for name in ops.OPS)
+    assert "in use" in done.stdout and "never run" not in done.stdout.split("ops (")[1]
+
+
+def test_plan_as_json_and_text(model: Path) -> None:
+    done = anabranch("plan", str(model), "--memory", "1GB", "--json")
+    found = json.loads(done.stdout)
+    on_disk = (model / "model.safetensors").stat().st_size
+    assert sum(found["weights"].values()) == found["on_disk_bytes"] < on_disk
+    assert found["memory"][0]["fits"] and found["memory"][0]["largest_context"] == 2048
+    text = anabranch("plan", str(model), "--memory", "1GB").stdout
+    assert "routed experts" in text and "shared experts" in text and "2,048 tokens" in text
+
+
+def test_plan_of_a_config_alone_is_quick_and_needs_no_torch(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    started = time.perf_counter()
+    done = anabranch("plan", str(tmp_path), "--memory", "100MB")
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - started < 2
+    code = (
+        f"import sys; from anabranch.cli.main import main; main(['plan', {str(tmp_path)!r}]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("size", ["lots", "-3GB", "0", "3 parsecs"])
+def test_plan_refuses_odd_sizes(model: Path, size: str) -> None:
+    done = anabranch("plan", str(model), f"--memory={size}")
+    assert done.returncode == 1 and "is not a size" in done.stderr
+
+
+def test_plan_of_a_model_that_does_not_fit(model: Path) -> None:
+    done = anabranch("plan", str(model), "--memory", "1MB")
+    assert done.returncode == 0 and "does not fit" in done.stdout

@@ -1,0 +1,161 @@
+"""Headers against the model: every tensor finds its place, and what does not come out even is refused in one line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from anabranch import platforms
+from anabranch.loader import names
+from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
+from anabranch.loader.load import build, load_model
+from anabranch.models.config import read_config
+from tests.models import tiny
+
+BY_NAME = {case.name: case for case in tiny.CASES}
+ONE_OF_EACH = {case.model_type: case for case in reversed(tiny.CASES)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small qwen2_moe checkpoint, one tensor per expert."""
+    case = next(c for c in tiny.CASES if c.model_type == "qwen2_moe" and c.experts == "split" and not c.sharded)
+    return tiny.save(case, tmp_path / "model")
+
+
+def change_tensors(folder: Path, change) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def an_expert_tensor(folder: Path) -> str:
+    return next(name for name in read_checkpoint(folder).tensors if re.search(r"experts\.2\.up_proj", name))
+
+
+def test_one_missing_expert_of_many(folder: Path) -> None:
+    name = an_expert_tensor(folder)
+    change_tensors(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder)
+    assert str(caught.value) == (
+        f"{folder / 'model.safetensors'}: tensor {name!r} is missing; is the checkpoint complete?"
+    )
+
+
+def test_missing_head(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    had_head = "lm_head.weight" in read_checkpoint(folder).tensors
+    config["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    if had_head:
+        change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"tensor 'lm_head\.weight' is missing"):
+        load_model(folder)
+
+
+def test_missing_tensor_of_a_sharded_checkpoint_names_the_folder(tmp_path: Path) -> None:
+    case = next(case for case in tiny.CASES if case.sharded)
+    folder = tiny.save(case, tmp_path / "model")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name = next(name for name in index["weight_map"] if name.endswith("o_proj.weight"))
+    shard = folder / index["weight_map"].pop(name)
+    tensors = load_file(shard)
+    del tensors[name]
+    save_file(tensors, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=re.escape(f"{folder}: tensor {name!r} is missing")):
+        load_model(folder)
+
+
+def test_surplus_tensor(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.extra.weight": torch.zeros(3)}))
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder)
+    assert str(caught.value) == (
+        f"{folder / 'model.safetensors'}: tensor 'model.layers.0.extra.weight' has no place in a qwen2_moe model of "
+        "this config.json; do the two belong together?"
+    )
+
+
+def test_config_with_fewer_experts_than_the_checkpoint(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["num_experts"] -= 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"(has shape|has no place)"):
+        load_model(folder)
+
+
+def test_wrong_shape(folder: Path) -> None:
+    name = an_expert_tensor(folder)
+    shape = list(read_checkpoint(folder).tensors[name].shape)
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(shape[0] + 1, shape[1])}))
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder)
+    assert str(caught.value) == (
+        f"{folder / 'model.safetensors'}: tensor {name!r} has shape [{shape[0] + 1}, {shape[1]}], "
+        f"config.json asks for [{shape[0]}, {shape[1]}]"
+    )
+
+
+def test_refusals_come_before_memory_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop(an_expert_tensor(folder)))
+    monkeypatch.setattr(torch.nn.Module, "to_empty", lambda *_, **__: pytest.fail("took memory before refusing"))
+    with pytest.raises(CheckpointError):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("model_type", ONE_OF_EACH)
+def test_every_element_is_written_and_every_tensor_used(model_type: str, tmp_path: Path) -> None:
+    folder = tiny.save(ONE_OF_EACH[model_type], tmp_path / "model")
+    checkpoint, config = read_checkpoint(folder), read_config(folder)
+    model = build(config, platforms.make("cpu"), torch.float32)
+    copies = names.match(model, checkpoint)
+    filled = {name: torch.zeros(parameter.shape, dtype=torch.int) for name, parameter in model.named_parameters()}
+    for copy in copies:
+        filled[copy.parameter][copy.index] += 1
+    assert all((count == 1).all() for count in filled.values())
+    unused = set(checkpoint.tensors) - {copy.source.name for copy in copies}
+    assert unused <= set(ONE_OF_EACH[model_type].extra_tensors) | {"lm_head.weight"}
+
+
+def test_dtype_is_converted(folder: Path) -> None:
+    whole, half = load_model(folder, dtype="float32"), load_model(folder, dtype="bfloat16")
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    for (name, a), b in zip(whole.named_parameters(), half.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b), name
+
+
+def test_auto_dtype_follows_checkpoint_and_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = "bfloat16"
+    (folder / "config.json").write_text(json.dumps(config))
+    for flags, expected in ((frozenset(), torch.float32), (frozenset({"avx512_bf16"}), torch.bfloat16)):
+        monkeypatch.setattr("anabranch.platforms.cpu.cpu_flags", lambda flags=flags: flags)
+        assert next(load_model(folder, platform=platforms.make("cpu")).parameters()).dtype == expected
+
+
+def test_unknown_dtype(folder: Path) -> None:
+    with pytest.raises(ValueError, match="dtype 'int3' is not one of auto, float32, float16, bfloat16"):
+        load_model(folder, dtype="int3")
+
+
+def test_progress_counts_every_byte_once(folder: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    load_model(folder, progress=lambda done, total: calls.append((done, total)))
+    assert calls == sorted(calls)
+    assert calls[-1][0] == calls[-1][1] <= read_checkpoint(folder).num_bytes
+
+
+def test_dummy_weights_need_only_a_config(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    model = load_model(folder, dtype="float32", load_format="dummy")
+    for name, parameter in model.named_parameters():
+        assert parameter.abs().max() <= 1e-3, name
+        assert parameter.numel() < 8 or parameter.std() > 2e-4, name
+    again = load_model(folder, dtype="float32", load_format="dummy")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

@@ -1,0 +1,582 @@
+"""Tiny random checkpoints, written by Hugging Face transformers, and what transformers computes with them.
+
+`CASES` is the catalogue: one entry per trap. `save` writes one as a checkpoint folder, `Judge` loads such a folder
+with transformers and gives the logits and the greedy continuation ours must reproduce. Each seed was chosen so that
+no expert choice and no greedy step comes near a tie, every expert or nearly every one is chosen by some token, and the
+continuation does not repeat a token or two for ever.
+
+This file knows nothing of anabranch: a folder and token ids go in, tensors and token ids come out.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+NUM_NEW_TOKENS = 48
+PROMPT_LENGTH = 53  # three whole pages of 16 and a part
+VOCAB_SIZE = 131
+
+ARCHITECTURES = {
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "gemma4_text": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
+    "gemma4": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One checkpoint. `settings` go to the config class of `model_type`, on top of `DEFAULTS`."""
+
+    name: str
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    # "split": experts as each family is published (one tensor per expert; Gemma 4 fused). "fused": 3-D tensors.
+    experts: Literal["split", "fused"] = "split"
+    # "hub": config.json with the keys of the files that model authors publish, instead of those transformers 5 saves.
+    keys: Literal["transformers", "hub"] = "transformers"
+    sharded: bool = False
+    dtype: str = "float32"  # on disk; the judge computes in float32
+    hub_extra: dict[str, Any] = field(default_factory=dict)  # further keys of the published file
+    extra_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)  # tensors a loader has to pass over
+
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+QWEN2_MOE = DEFAULTS | {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 28,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE = DEFAULTS | {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
+GEMMA4 = DEFAULTS | {
+    "num_hidden_layers": 7,  # sliding x 5, full, full
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 11,
+}
+GEMMA4_MOE = GEMMA4 | {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 12,
+    "attention_k_eq_v": True,
+}
+MIXTRAL = DEFAULTS | {"num_local_experts": 6, "num_experts_per_tok": 2}
+OLMOE = DEFAULTS | {"num_experts": 6, "num_experts_per_tok": 2}
+QWEN3 = DEFAULTS | {"head_dim": 8}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,  # so that 53 tokens see kept, blended and divided frequencies
+}
+
+
+def rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta} | more
+
+
+def gemma4_rope(*, sliding_theta: float, full_theta: float, partial_rotary_factor: float) -> dict[str, Any]:
+    return {
+        "sliding_attention": rope(sliding_theta),
+        "full_attention": rope(full_theta, rope_type="proportional", partial_rotary_factor=partial_rotary_factor),
+    }
+
+
+QWEN2_MOE_CASES = [
+    Case(
+        name="qwen2_moe_published",  # the shape of Qwen1.5-MoE-A2.7B: 60 experts, top 4, not renormalised
+        model_type="qwen2_moe",
+        settings=QWEN2_MOE
+        | {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 12,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "rope_parameters": rope(1_000_000.0),
+        },
+        keys="hub",
+        hub_extra={"sliding_window": 32768, "max_window_layers": 21},
+    ),
+    Case(
+        name="qwen2_moe_renormalised_tied_without_bias",
+        model_type="qwen2_moe",
+        settings=QWEN2_MOE
+        | {"num_experts_per_tok": 3, "norm_topk_prob": True, "qkv_bias": False, "tie_word_embeddings": True},
+    ),
+    Case(
+        name="qwen2_moe_mlp_only_fused",
+        model_type="qwen2_moe",
+        settings=QWEN2_MOE
+        | {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+        experts="fused",
+    ),
+    Case(
+        name="qwen2_moe_sparse_step_top1_sharded",
+        model_type="qwen2_moe",
+        settings=QWEN2_MOE
+        | {
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "num_experts": 3,
+            "num_experts_per_tok": 1,
+        },
+        sharded=True,
+    ),
+    Case(
+        name="qwen2_moe_window_short",  # even layers below max_window_layers slide, here 0 and 2
+        model_type="qwen2_moe",
+        settings=QWEN2_MOE
+        | {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 13, "max_window_layers": 3},
+        keys="hub",
+    ),
+    Case(
+        name="qwen2_moe_window_long",
+        model_type="qwen2_moe",
+        settings=QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 200, "norm_topk_prob": True},
+    ),
+]
+
+QWEN3_MOE_CASES = [
+    Case(
+        name="qwen3_moe_published",  # the shape of Qwen3-30B-A3B
+        model_type="qwen3_moe",
+        settings=QWEN3_MOE | {"head_dim": 16, "num_key_value_heads": 1, "rope_parameters": rope(1_000_000.0)},
+        keys="hub",
+        hub_extra={"sliding_window": None, "max_window_layers": 3, "rope_scaling": None},
+    ),
+    Case(
+        name="qwen3_moe_top1_tied_bias_without_head_dim",
+        model_type="qwen3_moe",
+        settings=QWEN3_MOE
+        | {
+            "num_experts": 3,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+    Case(
+        name="qwen3_moe_window_of_one_page",
+        model_type="qwen3_moe",
+        settings=QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 16, "num_experts_per_tok": 4},
+    ),
+    Case(
+        name="qwen3_moe_window_long_linear_rope",
+        model_type="qwen3_moe",
+        settings=QWEN3_MOE
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 77,
+            "norm_topk_prob": False,
+            "rope_parameters": rope(50_000.0, rope_type="linear", factor=2.5),
+        },
+        keys="hub",
+    ),
+    Case(
+        name="qwen3_moe_sparse_step_fused_sharded",
+        model_type="qwen3_moe",
+        settings=QWEN3_MOE
+        | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 12},
+        experts="fused",
+        sharded=True,
+    ),
+    Case(
+        name="qwen3_moe_60_experts_top8_bfloat16",
+        model_type="qwen3_moe",
+        settings=QWEN3_MOE
+        | {
+            "num_hidden_layers": 2,
+            "num_experts": 60,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 12,
+        },
+        dtype="bfloat16",
+    ),
+]
+
+GEMMA4_CASES = [
+    Case(
+        name="gemma4_text_published",  # the shape of Gemma-4-26B-A4B
+        model_type="gemma4_text",
+        settings=GEMMA4_MOE | {"num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
+        keys="hub",
+    ),
+    Case(
+        name="gemma4_text_eight_layers",  # sliding x 5, full, sliding, full
+        model_type="gemma4_text",
+        settings=GEMMA4_MOE
+        | {
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "top_k_experts": 4,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+    Case(
+        name="gemma4_text_separate_values_untied",  # without k_eq_v the number of global heads is not read
+        model_type="gemma4_text",
+        settings=GEMMA4_MOE | {"attention_k_eq_v": False, "tie_word_embeddings": False, "sliding_window": 200},
+        keys="hub",
+        hub_extra={"num_global_key_value_heads": 1},
+    ),
+    Case(
+        name="gemma4_text_top1_layer_types_sharded",
+        model_type="gemma4_text",
+        settings=GEMMA4_MOE
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 16,
+            "num_experts": 3,
+            "top_k_experts": 1,
+            "num_global_key_value_heads": 4,
+            "rope_parameters": gemma4_rope(sliding_theta=500.0, full_theta=2_000.0, partial_rotary_factor=0.5),
+        },
+        sharded=True,
+    ),
+    Case(
+        name="gemma4_text_dense",
+        model_type="gemma4_text",
+        settings=GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+        keys="hub",
+    ),
+    Case(
+        name="gemma4_text_dense_bias_one_head_dim",  # no layer differs from another in its sizes
+        model_type="gemma4_text",
+        settings=GEMMA4
+        | {"num_hidden_layers": 6, "global_head_dim": 8, "attention_bias": True, "num_key_value_heads": 1},
+    ),
+    Case(
+        name="gemma4_published",
+        model_type="gemma4",
+        settings=GEMMA4_MOE
+        | {
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 5.0,
+            "use_bidirectional_attention": "vision",  # between image tokens only: text stays causal
+        },
+        keys="hub",
+        sharded=True,
+    ),
+    Case(
+        name="gemma4_dense",
+        model_type="gemma4",
+        settings=GEMMA4 | {"num_hidden_layers": 3, "global_head_dim": 24},
+    ),
+    Case(
+        name="gemma4_with_vision_tower",  # as published: tensors that a text engine passes over
+        model_type="gemma4",
+        settings=GEMMA4_MOE
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 7,
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "patch_size": 4,
+                "position_embedding_size": 16,
+            },
+        },
+        keys="hub",
+    ),
+]
+
+MIXTRAL_CASES = [
+    Case(
+        name="mixtral_published",
+        model_type="mixtral",
+        settings=MIXTRAL | {"rope_parameters": rope(500_000.0)},
+        keys="hub",
+    ),
+    Case(
+        name="mixtral_window_short_sharded",
+        model_type="mixtral",
+        settings=MIXTRAL | {"sliding_window": 9, "num_local_experts": 3, "rms_norm_eps": 1e-2},
+        keys="hub",
+        sharded=True,
+    ),
+    Case(
+        name="mixtral_top1_tied_head_dim_fused",
+        model_type="mixtral",
+        settings=MIXTRAL
+        | {"num_experts_per_tok": 1, "tie_word_embeddings": True, "head_dim": 12, "num_key_value_heads": 1},
+        experts="fused",
+    ),
+    Case(
+        name="mixtral_window_long_top4",
+        model_type="mixtral",
+        settings=MIXTRAL | {"sliding_window": 64, "num_experts_per_tok": 4, "num_key_value_heads": 4},
+    ),
+]
+
+OLMOE_CASES = [
+    Case(
+        name="olmoe_published",  # the shape of OLMoE-1B-7B: not renormalised
+        model_type="olmoe",
+        settings=OLMOE
+        | {
+            "num_hidden_layers": 2,
+            "intermediate_size": 12,
+            "num_key_value_heads": 4,
+            "num_experts": 60,
+            "num_experts_per_tok": 8,
+        },
+        keys="hub",
+        hub_extra={"rope_scaling": None, "clip_qkv": None},
+    ),
+    Case(
+        name="olmoe_clip_qkv_renormalised",
+        model_type="olmoe",
+        settings=OLMOE | {"clip_qkv": 0.6, "norm_topk_prob": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+    ),
+    Case(
+        name="olmoe_bias_tied_fused",
+        model_type="olmoe",
+        settings=OLMOE
+        | {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_experts_per_tok": 3,
+            "rope_parameters": rope(700.0),
+        },
+        experts="fused",
+        keys="hub",
+    ),
+]
+
+DENSE_CASES = [
+    Case(
+        name="llama_published",  # as Llama 2: frequencies among the tensors, no head_dim, no rope keys
+        model_type="llama",
+        settings=DEFAULTS | {"num_key_value_heads": 4},
+        keys="hub",
+        dtype="float16",
+        extra_tensors={f"model.layers.{layer_id}.self_attn.rotary_emb.inv_freq": (4,) for layer_id in range(3)},
+    ),
+    Case(
+        name="llama3_published",
+        model_type="llama",
+        settings=DEFAULTS
+        | {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+        keys="hub",
+    ),
+    Case(
+        name="llama_linear_rope_bias_head_dim",
+        model_type="llama",
+        settings=DEFAULTS
+        | {
+            "head_dim": 12,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": rope(3_000.0, rope_type="linear", factor=4.0),
+        },
+    ),
+    Case(
+        name="llama3_sharded",
+        model_type="llama",
+        settings=DEFAULTS | {"hidden_size": 64, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500.0}},
+        sharded=True,
+    ),
+    Case(
+        name="qwen3_tied",
+        model_type="qwen3",
+        settings=QWEN3 | {"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": rope(1_000_000.0)},
+        keys="hub",
+        hub_extra={"sliding_window": None, "max_window_layers": 3},
+    ),
+    Case(
+        name="qwen3_window_short_bias",  # layers from max_window_layers on slide, here 2 and 3
+        model_type="qwen3",
+        settings=QWEN3
+        | {
+            "num_hidden_layers": 4,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 10,
+            "max_window_layers": 2,
+        },
+        keys="hub",
+    ),
+    Case(
+        name="qwen3_window_long",
+        model_type="qwen3",
+        settings=QWEN3 | {"use_sliding_window": True, "sliding_window": 90, "max_window_layers": 0},
+    ),
+]
+
+CASES = [*QWEN2_MOE_CASES, *QWEN3_MOE_CASES, *GEMMA4_CASES, *MIXTRAL_CASES, *OLMOE_CASES, *DENSE_CASES]
+
+
+def save(case: Case, folder: Path) -> Path:
+    """Write the checkpoint of `case` into `folder`. The weights depend on the settings and the seed alone."""
+    model = build(case)
+    model.to(getattr(torch, case.dtype)).save_pretrained(
+        folder,
+        max_shard_size="40KB" if case.sharded else "1GB",
+        save_original_format=case.experts == "split",
+    )
+    if case.extra_tensors:
+        add_tensors(folder, case.extra_tensors)
+    if case.keys == "hub":
+        write_hub_keys(folder, case.hub_extra)
+    return folder
+
+
+def build(case: Case) -> transformers.PreTrainedModel:
+    config_class, model_class = ARCHITECTURES[case.model_type]
+    settings = dict(case.settings)
+    if case.model_type == "gemma4":
+        vision_config = settings.pop("vision_config", None)
+        config = config_class(text_config=transformers.Gemma4TextConfig(**settings), vision_config=vision_config)
+    else:
+        config = config_class(**settings)
+    model = model_class(config).eval()
+    randomise(model, case.seed)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Move every tensor away from the 0 or 1 it starts with: a factor left out must show."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in sorted(model.state_dict().items()):
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if is_factor(name):
+            low, high = (0.2, 0.6) if isinstance(model, GEMMA4_CLASSES) and "q_norm" in name else (0.5, 1.5)
+            tensor.uniform_(low, high, generator=generator)
+        elif tensor.is_floating_point():
+            tensor.normal_(0.0, spread(name, tensor), generator=generator)
+
+
+# Gemma 4 does not divide attention scores: with queries near 1 they would be so sharp as to magnify rounding.
+GEMMA4_CLASSES = (transformers.Gemma4ForCausalLM, transformers.Gemma4ForConditionalGeneration)
+
+
+def is_factor(name: str) -> bool:
+    return "norm" in name or name.endswith(("layer_scalar", "per_expert_scale", "router.scale"))
+
+
+def spread(name: str, tensor: torch.Tensor) -> float:
+    """Standard deviations that keep the residual stream, the attention scores and the router logits near 1."""
+    if name.endswith("router.proj.weight"):
+        return 1.0  # its input is multiplied by hidden_size ** -0.5
+    if name.endswith(("embed_tokens.weight", "shared_expert_gate.weight", "mlp.gate.weight", "bias")):
+        return 0.3
+    return 1.1 * tensor.shape[-1] ** -0.5
+
+
+def add_tensors(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name: torch.ones(shape) for name, shape in shapes.items()}, path, metadata={"format": "pt"})
+
+
+def write_hub_keys(folder: Path, extra: dict[str, Any]) -> None:
+    """Rewrite config.json from the keys transformers 5 saves to those of the published files of the same family."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text_config = config.get("text_config", config)
+    if text_config["model_type"] == "gemma4_text":
+        to_hub_gemma4(text_config)
+    else:
+        to_hub_flat(config)
+    text_config.update(extra)
+    path.write_text(json.dumps(config, indent=2))
+
+
+def to_hub_gemma4(config: dict[str, Any]) -> None:
+    """Gemma 4 is published with `layer_types`, `dtype` and `rope_parameters`, and names its global sizes."""
+    full_layers = [layer_id for layer_id, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    overrides = config.pop("per_layer_config", {}).get(str(full_layers[0]), {})
+    config["global_head_dim"] = overrides.get("head_dim", config["head_dim"])
+    config["num_global_key_value_heads"] = overrides.get("num_key_value_heads")
+
+
+def to_hub_flat(config: dict[str, Any]) -> None:
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    if parameters["rope_type"] == "linear":
+        config["rope_scaling"] = {"type": "linear", "factor": parameters["factor"]}  # "type": spelt so before llama3
+    elif parameters["rope_type"] != "default":
+        config["rope_scaling"] = parameters
+    config["torch_dtype"] = config.pop("dtype")
+    if config["model_type"] == "qwen3_moe" and "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    config.pop("layer_types", None)
+
+
+def prompt(case: Case) -> list[int]:
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    return torch.randint(0, VOCAB_SIZE, (PROMPT_LENGTH,), generator=generator).tolist()
+
+
+class Judge:
+    """A checkpoint folder as transformers understands it: float32, its most literal attention and experts."""
+
+    def __init__(self, folder: Path, model_type: str) -> None:
+        _, model_class = ARCHITECTURES[model_type]
+        self.model = model_class.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+        # Whatever the checkpoint says of sampling, padding and stopping is put aside.
+        self.model.generation_config = transformers.GenerationConfig(
+            max_new_tokens=NUM_NEW_TOKENS, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0
+        )
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits [len(token_ids), vocab] of one pass without a cache."""
+        return self.model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()
+
+    @torch.no_grad()
+    def greedy(self, prompt_ids: list[int]) -> list[int]:
+        """The `NUM_NEW_TOKENS` tokens that transformers' own `generate` appends."""
+        input_ids = torch.tensor([prompt_ids])
+        # The mask is given, or `generate` would take every token equal to the pad token for padding.
+        output = self.model.generate(input_ids, attention_mask=torch.ones_like(input_ids))
+        new_tokens = output[0, len(prompt_ids) :].tolist()
+        assert len(new_tokens) == NUM_NEW_TOKENS
+        return new_tokens
+
+
+def smallest_lead(logits: torch.Tensor) -> float:
+    """How far the best token is ahead of the second best, where it is least."""
+    best_two = logits.topk(2, dim=-1).values
+    return (best_two[:, 0] - best_two[:, 1]).min().item()
