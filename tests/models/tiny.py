@@ -110,6 +110,7 @@ QWEN2_MOE_CASES = [
     Case(
         name="qwen2_moe_published",  # the shape of Qwen1.5-MoE-A2.7B: 60 experts, top 4, not renormalised
         model_type="qwen2_moe",
+        seed=8,
         settings=QWEN2_MOE
         | {
             "num_hidden_layers": 2,
@@ -125,12 +126,14 @@ QWEN2_MOE_CASES = [
     Case(
         name="qwen2_moe_renormalised_tied_without_bias",
         model_type="qwen2_moe",
+        seed=9,
         settings=QWEN2_MOE
         | {"num_experts_per_tok": 3, "norm_topk_prob": True, "qkv_bias": False, "tie_word_embeddings": True},
     ),
     Case(
         name="qwen2_moe_mlp_only_fused",
         model_type="qwen2_moe",
+        seed=46,
         settings=QWEN2_MOE
         | {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
         experts="fused",
@@ -138,6 +141,7 @@ QWEN2_MOE_CASES = [
     Case(
         name="qwen2_moe_sparse_step_top1_sharded",
         model_type="qwen2_moe",
+        seed=49,
         settings=QWEN2_MOE
         | {
             "num_hidden_layers": 5,
@@ -151,6 +155,7 @@ QWEN2_MOE_CASES = [
     Case(
         name="qwen2_moe_window_short",  # even layers below max_window_layers slide, here 0 and 2
         model_type="qwen2_moe",
+        seed=37,
         settings=QWEN2_MOE
         | {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 13, "max_window_layers": 3},
         keys="hub",
@@ -158,6 +163,7 @@ QWEN2_MOE_CASES = [
     Case(
         name="qwen2_moe_window_long",
         model_type="qwen2_moe",
+        seed=12,
         settings=QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 200, "norm_topk_prob": True},
     ),
 ]
@@ -166,6 +172,7 @@ QWEN3_MOE_CASES = [
     Case(
         name="qwen3_moe_published",  # the shape of Qwen3-30B-A3B
         model_type="qwen3_moe",
+        seed=5,
         settings=QWEN3_MOE | {"head_dim": 16, "num_key_value_heads": 1, "rope_parameters": rope(1_000_000.0)},
         keys="hub",
         hub_extra={"sliding_window": None, "max_window_layers": 3, "rope_scaling": None},
@@ -173,6 +180,7 @@ QWEN3_MOE_CASES = [
     Case(
         name="qwen3_moe_top1_tied_bias_without_head_dim",
         model_type="qwen3_moe",
+        seed=3,
         settings=QWEN3_MOE
         | {
             "num_experts": 3,
@@ -186,11 +194,13 @@ QWEN3_MOE_CASES = [
     Case(
         name="qwen3_moe_window_of_one_page",
         model_type="qwen3_moe",
+        seed=8,
         settings=QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 16, "num_experts_per_tok": 4},
     ),
     Case(
         name="qwen3_moe_window_long_linear_rope",
         model_type="qwen3_moe",
+        seed=24,
         settings=QWEN3_MOE
         | {
             "use_sliding_window": True,
@@ -203,14 +213,15 @@ QWEN3_MOE_CASES = [
     Case(
         name="qwen3_moe_sparse_step_fused_sharded",
         model_type="qwen3_moe",
-        settings=QWEN3_MOE
-        | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 12},
+        seed=9,
+        settings=QWEN3_MOE | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 12},
         experts="fused",
         sharded=True,
     ),
     Case(
         name="qwen3_moe_60_experts_top8_bfloat16",
         model_type="qwen3_moe",
+        seed=22,
         settings=QWEN3_MOE
         | {
             "num_hidden_layers": 2,
@@ -227,12 +238,14 @@ GEMMA4_CASES = [
     Case(
         name="gemma4_text_published",  # the shape of Gemma-4-26B-A4B
         model_type="gemma4_text",
+        seed=20,
         settings=GEMMA4_MOE | {"num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
         keys="hub",
     ),
     Case(
         name="gemma4_text_eight_layers",  # sliding x 5, full, sliding, full
         model_type="gemma4_text",
+        seed=63,
         settings=GEMMA4_MOE
         | {
             "num_hidden_layers": 8,
@@ -245,6 +258,7 @@ GEMMA4_CASES = [
     Case(
         name="gemma4_text_separate_values_untied",  # without k_eq_v the number of global heads is not read
         model_type="gemma4_text",
+        seed=6,
         settings=GEMMA4_MOE | {"attention_k_eq_v": False, "tie_word_embeddings": False, "sliding_window": 200},
         keys="hub",
         hub_extra={"num_global_key_value_heads": 1},
@@ -252,6 +266,7 @@ GEMMA4_CASES = [
     Case(
         name="gemma4_text_top1_layer_types_sharded",
         model_type="gemma4_text",
+        seed=5,
         settings=GEMMA4_MOE
         | {
             "num_hidden_layers": 4,
@@ -267,19 +282,21 @@ GEMMA4_CASES = [
     Case(
         name="gemma4_text_dense",
         model_type="gemma4_text",
-        settings=GEMMA4
-        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+        seed=52,
+        settings=GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
         keys="hub",
     ),
     Case(
         name="gemma4_text_dense_bias_one_head_dim",  # no layer differs from another in its sizes
         model_type="gemma4_text",
+        seed=36,
         settings=GEMMA4
         | {"num_hidden_layers": 6, "global_head_dim": 8, "attention_bias": True, "num_key_value_heads": 1},
     ),
     Case(
         name="gemma4_published",
         model_type="gemma4",
+        seed=20,
         settings=GEMMA4_MOE
         | {
             "num_global_key_value_heads": 1,
@@ -292,11 +309,13 @@ GEMMA4_CASES = [
     Case(
         name="gemma4_dense",
         model_type="gemma4",
+        seed=36,
         settings=GEMMA4 | {"num_hidden_layers": 3, "global_head_dim": 24},
     ),
     Case(
         name="gemma4_with_vision_tower",  # as published: tensors that a text engine passes over
         model_type="gemma4",
+        seed=1,
         settings=GEMMA4_MOE
         | {
             "num_hidden_layers": 3,
@@ -341,6 +360,7 @@ MIXTRAL_CASES = [
     Case(
         name="mixtral_window_long_top4",
         model_type="mixtral",
+        seed=3,
         settings=MIXTRAL | {"sliding_window": 64, "num_experts_per_tok": 4, "num_key_value_heads": 4},
     ),
 ]
@@ -349,6 +369,7 @@ OLMOE_CASES = [
     Case(
         name="olmoe_published",  # the shape of OLMoE-1B-7B: not renormalised
         model_type="olmoe",
+        seed=9,
         settings=OLMOE
         | {
             "num_hidden_layers": 2,
@@ -363,11 +384,13 @@ OLMOE_CASES = [
     Case(
         name="olmoe_clip_qkv_renormalised",
         model_type="olmoe",
+        seed=1,
         settings=OLMOE | {"clip_qkv": 0.6, "norm_topk_prob": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
     ),
     Case(
         name="olmoe_bias_tied_fused",
         model_type="olmoe",
+        seed=25,
         settings=OLMOE
         | {
             "attention_bias": True,
@@ -384,6 +407,7 @@ DENSE_CASES = [
     Case(
         name="llama_published",  # as Llama 2: frequencies among the tensors, no head_dim, no rope keys
         model_type="llama",
+        seed=3,
         settings=DEFAULTS | {"num_key_value_heads": 4},
         keys="hub",
         dtype="float16",
@@ -392,6 +416,7 @@ DENSE_CASES = [
     Case(
         name="llama3_published",
         model_type="llama",
+        seed=5,
         settings=DEFAULTS
         | {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
         keys="hub",
@@ -399,10 +424,12 @@ DENSE_CASES = [
     Case(
         name="llama_linear_rope_bias_head_dim",
         model_type="llama",
+        seed=4,
         settings=DEFAULTS
         | {
             "head_dim": 12,
             "attention_bias": True,
+            "mlp_bias": True,
             "rms_norm_eps": 1e-2,
             "rope_parameters": rope(3_000.0, rope_type="linear", factor=4.0),
         },
@@ -416,6 +443,7 @@ DENSE_CASES = [
     Case(
         name="qwen3_tied",
         model_type="qwen3",
+        seed=12,
         settings=QWEN3 | {"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": rope(1_000_000.0)},
         keys="hub",
         hub_extra={"sliding_window": None, "max_window_layers": 3},
@@ -436,6 +464,7 @@ DENSE_CASES = [
     Case(
         name="qwen3_window_long",
         model_type="qwen3",
+        seed=1,
         settings=QWEN3 | {"use_sliding_window": True, "sliding_window": 90, "max_window_layers": 0},
     ),
 ]

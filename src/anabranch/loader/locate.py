@@ -71,7 +71,7 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
         )
     except HFValidationError:
         raise CheckpointError(f"{model}: neither an existing folder nor a hub id; {_nearest(Path(model))}") from None
-    except (OSError, httpx.HTTPError) as error:
+    except (OSError, httpx.HTTPError, RuntimeError) as error:  # RuntimeError: what hf_xet raises on a failed transfer
         raise CheckpointError(f"{model}: {_explain(model, revision, error)}") from error
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -117,7 +117,7 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
                 f"private or not on {hub} (HTTP {status}); check the name, or set HF_TOKEN to a token that may read it"
             )
         return f"{hub} answered HTTP {status}; try again later"
-    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+    if isinstance(error, OSError) and error.errno is not None:
         return f"cannot be stored in the cache {constants.HF_HUB_CACHE} ({error.strerror}); free it or set HF_HOME"
     cause = " ".join(str(error).split()) or type(error).__name__
     return f"the download from {hub} failed ({cause}); check the network, or give a local folder"

@@ -151,6 +151,12 @@ class Keys:
             raise self.fail(f"{names[0]!r} must be a positive number, not {value!r}")
         return float(value)
 
+    def object(self, name: str) -> dict[str, Any]:
+        value = self.get(name, default={})
+        if not isinstance(value, dict):
+            raise self.fail(f"{name!r} must be an object, not {value!r}")
+        return value
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default=default)
         if not isinstance(value, bool):
@@ -166,13 +172,16 @@ def read_config(folder: str | Path) -> ModelConfig:
     """Read `config.json` (and end-of-text ids from `generation_config.json`) in a model folder."""
     path = Path(folder) / "config.json"
     keys = Keys(_read_json(path), path)
-    if "quantization_config" in keys.raw or "quantization_config" in (keys.get("text_config") or {}):
+    if "quantization_config" in {**keys.raw, **keys.object("text_config")}:
         raise keys.fail("'quantization_config': quantised checkpoints are not supported yet; use the original weights")
     model_type = keys.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         near = difflib.get_close_matches(str(model_type), FAMILIES, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise keys.fail(f"'model_type' = {model_type!r} is not supported (supported: {', '.join(FAMILIES)}){hint}")
+    for architecture in keys.get("architectures", default=[]):
+        if not str(architecture).endswith(("ForCausalLM", "ForConditionalGeneration")):
+            raise keys.fail(f"'architectures' = {architecture!r}: only models that generate text are supported")
     config = FAMILIES[model_type](keys)
     for layer_id, layer in enumerate(config.layers):
         _check_layer(keys, layer_id, layer)
@@ -195,7 +204,7 @@ def _eos_ids(keys: Keys) -> tuple[int, ...]:
     generation = keys.path.with_name("generation_config.json")
     found = _read_json(generation).get("eos_token_id") if generation.exists() else None
     if found is None:
-        found = keys.get("eos_token_id", default=(keys.get("text_config") or {}).get("eos_token_id"))
+        found = keys.get("eos_token_id", default=keys.object("text_config").get("eos_token_id"))
     ids = found if isinstance(found, list) else [] if found is None else [found]
     return tuple(id for id in ids if isinstance(id, int))
 
@@ -207,10 +216,11 @@ def _check_layer(keys: Keys, layer_id: int, layer: LayerConfig) -> None:
             f"'num_attention_heads' = {attention.num_heads} is not a multiple of "
             f"'num_key_value_heads' = {attention.num_kv_heads} (layer {layer_id})"
         )
-    if attention.head_dim % 2 or attention.rope.rotary_dim % 2:
-        raise keys.fail(f"'head_dim' = {attention.head_dim} must be even, and so must its rotated part")
+    if attention.head_dim % 2:
+        raise keys.fail(f"'head_dim' = {attention.head_dim} must be even")
     if moe is not None and moe.top_k > moe.num_experts:
-        raise keys.fail(f"top_k = {moe.top_k} is more than the {moe.num_experts} experts there are")
+        key = "top_k_experts" if "top_k_experts" in keys.object("text_config") | keys.raw else "num_experts_per_tok"
+        raise keys.fail(f"{key!r} = {moe.top_k} is more than the {moe.num_experts} experts there are")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,17 +234,17 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 def _rope(keys: Keys, head_dim: int, default_theta: float, parameters: dict[str, Any] | None = None) -> RopeConfig:
     """`rope_parameters` (transformers 5), or `rope_theta` + `rope_scaling` (hub)."""
     if parameters is None:
-        parameters = {**(keys.get("rope_scaling") or {}), **(keys.get("rope_parameters") or {})}
+        parameters = {**keys.object("rope_scaling"), **keys.object("rope_parameters")}
     found = Keys({**parameters, "rope_theta": parameters.get("rope_theta", keys.get("rope_theta"))}, keys.path)
     kind = found.get("rope_type", "type", default="default")
     if kind not in ROPE_KINDS:
         raise keys.fail(f"rope type {kind!r} is not supported (supported: {', '.join(ROPE_KINDS)})")
-    share = found.number("partial_rotary_factor", default=keys.number("partial_rotary_factor", default=1.0))
+    share = found.number("partial_rotary_factor", default=1.0) if kind == "proportional" else 1.0
     return RopeConfig(
         kind=kind,
         theta=found.number("rope_theta", default=default_theta),
         head_dim=head_dim,
-        rotary_dim=int(head_dim * share) // 2 * 2 if kind == "proportional" else int(head_dim * share),
+        rotary_dim=int(head_dim * share) // 2 * 2,
         factor=found.number("factor", default=1.0),
         low_freq_factor=found.number("low_freq_factor", default=1.0),
         high_freq_factor=found.number("high_freq_factor", default=4.0),
@@ -276,7 +286,7 @@ def _model(keys: Keys, layers: list[LayerConfig], **differences: Any) -> ModelCo
         hidden_size=keys.integer("hidden_size"),
         layers=tuple(layers),
         activation=ACTIVATIONS[name],  # type: ignore[arg-type]
-        norm_eps=keys.number("rms_norm_eps", default=1e-6),
+        norm_eps=keys.number("rms_norm_eps", default=differences.pop("default_eps", 1e-6)),
         tie_embeddings=differences.pop("tie_embeddings", keys.flag("tie_word_embeddings", False)),
         max_position=keys.integer("max_position_embeddings", default=32768),
         dtype=dtype,
@@ -288,6 +298,8 @@ def _model(keys: Keys, layers: list[LayerConfig], **differences: Any) -> ModelCo
 def _is_sparse(keys: Keys, layer_id: int) -> bool:
     """Qwen's two ways to make some layers dense."""
     dense = keys.get("mlp_only_layers", default=[])
+    if not isinstance(dense, list):
+        raise keys.fail(f"'mlp_only_layers' must be a list of layer numbers, not {dense!r}")
     return layer_id not in dense and (layer_id + 1) % keys.integer("decoder_sparse_step", default=1) == 0
 
 
@@ -379,14 +391,17 @@ def _qwen3_moe(keys: Keys) -> ModelConfig:
 
 
 def _mixtral(keys: Keys) -> ModelConfig:
-    attention = replace(_attention(keys, default_theta=1e6), window=keys.get("sliding_window") or 0)
+    attention = replace(
+        _attention(keys, default_theta=1e6), window=keys.integer("sliding_window", default=0, minimum=0)
+    )
     moe = MoEConfig(
         num_experts=keys.integer("num_local_experts", "num_experts"),
         top_k=keys.integer("num_experts_per_tok"),
         width=keys.integer("intermediate_size"),
         renormalize=True,
     )
-    return _model(keys, [LayerConfig(attention=attention, moe=moe)] * keys.integer("num_hidden_layers"))
+    layer = LayerConfig(attention=attention, moe=moe)
+    return _model(keys, [layer] * keys.integer("num_hidden_layers"), default_eps=1e-5)
 
 
 def _olmoe(keys: Keys) -> ModelConfig:
@@ -398,12 +413,13 @@ def _olmoe(keys: Keys) -> ModelConfig:
         width=keys.integer("intermediate_size"),
         renormalize=keys.flag("norm_topk_prob", False),
     )
-    return _model(keys, [LayerConfig(attention=attention, moe=moe)] * keys.integer("num_hidden_layers"))
+    layer = LayerConfig(attention=attention, moe=moe)
+    return _model(keys, [layer] * keys.integer("num_hidden_layers"), default_eps=1e-5)
 
 
 def _gemma4(outer: Keys) -> ModelConfig:
     """`gemma4` wraps the text model's config in `text_config`; `gemma4_text` is that config itself."""
-    keys = Keys({**outer.raw, **(outer.get("text_config") or {})}, outer.path)
+    keys = Keys({**outer.raw, **outer.object("text_config")}, outer.path)
     keys.refuse_unless("hidden_size_per_layer_input", (0,), "per-layer inputs are not supported yet")
     keys.refuse_unless("num_kv_shared_layers", (0,), "layers that share keys and values are not supported yet")
     keys.refuse_unless("use_bidirectional_attention", ("vision",), "only causal attention is supported")
@@ -412,7 +428,7 @@ def _gemma4(outer: Keys) -> ModelConfig:
 
     sliding = _layer_types(keys, lambda layer_id: (layer_id + 1) % 6 != 0)
     sliding[-1] = False  # the family's rule: the last layer sees everything
-    ropes = keys.get("rope_parameters") or {
+    ropes = keys.object("rope_parameters") or {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     }

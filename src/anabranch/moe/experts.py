@@ -16,6 +16,7 @@ class Experts(nn.Module):
         self.gate_up_EFD = nn.Parameter(torch.empty(num_experts, 2 * inner, width), requires_grad=False)
         self.down_EDI = nn.Parameter(torch.empty(num_experts, width, inner), requires_grad=False)
         self.activation = activation
+        self.num_experts = num_experts
 
     def forward(self, x_MD: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Each row's weighted sum over its experts here."""

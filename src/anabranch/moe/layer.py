@@ -5,6 +5,7 @@ T tokens, D hidden width, K experts per token, M rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,12 +30,16 @@ class RoutedExperts(nn.Module):
         self.router = router
         self.experts = experts
         self.dispatcher: Dispatcher = LocalDispatcher()
+        self.watch: Callable[[torch.Tensor], None] | None = None
+        """Is shown expert_TK; None: nobody looks."""
 
     def forward(
         self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None = None, router_input_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Rows from `num_tokens` on are padding. The router reads x unless it has an input of its own."""
         weight_TK, expert_TK = self.router(x_TD if router_input_TD is None else router_input_TD, num_tokens)
+        if self.watch is not None:
+            self.watch(expert_TK)
         rows_MD, plan = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK)
         rows_MD = self.experts(rows_MD, plan)
         return self.dispatcher.combine(rows_MD, plan)

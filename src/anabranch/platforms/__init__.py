@@ -12,9 +12,9 @@ import importlib
 import importlib.metadata
 import os
 
-from anabranch.platforms.platform import Fork, Graph, Memory, Platform, SideStream
+from anabranch.platforms.platform import Fetch, Fork, Graph, Memory, Platform, SideStream
 
-__all__ = ["Fork", "Graph", "Memory", "Platform", "SideStream", "current", "make", "names"]
+__all__ = ["Fetch", "Fork", "Graph", "Memory", "Platform", "SideStream", "current", "make", "names"]
 
 # In order of detection: the CPU is always available, so it comes last.
 BUILT_IN = {

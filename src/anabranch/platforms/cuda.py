@@ -52,6 +52,9 @@ class CudaPlatform(Platform):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def fetch(self, tensor: torch.Tensor) -> CudaFetch:
+        return CudaFetch(tensor)
+
     def make_side_stream(self) -> CudaSideStream:
         return CudaSideStream(torch.cuda.Stream(self.device))
 
@@ -96,3 +99,16 @@ class CudaFork:
         main.wait_stream(self.stream)
         for tensor in results:
             tensor.record_stream(main)
+
+
+class CudaFetch:
+    """Pinned memory and an event: waiting for it does not wait for work enqueued later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.host.copy_(tensor, non_blocking=True)
+        self.done = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait(self) -> torch.Tensor:
+        self.done.synchronize()
+        return self.host

@@ -52,6 +52,12 @@ class SideStream(Protocol):
         """Open a fork; `inputs` were made on the main stream and will be read on the side."""
 
 
+class Fetch(Protocol):
+    """A copy to the host that is on its way."""
+
+    def wait(self) -> torch.Tensor: ...
+
+
 class Platform(abc.ABC):
     """What a machine can do. Subclass it in one file; `fake` implements all of it without hardware."""
 
@@ -100,6 +106,10 @@ class Platform(abc.ABC):
         """Wait until the device is idle."""
         return None
 
+    def fetch(self, tensor: torch.Tensor) -> Fetch:
+        """Start copying to the host what the tensor will hold once the work enqueued so far has run."""
+        return InlineFetch(tensor)
+
     def make_side_stream(self) -> SideStream:
         """A new side stream; without streams, one that runs side work in line."""
         return InlineStream()
@@ -132,3 +142,11 @@ class InlineFork:
 class InlineStream:
     def fork(self, *inputs: torch.Tensor) -> InlineFork:
         return InlineFork()
+
+
+class InlineFetch:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.clone()
+
+    def wait(self) -> torch.Tensor:
+        return self.tensor

@@ -1,0 +1,203 @@
+"""Configs that cannot be served are refused before any weight is read: one line, with the file and the key at fault.
+
+The bases are written as model authors publish them, and are accepted as they stand.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.models.config import read_config
+
+MISSING = object()
+
+DENSE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+ROUTED = DENSE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+GEMMA4_TEXT = {
+    key: value for key, value in ROUTED.items() if key not in ("hidden_act", "rope_theta", "norm_topk_prob")
+} | {
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 16,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+    },
+}
+BASES: dict[str, dict[str, Any]] = {
+    "llama": DENSE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "qwen3": DENSE | {"model_type": "qwen3", "head_dim": 16},
+    "qwen2_moe": ROUTED | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 28},
+    "qwen3_moe": ROUTED | {"model_type": "qwen3_moe", "head_dim": 16},
+    "mixtral": DENSE | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
+    "olmoe": ROUTED | {"model_type": "olmoe"},
+    "gemma4_text": GEMMA4_TEXT,
+    "gemma4": {"model_type": "gemma4", "text_config": GEMMA4_TEXT, "vision_config": None, "audio_config": None},
+}
+
+# (base, changes, what the message has to name)
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "mamba"}, "model_type"),
+    ("llama", {"model_type": "llama4"}, "model_type"),
+    ("llama", {"model_type": MISSING}, "model_type"),
+    ("llama", {"model_type": ["llama"]}, "model_type"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+    # keys that every config has to have
+    ("llama", {"hidden_size": MISSING}, "hidden_size"),
+    ("llama", {"num_hidden_layers": MISSING}, "num_hidden_layers"),
+    ("llama", {"num_attention_heads": None}, "num_attention_heads"),
+    ("llama", {"vocab_size": MISSING}, "vocab_size"),
+    ("llama", {"intermediate_size": MISSING}, "intermediate_size"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": MISSING}, "shared_expert_intermediate_size"),
+    ("qwen3_moe", {"num_experts": MISSING}, "num_experts"),
+    ("qwen3_moe", {"num_experts_per_tok": MISSING}, "num_experts_per_tok"),
+    ("qwen3_moe", {"moe_intermediate_size": MISSING}, "moe_intermediate_size"),
+    ("mixtral", {"num_local_experts": MISSING}, "num_local_experts"),
+    ("gemma4_text", {"top_k_experts": MISSING}, "top_k_experts"),
+    ("gemma4", {"num_experts": None}, "num_experts"),
+    # values that are no sizes
+    ("llama", {"hidden_size": -32}, "hidden_size"),
+    ("llama", {"hidden_size": "32"}, "hidden_size"),
+    ("llama", {"hidden_size": 32.5}, "hidden_size"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
+    ("llama", {"num_hidden_layers": True}, "num_hidden_layers"),
+    ("llama", {"vocab_size": -1}, "vocab_size"),
+    ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+    ("llama", {"rope_theta": 0}, "rope_theta"),
+    ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+    ("qwen3", {"head_dim": -16}, "head_dim"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": -4}, "sliding_window"),
+    ("mixtral", {"sliding_window": -4}, "sliding_window"),
+    ("mixtral", {"num_local_experts": -6}, "num_local_experts"),
+    ("qwen3_moe", {"moe_intermediate_size": -1}, "moe_intermediate_size"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers"),
+    ("olmoe", {"clip_qkv": -8.0}, "clip_qkv"),
+    ("gemma4_text", {"sliding_window": 0}, "sliding_window"),
+    ("gemma4_text", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("gemma4_text", {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
+    # sizes that do not go together
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
+    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3}, "num_attention_heads"),
+    ("gemma4_text", {"num_global_key_value_heads": 3}, "key_value_heads"),
+    ("qwen3", {"head_dim": 15}, "head_dim"),
+    ("gemma4", {"global_head_dim": 15}, "head_dim"),
+    ("qwen2_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+    ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+    ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+    ("olmoe", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+    ("gemma4", {"top_k_experts": 7}, "top_k_experts"),
+    # what is not built
+    ("llama", {"hidden_act": "relu2"}, "hidden_act"),
+    ("gemma4_text", {"hidden_activation": "gelu"}, "hidden_act"),  # the exact gelu is not the tanh one
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope"),
+    ("qwen3_moe", {"rope_parameters": {"rope_type": "foo", "rope_theta": 10_000.0}}, "rope"),
+    ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6}}}, "rope"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling"),
+    ("llama", {"torch_dtype": "float8_e4m3fn"}, "dtype"),
+    ("qwen3_moe", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("gemma4", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+    ("gemma4_text", {"hidden_size_per_layer_input": 16}, "hidden_size_per_layer_input"),
+    ("gemma4", {"hidden_size_per_layer_input": MISSING}, "hidden_size_per_layer_input"),  # the family's default is 256
+    ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+]
+
+
+def write(folder: Path, config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def changed(base: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """The base with keys set or taken away; in a config that wraps another, those of the inner one."""
+    config = BASES[base]
+    inner = config.get("text_config", config)
+    inner = {key: value for key, value in (inner | changes).items() if value is not MISSING}
+    return config | {"text_config": inner} if "text_config" in config else inner
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        read_config(folder)
+    message = str(caught.value)
+    assert "config.json" in message
+    assert message == message.strip() and len(message.splitlines()) == 1, f"not one line: {message!r}"
+    return message
+
+
+def describe(value: object) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    return ",".join(f"{key}={'missing' if setting is MISSING else setting}" for key, setting in value.items())
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_base_is_accepted(base: str, tmp_path: Path) -> None:
+    assert len(read_config(write(tmp_path, BASES[base])).layers) == 2
+
+
+@pytest.mark.parametrize(("base", "changes", "key"), REFUSALS, ids=describe)
+def test_refused_in_one_line_that_names_the_key(base: str, changes: dict[str, Any], key: str, tmp_path: Path) -> None:
+    assert key in refusal(write(tmp_path, changed(base, changes)))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe\x00"])
+def test_not_a_json_object(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    refusal(tmp_path)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    refusal(tmp_path)
+
+
+def test_wrapped_config_is_no_object(tmp_path: Path) -> None:
+    assert "text_config" in refusal(write(tmp_path, {"model_type": "gemma4", "text_config": "gemma4_text"}))
+
+
+def test_vision_only_bidirectional_attention_is_causal_for_text(tmp_path: Path) -> None:
+    read_config(write(tmp_path, changed("gemma4", {"use_bidirectional_attention": "vision"})))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "remote_model"])
+def test_code_in_the_folder_is_never_run(model_type: str, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n"
+    for name in ("modeling_remote.py", "configuration_remote.py", "__init__.py", "setup.py"):
+        (tmp_path / name).write_text(code)
+    auto_map = {
+        "AutoConfig": "configuration_remote.RemoteConfig",
+        "AutoModelForCausalLM": "modeling_remote.RemoteForCausalLM",
+    }
+    write(tmp_path, BASES["llama"] | {"model_type": model_type, "auto_map": auto_map})
+    if model_type == "llama":
+        assert read_config(tmp_path).hidden_size == 32
+    else:
+        assert "model_type" in refusal(tmp_path)
+    assert not ran.exists()
