@@ -23,14 +23,16 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         ("window longer than context", [(5, 8), (1, 3)], 64, 2, 1, 8),
         ("padding rows and an empty request", [(2, 6), (0, 0), (1, 1)], 0, 2, 1, 8),
     ):
-        page_size, pages = 4, 16
+        page_size, pages = 4, 17
         tokens = sum(n for n, _ in requests) + (3 if label.startswith("padding") else 0)
         start = [0]
         for n, _ in requests:
             start.append(start[-1] + n)
         cache = torch.randn(2, pages, page_size, kv_heads, dim, generator=generator).to(dtype)
         table = torch.zeros(len(requests), 5, dtype=torch.int32)
-        free = torch.randperm(pages, generator=generator).tolist()
+        # Page 0 belongs to nobody and holds NaN, as table entries past a request's pages point there.
+        cache[:, 0] = float("nan")
+        free = (1 + torch.randperm(pages - 1, generator=generator)).tolist()
         for r, (_, length) in enumerate(requests):
             for j in range(-(-length // page_size)):
                 table[r, j] = free.pop()

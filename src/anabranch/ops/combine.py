@@ -45,5 +45,6 @@ def combine(
     pair = order_N[:num_rows].long()
     weighted = rows_ND[:num_rows].float() * weight_TK.flatten()[pair, None] * scaling
     tokens, top_k = weight_TK.shape
-    y_TKD = weighted.new_zeros(tokens * top_k, rows_ND.shape[1]).index_copy(0, pair, weighted).view(tokens, top_k, -1)
+    y_ND = weighted.new_zeros(rows_ND.shape).index_copy(0, pair, weighted)
+    y_TKD = y_ND.view(tokens, top_k, rows_ND.shape[1])
     return (y_TKD.sum(1) if reduce else y_TKD).to(rows_ND.dtype)

@@ -20,8 +20,9 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         yield (
             f"T{tokens} P{pages} S{page_size} G{heads} D{dim}",
             {
-                "k_TGD": torch.randn(tokens, heads, dim, generator=generator).to(dtype),
-                "v_TGD": torch.randn(tokens, heads, dim, generator=generator).to(dtype),
+                # Strided, as slices of a packed projection are.
+                "k_TGD": torch.randn(tokens, 2 * heads, dim, generator=generator).to(dtype)[:, :heads],
+                "v_TGD": torch.randn(tokens, 3 * heads, dim, generator=generator).to(dtype)[:, heads : 2 * heads],
                 "k_PSGD": cache[0].clone(),
                 "v_PSGD": cache[1].clone(),
                 "slot_T": slot,
@@ -36,5 +37,6 @@ def kv_store(
     """Token t goes to slot `slot_T[t]` = page · S + offset; −1 (a padding row) is written nowhere."""
     kept = slot_T >= 0
     slot = slot_T[kept].long()
-    k_PSGD.flatten(0, 1)[slot] = k_TGD[kept]
-    v_PSGD.flatten(0, 1)[slot] = v_TGD[kept]
+    page, offset = slot // k_PSGD.shape[1], slot % k_PSGD.shape[1]
+    k_PSGD[page, offset] = k_TGD[kept]
+    v_PSGD[page, offset] = v_TGD[kept]

@@ -107,28 +107,14 @@ class Op(Generic[P, R]):
                 f"reference's parameters ({', '.join(map(_show, expected))})"
             )
 
-    def bind(self, platform: Platform, choice: str | None) -> None:
-        """Choose the kernels to try on this platform, best provider first; `choice` forces one."""
-        self.forced = False
-        if choice == "reference":
-            self.bound = ()
-            return
-        usable = [kernel for provider in platform.providers if (kernel := self.usable(provider, platform)) is not None]
-        if choice is not None:
-            usable = [kernel for kernel in usable if kernel.provider == choice]
-            if not usable:
-                raise ValueError(
-                    f"op {self.name}: no kernel {choice!r} on platform {platform.name!r} "
-                    f"(registered: {', '.join(['reference', *self.kernels])})"
-                )
-            self.forced = True
-        self.bound = tuple(usable)
-
-    def usable(self, provider: str, platform: Platform) -> Kernel[P, R] | None:
-        kernel = self.kernels.get(provider)
-        if kernel is None or (kernel.on is not None and platform.name not in kernel.on):
-            return None
-        return kernel if kernel.needs is None or kernel.needs(platform) else None
+    def usable(self, platform: Platform) -> tuple[Kernel[P, R], ...]:
+        """The kernels to try on this platform, best provider first."""
+        known = [self.kernels[provider] for provider in platform.providers if provider in self.kernels]
+        return tuple(
+            kernel
+            for kernel in known
+            if (kernel.on is None or platform.name in kernel.on) and (kernel.needs is None or kernel.needs(platform))
+        )
 
 
 def op(
@@ -144,12 +130,21 @@ def op(
 def bind(platform: Platform, kernels: str = "") -> None:
     """Bind every op to a platform; `kernels` as in ANABRANCH_KERNELS."""
     everywhere, by_op = _parse_choice(kernels)
+    usable = {name: operator.usable(platform) for name, operator in OPS.items()}
+    has_it = {name for name, found in usable.items() if any(kernel.provider == everywhere for kernel in found)}
+    if everywhere not in (None, "reference") and not has_it:
+        raise ValueError(f"ANABRANCH_KERNELS: {everywhere!r} has no kernel that runs on platform {platform.name!r}")
     for name, operator in OPS.items():
-        choice = by_op.get(name)
-        if choice is None and everywhere is not None:
-            has_it = everywhere == "reference" or operator.usable(everywhere, platform) is not None
-            choice = everywhere if has_it else None
-        operator.bind(platform, choice)
+        choice = by_op.get(name, everywhere if everywhere == "reference" or name in has_it else None)
+        operator.forced = choice not in (None, "reference")
+        operator.bound = usable[name]
+        if choice is not None:
+            operator.bound = tuple(kernel for kernel in usable[name] if kernel.provider == choice)
+        if operator.forced and not operator.bound:
+            raise ValueError(
+                f"op {name}: no kernel {choice!r} on platform {platform.name!r} "
+                f"(registered: {', '.join(['reference', *operator.kernels])})"
+            )
 
 
 def _parse_choice(kernels: str) -> tuple[str | None, dict[str, str]]:

@@ -23,12 +23,14 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     ):
         angle = 100 * torch.rand(tokens, pairs, generator=generator)
         angle[:, pairs // 2 :] *= 0 if label.startswith("full, no") else 1  # proportional rope has zero frequencies
+        # Strided, as slices of a packed projection are.
+        qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
         width = {None: None, "head": (dim, dim), "all": (heads * dim, kv_heads * dim)}[norm]
         yield (
             label,
             {
-                "q_THD": torch.randn(tokens, heads, dim, generator=generator).to(dtype),
-                "k_TGD": torch.randn(tokens, kv_heads, dim, generator=generator).to(dtype),
+                "q_THD": qkv[:, :heads],
+                "k_TGD": qkv[:, heads : heads + kv_heads],
                 "cos_TF": angle.cos(),
                 "sin_TF": angle.sin(),
                 "q_weight": None if width is None else torch.rand(width[0], generator=generator).to(dtype),

@@ -81,7 +81,7 @@ def route(
     if score == "softmax":
         choice = logits  # monotone in the probability, and exact
         peak = logits.amax(-1, keepdim=True) if logits.shape[0] else logits[:, :1]
-        unnormalized = torch.exp(logits - torch.where(peak.isinf(), 0.0, peak))
+        unnormalized = torch.exp(logits - torch.where(peak == float("-inf"), 0.0, peak))
         probability = _divide(unnormalized, unnormalized.sum(-1, keepdim=True))
     elif score == "sigmoid":
         choice = probability = logits.sigmoid()

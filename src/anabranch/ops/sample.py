@@ -45,9 +45,9 @@ def sample(
 ) -> torch.Tensor:
     """token_R (int64). Temperature 0 is greedy; a tie goes to the lowest id.
 
-    Otherwise logits / temperature, then the token must be among the top_k (0: all), among the fewest most probable
-    tokens whose probabilities reach top_p, and at least min_p times as probable as the best. One of the remaining is
-    drawn by adding Gumbel noise and taking the maximum.
+    Otherwise logits / temperature, then the token must be among the top_k (0: all), among the fewest most probable of
+    those whose probabilities (among them) reach top_p, and at least min_p times as probable as the best. One of the
+    remaining is drawn by adding Gumbel noise and taking the maximum.
     """
     logits = logits_RV.float()
     if logits.shape[0] == 0:
@@ -57,6 +57,8 @@ def sample(
     probability, token = torch.sort(scaled.softmax(-1), dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     kept = (top_k_R[:, None] == 0) | (rank < top_k_R[:, None])
+    probability = probability * kept
+    probability = probability / probability.sum(-1, keepdim=True)
     kept &= probability.cumsum(-1) - probability < top_p_R[:, None]
     kept &= probability >= min_p_R[:, None] * probability[:, :1]
     kept[:, 0] = True

@@ -36,7 +36,10 @@ def names() -> list[str]:
 def load(name: str) -> type[Platform]:
     third_party = _third_party()
     if name in third_party:
-        found = third_party[name].load()
+        try:
+            found = third_party[name].load()
+        except Exception as error:  # somebody else's code: say whose
+            raise ValueError(f"platform {name!r} ({third_party[name].value}) does not load: {error}") from error
     elif name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         found = getattr(importlib.import_module(module), attribute)

@@ -26,6 +26,13 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(flags)
 
 
+def cgroup_limit() -> int:
+    """Bytes a container may use; a number larger than any memory if there is no limit."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return int(text) if text.isdigit() else 1 << 62
+
+
 class CpuPlatform(Platform):
     name = "cpu"
     collective_backend = "gloo"
@@ -46,12 +53,12 @@ class CpuPlatform(Platform):
         return f"{host.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {bf16}"
 
     def memory(self) -> Memory:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup_limit())
         meminfo = Path("/proc/meminfo")
         if not meminfo.exists():
             return Memory(free=total, total=total)
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return Memory(free=int(fields["MemAvailable"].split()[0]) * 1024, total=total)
+        return Memory(free=min(total, int(fields["MemAvailable"].split()[0]) * 1024), total=total)
 
     def has(self, capability: str) -> bool:
         if capability == "bf16":

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from anabranch.platforms.platform import Memory, Platform
+from anabranch.platforms.platform import Fetch, Memory, Platform
 
 
 class FakePlatform(Platform):
@@ -48,6 +48,10 @@ class FakePlatform(Platform):
 
     def synchronize(self) -> None:
         self.log.append("synchronize")
+
+    def fetch(self, tensor: torch.Tensor) -> Fetch:
+        self.log.append("fetch")
+        return super().fetch(tensor)
 
     def make_side_stream(self) -> FakeSideStream:
         return FakeSideStream(self.log)

@@ -146,7 +146,7 @@ class InlineStream:
 
 class InlineFetch:
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.clone()
+        self.tensor = tensor.to("cpu", copy=True)
 
     def wait(self) -> torch.Tensor:
         return self.tensor

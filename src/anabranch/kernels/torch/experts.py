@@ -27,8 +27,8 @@ def experts(
     combined: bool = True,
 ) -> torch.Tensor:
     order_N, start_E = ops.expert_sort(expert_TK, gate_up_EFD.shape[0])
-    order_N, starts = order_N.long(), start_E.tolist()
-    x_ND = x_TD[order_N // expert_TK.shape[1]]
+    starts = start_E.tolist()
+    x_ND = x_TD[order_N.long() // expert_TK.shape[1]]
     rows_ND = x_TD.new_empty(order_N.shape[0], x_TD.shape[1])
     for e, (begin, end) in enumerate(pairwise(starts)):
         if begin == end:

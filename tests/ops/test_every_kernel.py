@@ -1,0 +1,213 @@
+"""Every op × kernel × dtype × sample, judged by the op's reference in fp32. The reference itself is judged too.
+
+A new kernel needs no test of its own to be judged here: registering it is enough.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch import kernels, ops, platforms
+from anabranch.ops import op as dispatcher
+from anabranch.ops.op import Op
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Arguments = dict[str, Any]
+
+
+def import_providers() -> dict[str, str]:
+    """Register the kernels of every built-in platform; what cannot be imported here, with the reason."""
+    missing = {}
+    for platform in map(platforms.load, platforms.BUILT_IN):
+        for provider, module in platform.providers.items():
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                absent = isinstance(error, ModuleNotFoundError) and error.name == module
+                if (error.name or "").startswith("anabranch") and not absent:
+                    raise  # our own mistake, not a missing library
+                missing[provider] = str(error)
+    return missing
+
+
+MISSING = import_providers()
+KERNELS = [(op.name, provider) for op in ops.OPS.values() for provider in ("reference", *op.kernels)]
+PLACES = ("cpu", pytest.param("gpu", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(params=PLACES)
+def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[platforms.Platform]:
+    """The CPU, or the accelerator of this machine, with the ops bound to it as in the engine."""
+    chosen = platforms.make("cpu") if request.param == "cpu" else platforms.current()
+    before = {name: (op.bound, op.forced) for name, op in ops.OPS.items()}
+    monkeypatch.delenv("ANABRANCH_KERNELS", raising=False)
+    kernels.bind(chosen)
+    yield chosen
+    for name, (bound, forced) in before.items():
+        ops.OPS[name].bound, ops.OPS[name].forced = bound, forced
+
+
+@pytest.mark.parametrize("provider", MISSING)
+def test_provider_can_be_imported(provider: str) -> None:
+    pytest.skip(f"kernels of {provider!r} cannot be imported here: {MISSING[provider]}")
+
+
+@pytest.mark.parametrize(("name", "provider"), KERNELS, ids=[f"{name}-{provider}" for name, provider in KERNELS])
+def test_kernel_agrees_with_reference(name: str, provider: str, platform: platforms.Platform) -> None:
+    op = ops.OPS[name]
+    function, accepts = op.reference, None
+    if provider != "reference":
+        kernel = next((k for k in op.usable(platform) if k.provider == provider), None)
+        if kernel is None:
+            on = op.kernels[provider].on
+            runs_here = on is None or platform.name in on
+            why = "its `needs` says no" if runs_here else f"it is for {', '.join(on)}"
+            pytest.skip(f"not on {platform.name}: {why}")
+        function, accepts = kernel.function, kernel.accepts
+
+    num_judged, wrong = 0, []
+    for dtype in DTYPES:
+        # The CPU computes in any dtype, if slowly; an accelerator may not know bf16.
+        if dtype not in op.tolerance or (platform.name != "cpu" and platform.compute_dtype(dtype) != dtype):
+            continue
+        for label, arguments in op.samples(dtype, torch.Generator().manual_seed(0)):
+            arguments = copy(arguments, device=platform.device)
+            if accepts is not None and not accepts(**arguments):
+                continue
+            num_judged += 1
+            try:
+                wrong += [f"{dtype}, {label}: {fault}" for fault in faults(op, function, arguments, dtype)]
+            except Exception as error:
+                error.add_note(f"sample: {dtype}, {label}")
+                raise
+    assert not wrong, f"{name} by {provider} on {platform.name}:\n" + "\n".join(wrong)
+    assert num_judged, f"{name} by {provider} accepts none of the op's samples, so nothing was judged"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The judge
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def faults(op: Op[..., Any], function: Callable[..., Any], arguments: Arguments, dtype: torch.dtype) -> list[str]:
+    """What is wrong with `function` as a kernel of `op` on one sample; [] if nothing."""
+    exact = {
+        name: value.float() if isinstance(value, torch.Tensor) and value.dtype == dtype else value
+        for name, value in copy(arguments).items()
+    }
+    like, given = copy(arguments), copy(arguments)
+    expected = outputs(op, op.reference(**exact), exact)
+    form = outputs(op, op.reference(**like), like)
+    with poisoned_memory():
+        result = function(**given)
+    found = outputs(op, result, given)
+
+    wrong = []
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and name not in op.mutates and not same_bits(value, given[name]):
+            wrong.append(f"writes over its input {name}")
+    if found.keys() != expected.keys():
+        return [*wrong, f"gives {len(found)} outputs, not {len(expected)}"]
+    for name in expected:
+        wrong += differences(name, found[name], expected[name], form[name], op.tolerance[dtype])
+    return wrong
+
+
+def differences(
+    name: str, found: torch.Tensor, expected: torch.Tensor, form: torch.Tensor, tolerance: float
+) -> Iterator[str]:
+    if (found.shape, found.dtype) != (form.shape, form.dtype):
+        yield f"{name} is {found.dtype} {list(found.shape)}, not {form.dtype} {list(form.shape)}"
+    elif not found.is_floating_point():
+        if not torch.equal(found, expected):
+            yield f"{name} is {found.tolist()}, not {expected.tolist()}"
+    else:
+        error, scale = (found.double() - expected.double()).norm().item(), expected.double().norm().item()
+        if not error <= tolerance * scale:  # so that NaN never passes
+            yield f"{name} differs by {error:.3g} of {scale:.3g}, more than {tolerance:g} times it"
+
+
+def outputs(op: Op[..., Any], result: Any, arguments: Arguments) -> Mapping[str, torch.Tensor]:
+    """What a call gave: its results and the arguments it may write to."""
+    results = () if result is None else (result,) if isinstance(result, torch.Tensor) else result
+    return {f"result {i}": tensor for i, tensor in enumerate(results)} | {name: arguments[name] for name in op.mutates}
+
+
+def copy(arguments: Arguments, device: torch.device | None = None) -> Arguments:
+    """Fresh tensors with the same strides."""
+
+    def duplicate(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)
+        return fresh.copy_(value)
+
+    return {name: duplicate(value) for name, value in arguments.items()}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New tensors start as NaN (integers: the largest), so that what a kernel forgets to write is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The judge judged: each of these kernels is wrong in one way
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def half_written(x_TD: torch.Tensor) -> torch.Tensor:
+    y_TD = torch.empty_like(x_TD)
+    y_TD[:1] = 2 * x_TD[:1]
+    return y_TD
+
+
+WRONG = {
+    "differs by": lambda x_TD: 2.1 * x_TD,
+    "differs by nan": half_written,
+    "writes over its input x_TD": lambda x_TD: x_TD.mul_(2),
+    "is torch.float64": lambda x_TD: 2 * x_TD.double(),
+    "[1, 3, 4], not": lambda x_TD: 2 * x_TD[None],
+    "gives 2 outputs": lambda x_TD: (2 * x_TD, x_TD),
+}
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Op[..., Any]:
+    monkeypatch.setattr(dispatcher, "OPS", {})
+
+    @dispatcher.op(samples=lambda dtype, generator: iter(()))
+    def double(x_TD: torch.Tensor) -> torch.Tensor:
+        return 2 * x_TD
+
+    return double
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_judge_sees(fault: str, double: Op[..., Any]) -> None:
+    for dtype in DTYPES:
+        arguments = {"x_TD": torch.randn(3, 4).to(dtype)}
+        assert faults(double, double.reference, arguments, dtype) == []
+        found = faults(double, WRONG[fault], arguments, dtype)
+        assert len(found) == 1 and fault in found[0]
+
+
+def test_judge_sees_wrong_integers_and_wrong_writes() -> None:
+    assert not list(differences("n", torch.tensor([1, 2]), torch.tensor([1, 2]), torch.tensor([1, 2]), 1.0))
+    assert list(differences("n", torch.tensor([1, 2]), torch.tensor([1, 3]), torch.tensor([1, 3]), 1.0))
+    _, arguments = next(ops.kv_store.samples(torch.float32, torch.Generator().manual_seed(0)))
+    nothing_written = faults(ops.kv_store, lambda **_: None, arguments, torch.float32)
+    assert ["k_PSGD" in nothing_written[0], "v_PSGD" in nothing_written[1]] == [True, True]
