@@ -1,0 +1,239 @@
+"""Who computes what in the next step: computed catches up with wanted.
+
+There are no phases. Each sequence has tokens (known, or sampled on the device and not yet read) and a number of them
+whose keys and values are computed; the scheduler hands out the difference, as far as the step's token budget and the
+pages go. Prefill, chunked prefill, decode, prefix reuse and recompute after preemption are all that one rule.
+All plain ints; this file knows neither tensors nor text.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from anabranch.engine.kv_cache import KVCache
+from anabranch.request import FinishReason, Request
+
+
+class Sequence:
+    """A request on its way through the engine."""
+
+    __slots__ = (
+        "finish_reason",
+        "id",
+        "limit",
+        "num_cached",
+        "num_computed",
+        "num_pending",
+        "num_preemptions",
+        "num_prompt",
+        "order",
+        "placed",
+        "request",
+        "slot",
+        "stop_ids",
+        "stop_token",
+        "tokens",
+        "waits_for_host",
+    )
+
+    def __init__(
+        self, request: Request, order: int, waits_for_host: bool = False, stop_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self.request = request
+        self.id = request.id
+        self.order = order
+        """Of arrival; breaks ties between equal priorities."""
+        self.waits_for_host = waits_for_host
+        """Must not be scheduled while its last token is unread (a grammar has to see it first)."""
+        self.stop_ids = stop_ids
+        """Tokens that end it."""
+        self.tokens = list(request.prompt_ids)
+        """Prompt and answer, as far as the host knows them."""
+        self.num_prompt = len(self.tokens)
+        self.num_pending = 0
+        """Sampled by launched steps, not read yet; they follow `tokens`."""
+        self.num_computed = 0
+        """Tokens whose keys and values are in pages once all launched steps have run."""
+        self.num_cached = 0
+        """Prompt tokens found in the prefix cache when first admitted."""
+        self.limit = self.num_prompt + request.params.max_tokens
+        """The length at which it ends."""
+        self.slot = -1
+        """Its row in the device's state while running."""
+        self.placed = False
+        """Whether the runner has put its state there since it got the slot."""
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_token: int | None = None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower runs earlier and is preempted later."""
+        return self.request.priority, self.order
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+class Share(NamedTuple):
+    """A sequence's part of one step: tokens [begin, end)."""
+
+    sequence: Sequence
+    begin: int
+    end: int
+    samples: bool
+    """The last of them is the sequence's last token, so the step samples the next one."""
+
+
+class Scheduler:
+    def __init__(self, kv: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+        self.kv = kv
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.waiting: list[Sequence] = []
+        """Sorted by rank."""
+        self.running: list[Sequence] = []
+        self.free_slots = list(reversed(range(max_num_seqs)))
+        self.num_preemptions = 0
+
+    # -- requests come and go ------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.limit = min(sequence.limit, self.max_model_len)
+        bisect.insort(self.waiting, sequence, key=lambda s: s.rank)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Leave, from wherever it is. Results of steps already launched for it are to be ignored."""
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = reason
+        if sequence.slot >= 0:
+            self._leave(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._commit(sequence)
+        self.running.remove(sequence)
+        self.free_slots.append(sequence.slot)
+        sequence.slot = -1
+        self.kv.release(sequence.id)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give its pages to others; it computes its tokens again later (or finds them in the prefix cache)."""
+        self._leave(sequence)
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> list[Share]:
+        """Hand out the step's tokens, and change the sequences as if the step had run.
+
+        Running sequences come first, those that miss a single token before those that miss many, so that a long prompt
+        never holds up the others' next tokens; then waiting ones by rank.
+        """
+        budget = self.max_num_batched_tokens
+        shares: list[Share] = []
+        behind: list[Sequence] = []
+        preempted = self.num_preemptions
+        for sequence in list(self.running):
+            missing = self._missing(sequence)
+            if missing == 1 and budget:
+                budget -= self._give(sequence, 1, shares)
+            elif missing > 1:
+                behind.append(sequence)
+        for sequence in behind:
+            if budget:
+                budget -= self._give(sequence, min(self._missing(sequence), budget), shares)
+        if self.num_preemptions == preempted:
+            shares += self._admit(budget)
+        return shares
+
+    def _missing(self, sequence: Sequence) -> int:
+        """Tokens to compute; the answer's last token never is, since nothing follows it."""
+        if sequence.waits_for_host and sequence.num_pending:
+            return 0
+        wanted = len(sequence.tokens) + sequence.num_pending
+        return (wanted if wanted < sequence.limit else sequence.limit - 1) - sequence.num_computed
+
+    def _give(self, sequence: Sequence, count: int, shares: list[Share]) -> int:
+        """A share of up to `count` tokens; for their pages the lowest rank without a share in this step is preempted.
+        0 tokens: it was this sequence itself, or had been already."""
+        if sequence.slot < 0:
+            return 0
+        begin = sequence.num_computed
+        while not (given := self.kv.advance(sequence.id, sequence.tokens, begin, count)):
+            taken = {share.sequence for share in shares}
+            victim = max((s for s in self.running if s not in taken), key=lambda s: s.rank)
+            self._preempt(victim)
+            if victim is sequence:
+                return 0
+        shares.append(self._share(sequence, begin, begin + given))
+        return given
+
+    def _share(self, sequence: Sequence, begin: int, end: int) -> Share:
+        sequence.num_computed = end
+        samples = end == len(sequence.tokens) + sequence.num_pending
+        sequence.num_pending += samples
+        return Share(sequence, begin, end, samples)
+
+    def _admit(self, budget: int) -> Iterator[Share]:
+        while budget and self.waiting and self.free_slots:
+            sequence = self.waiting[0]
+            if sequence.num_pending or not min(self.kv.num_free):  # preempted while its last token was on its way
+                return
+            params = sequence.request.params
+            reuse = params.prompt_logprobs is None and not params.return_routed_experts
+            found = self.kv.begin(sequence.id, sequence.tokens, sequence.request.cache_salt, reuse)
+            count = self.kv.largest_chunk(sequence.id, found, min(len(sequence.tokens) - found, budget))
+            if not self.kv.grow(sequence.id, found + count):
+                self.kv.release(sequence.id)
+                return
+            self.waiting.pop(0)
+            self.running.append(sequence)
+            sequence.slot = self.free_slots.pop()
+            sequence.placed = False
+            if not sequence.num_preemptions:
+                sequence.num_cached = found
+            budget -= count
+            yield self._share(sequence, found, found + count)
+
+    def read(self, sequence: Sequence, token: int) -> bool:
+        """A token that a step sampled is known now; False: the sequence has ended and it does not count."""
+        if sequence.finish_reason is not None:
+            return False
+        sequence.num_pending -= 1
+        sequence.tokens.append(token)
+        length = len(sequence.tokens)
+        if token in sequence.stop_ids and length > sequence.num_prompt + sequence.request.params.min_tokens:
+            sequence.stop_token = token
+            self.finish(sequence, "stop")
+        elif length >= sequence.limit:
+            self.finish(sequence, "length")
+        return True
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Full pages of known tokens may be shared from now on: whoever reads them is launched after whoever wrote."""
+        self.kv.commit(sequence.id, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def check(self) -> None:
+        self.kv.check()
+        assert self.waiting == sorted(self.waiting, key=lambda s: s.rank)
+        slots = [s.slot for s in self.running] + self.free_slots
+        assert len(set(slots)) == len(slots) and -1 not in slots
+        for sequence in self.running:
+            assert sequence.finish_reason is None
+            assert 0 <= sequence.num_computed <= len(sequence.tokens) + sequence.num_pending
+            assert sequence.num_pending in (0, 1, 2)
+        for sequence in self.waiting:
+            assert sequence.finish_reason is None and sequence.slot == -1 and sequence.num_computed == 0

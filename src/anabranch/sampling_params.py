@@ -1,0 +1,144 @@
+"""How a request wants its tokens chosen. Checked when made; every error names the parameter and its range.
+
+Plain data: no torch, no tokenizer. It crosses process borders as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+MAX_LOGPROBS = 256
+MAX_N = 128
+MAX_STOPS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """Text the output must match: exactly one of the fields."""
+
+    json_schema: str | None = None
+    """A JSON schema as JSON text; "{}" allows any JSON value."""
+    regex: str | None = None
+    lark: str | None = None
+    """A context-free grammar in llguidance's Lark dialect."""
+    choice: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"grammar: give exactly one of json_schema, regex, lark, choice, not {given or 'none'}")
+        for name in ("json_schema", "regex", "lark"):
+            text = getattr(self, name)
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"grammar: {name} must be text, not {text!r}")
+        if self.choice is not None:
+            choice = tuple(self.choice) if isinstance(self.choice, list | tuple) else ()
+            if not choice or not all(isinstance(c, str) and c for c in choice):
+                raise ValueError(f"grammar: choice must be a list of non-empty strings, not {self.choice!r}")
+            object.__setattr__(self, "choice", choice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    temperature: float = 1.0
+    """0: greedy."""
+    top_k: int = 0
+    """0: all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    """Same seed, same prompt: same tokens, whatever else is in the batch."""
+    n: int = 1
+    max_tokens: int = 128
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+    logprobs: int | None = None
+    """So many best alternatives of each generated token beside its own; 0: its own alone."""
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    return_routed_experts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            object.__setattr__(self, name, _sequence(name, getattr(self, name)))
+        _number("temperature", self.temperature, 0, 100)
+        _integer("top_k", self.top_k, -1)
+        _number("top_p", self.top_p, 0, 1, open_low=True)
+        _number("min_p", self.min_p, 0, 1)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _integer("n", self.n, 1, MAX_N)
+        _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            _flag(name, getattr(self, name))
+        _flag("return_routed_experts", self.return_routed_experts)
+        if len(self.stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop must be at most {MAX_STOPS} non-empty strings, not {self.stop!r}")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True")
+        if not all(isinstance(word, str) and word for word in self.bad_words):
+            raise ValueError(f"bad_words must be non-empty strings, not {self.bad_words!r}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name):
+                _integer(name, token, 0)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias token id", token, 0)
+            _number("logit_bias", bias, -100, 100)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar must be a Grammar, not {self.grammar!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise ValueError(f"{name} must be a number, not {value!r}")
+    if not low <= value <= high or (open_low and value == low):
+        raise ValueError(f"{name} must lie in {'(' if open_low else '['}{low}, {high}], not {value!r}")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, not {value!r}")
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be {bound}, not {value!r}")
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def _sequence(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str) and name in ("stop", "bad_words"):
+        return (value,)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} must be a list, not {value!r}")
+    return tuple(value)

@@ -1,0 +1,672 @@
+"""The KV cache against a brute-force model of it, on random walks, and by worked examples.
+
+The model is a dict from (salt, all tokens up to the end of a page) to that page's entry. It finds prefixes by trying
+all lengths and picks what to evict by looking at everything, so it shares no bookkeeping with the tree.
+"""
+
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from anabranch.engine.kv_cache import KVCache
+from anabranch.engine.radix_tree import Node
+from anabranch.models.config import KVGroup
+
+Key = tuple[str, tuple[int, ...]]
+
+
+def group(window: int) -> KVGroup:
+    return KVGroup(layers=(0,), num_kv_heads=1, head_dim=8, window=window)
+
+
+def make(*windows: int, num_pages: int = 12, page_size: int = 4, max_chunk: int = 16, **options: bool) -> KVCache:
+    return KVCache([group(w) for w in windows], [num_pages] * len(windows), page_size, max_chunk=max_chunk, **options)
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+class Entry:
+    def __init__(self, num_groups: int) -> None:
+        self.pages: list[int | None] = [None] * num_groups
+        self.stamp = 0
+
+
+class Request:
+    def __init__(self, id: str, salt: str, tokens: list[int], tables: list[list[int | None]]) -> None:
+        self.id, self.salt, self.tokens, self.tables = id, salt, tokens, tables
+        self.path: list[Entry] | None = None
+        """Entries it has been given or has inserted, as far as it knows; None: it no longer inserts."""
+        self.num_computed = 0
+
+
+class Model:
+    def __init__(self, windows: Sequence[int], num_pages: Sequence[int], size: int) -> None:
+        self.windows, self.num_pages, self.size = windows, num_pages, size
+        self.entries: dict[Key, Entry] = {}
+        self.requests: dict[str, Request] = {}
+        self.clock = 0
+        self.seen: Counter[str] = Counter()
+        """How often what happened, to see that a walk has been everywhere."""
+
+    def key(self, salt: str, tokens: Sequence[int], count: int) -> Key:
+        return salt, tuple(tokens[: count * self.size])
+
+    def held(self, group: int) -> set[int]:
+        return {page for request in self.requests.values() for page in request.tables[group] if page is not None}
+
+    def cached(self, group: int) -> set[int]:
+        return {page for entry in self.entries.values() if (page := entry.pages[group]) is not None}
+
+    def num_free(self, group: int) -> int:
+        return self.num_pages[group] - len(self.held(group) | self.cached(group))
+
+    def needed(self, count: int, window: int) -> set[int]:
+        """Pages that the query after so many pages sees."""
+        position = count * self.size
+        return {t // self.size for t in range(max(0, position - window + 1) if window else 0, position)}
+
+    def begin(self, id: str, salt: str, tokens: list[int], reuse: bool) -> Request:
+        found: list[Entry] = []
+        for count in range(1, (len(tokens) - 1) // self.size + 1 if reuse else 0):
+            path = [self.entries.get(self.key(salt, tokens, i + 1)) for i in range(count)]
+            whole = [entry for entry in path if entry is not None]
+            if len(whole) == count and all(
+                whole[i].pages[g] is not None for g, w in enumerate(self.windows) for i in self.needed(count, w)
+            ):
+                found = whole
+        tables = [
+            [entry.pages[g] if i in self.needed(len(found), w) else None for i, entry in enumerate(found)]
+            for g, w in enumerate(self.windows)
+        ]
+        request = self.requests[id] = Request(id, salt, tokens, tables)
+        request.path = found
+        request.num_computed = len(found) * self.size
+        self.touch(found)
+        return request
+
+    def touch(self, path: Sequence[Entry]) -> None:
+        self.clock += 1
+        for entry in path:
+            entry.stamp = self.clock
+
+    def grow(self, request: Request, num_tokens: int) -> int:
+        """Pages it gets more, or −1."""
+        need = max(0, -(-num_tokens // self.size) - len(request.tables[0]))
+        if any(self.num_pages[g] - len(self.held(g)) < need for g in range(len(self.windows))):
+            return -1
+        for g in range(len(self.windows)):
+            while self.num_free(g) < need:
+                self.evict(g)
+        return need
+
+    def evict(self, group: int) -> None:
+        held = self.held(group)
+        unused = [k for k, e in self.entries.items() if e.pages[group] is not None and e.pages[group] not in held]
+        if self.windows[group]:
+            oldest = min(unused, key=lambda key: (self.entries[key].stamp, -len(key[1])))
+            self.entries[oldest].pages[group] = None
+            self.seen["hole"] += 1
+            self.sweep()
+            return
+        parents = {(salt, tokens[: -self.size]) for salt, tokens in self.entries}
+        leaves = [key for key in unused if key not in parents]
+        if leaves:
+            del self.entries[min(leaves, key=lambda key: (self.entries[key].stamp, -len(key[1])))]
+            self.seen["leaf"] += 1
+            return
+        self.seen["copies"] += 1
+        for salt, top in unused:
+            for key in [k for k in self.entries if k[0] == salt and k[1][: len(top)] == top]:
+                del self.entries[key]
+
+    def sweep(self) -> None:
+        """Bare leaves go, but those that a request stands on."""
+        ends = [request.path[-1] for request in self.requests.values() if request.path]
+        while True:
+            parents = {(salt, tokens[: -self.size]) for salt, tokens in self.entries}
+            bare = [
+                key
+                for key, entry in self.entries.items()
+                if key not in parents and entry not in ends and all(page is None for page in entry.pages)
+            ]
+            if not bare:
+                return
+            for key in bare:
+                del self.entries[key]
+                self.seen["bare"] += 1
+
+    def alive(self, request: Request) -> list[Entry]:
+        path = list(request.path or [])
+        while path and self.entries.get(self.key(request.salt, request.tokens, len(path))) is not path[-1]:
+            path.pop()
+        return path
+
+    def commit(self, request: Request, num_computed: int) -> None:
+        count = num_computed // self.size
+        if request.path is None or count <= len(request.path):
+            return
+        path = self.alive(request)
+        self.seen["dead"] += len(path) < len(request.path)
+        new = []
+        for i in range(len(path), count):
+            key = self.key(request.salt, request.tokens, i + 1)
+            known = key in self.entries
+            entry = self.entries.setdefault(key, Entry(len(self.windows)))
+            for g, table in enumerate(request.tables):
+                if entry.pages[g] is None:
+                    entry.pages[g] = table[i]
+                    self.seen["filled"] += known and table[i] is not None
+            new.append(entry)
+        self.touch(new)
+        request.path = path + new
+
+    def slide(self, request: Request, num_computed: int) -> None:
+        for g, window in enumerate(self.windows):
+            if window:
+                for i in range(len(request.tables[g])):
+                    if (i + 1) * self.size <= num_computed - window + 1:
+                        request.tables[g][i] = None
+
+    def release(self, request: Request) -> None:
+        self.touch(self.alive(request))
+        del self.requests[request.id]
+        self.sweep()
+
+    def reset(self) -> None:
+        self.entries.clear()
+        for request in self.requests.values():
+            request.path = None
+
+
+# -- the real thing and the model, side by side ------------------------------------------------------------------------
+
+
+class World:
+    """Every call goes to both; all that can be seen must agree after each."""
+
+    def __init__(self, windows: Sequence[int], num_pages: Sequence[int], size: int, max_chunk: int) -> None:
+        self.kv = KVCache([group(w) for w in windows], num_pages, size, max_chunk=max_chunk)
+        self.model = Model(windows, num_pages, size)
+        self.size = size
+        self.content: dict[tuple[int, int], Key] = {}
+        """What was written to (group, page) last: the salt and all tokens up to the last one in the page."""
+        self.num_operations = self.num_begun = 0
+
+    @property
+    def requests(self) -> list[Request]:
+        return list(self.model.requests.values())
+
+    def begin(self, tokens: list[int], salt: str, reuse: bool = True) -> Request:
+        id = f"r{self.num_begun}"
+        self.num_begun += 1
+        found = self.kv.begin(id, tokens, salt, reuse)
+        request = self.model.begin(id, salt, tokens, reuse)
+        assert found == request.num_computed < len(tokens) and found % self.size == 0
+        for g, table in enumerate(request.tables):
+            for i, page in enumerate(table):
+                if page is not None:
+                    assert self.content[g, page] == self.model.key(salt, tokens, i + 1), "a page of other tokens"
+        self.model.seen["found"] += found > 0
+        self.verify()
+        return request
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        need = self.model.grow(request, num_tokens)
+        grown = self.kv.grow(request.id, num_tokens)
+        assert grown == (need >= 0)
+        self.take(request, need)
+        if not grown and len(self.requests) == 1:
+            assert not self.kv.fits(num_tokens), "alone, and yet refused what should fit"
+        self.verify()
+        return grown
+
+    def take(self, request: Request, need: int) -> None:
+        """Write down the pages it got; −1: it was refused."""
+        self.model.seen["refused"] += need < 0
+        for g, table in enumerate(self.kv.pages(request.id)):
+            new = table[len(request.tables[g]) :]
+            assert len(new) == max(0, need) and not self.model.held(g) & set(new), "a new page that somebody holds"
+            request.tables[g] += new
+
+    def commit_slide_grow(self, request: Request, chunk: int, lag: int) -> bool:
+        """The same as three calls, and a chunk as long as the sliding groups allow."""
+        begin, model = request.num_computed, self.model
+        known = request.tokens[: len(request.tokens) - lag]
+        count = min(len(request.tokens) - begin, chunk)
+        given = self.kv.advance(request.id, known, begin, count)
+        model.commit(request, min(begin, len(known)))
+        model.slide(request, begin)
+        room = [
+            model.num_pages[g] - len(model.held(g)) + len(request.tables[g]) for g, w in enumerate(model.windows) if w
+        ]
+        count = max(1, min([count, *(pages * self.size - begin for pages in room)]))
+        need = model.grow(request, begin + count)
+        assert given == (count if need >= 0 else 0)
+        self.take(request, need)
+        self.verify()
+        if given:
+            self.compute(request, begin + given)
+        return given > 0
+
+    def compute(self, request: Request, num_tokens: int) -> None:
+        """Write keys and values of the tokens up to here: into pages that nobody else reads."""
+        for g, table in enumerate(request.tables):
+            for i in range(request.num_computed // self.size, -(-num_tokens // self.size)):
+                page = table[i]
+                assert page is not None and self.kv.pools[g].counts[page] == 1, "a write to a shared page"
+                end = min(num_tokens, (i + 1) * self.size)
+                self.content[g, page] = request.salt, tuple(request.tokens[:end])
+        request.num_computed = num_tokens
+
+    def commit(self, request: Request, num_computed: int) -> None:
+        self.kv.commit(request.id, request.tokens, num_computed)
+        self.model.commit(request, num_computed)
+        self.verify()
+
+    def slide(self, request: Request) -> None:
+        self.kv.slide(request.id, request.num_computed)
+        self.model.slide(request, request.num_computed)
+        self.verify()
+
+    def release(self, request: Request) -> None:
+        self.kv.release(request.id)
+        self.model.release(request)
+        self.verify()
+
+    def reset(self) -> None:
+        self.kv.reset_prefix_cache()
+        self.model.reset()
+        self.verify()
+
+    def advance(self, request: Request, chunk: int, lag: int, slide_first: bool) -> bool:
+        """One step of a request; `lag`: newest tokens that the host does not know yet. False: it gets no pages."""
+        end = min(len(request.tokens), request.num_computed + chunk)
+        if not self.grow(request, end):
+            return False
+        self.compute(request, end)
+        if slide_first:
+            self.slide(request)
+        self.commit(request, max(0, end - lag))
+        if not slide_first:
+            self.slide(request)
+        return True
+
+    def end(self) -> None:
+        for request in self.requests:
+            self.release(request)
+        assert self.kv.usage() == 0 and self.kv.num_free == list(self.model.num_pages)
+        for pool, cached in zip(self.kv.pools, self.kv.num_cached):
+            assert pool.num_free + cached == pool.num_pages, "a page has leaked"
+        self.reset()
+        assert [pool.num_free for pool in self.kv.pools] == list(self.model.num_pages)
+
+    def verify(self) -> None:
+        self.num_operations += 1
+        self.kv.check()
+        tree: dict[Key, list[int | None]] = {}
+        for salt, root in self.kv.tree.roots.items():
+            below: list[tuple[tuple[int, ...], Node]] = [((), root)]
+            for tokens, node in below:  # which grows meanwhile
+                if node is not root:
+                    tree[salt, tokens] = node.pages
+                below += [(tokens + key, child) for key, child in node.children.items()]  # type: ignore[operator]
+        assert tree == {key: entry.pages for key, entry in self.model.entries.items()}
+        for key, pages in tree.items():
+            for g, page in enumerate(pages):
+                assert page is None or self.content[g, page] == key
+        for request in self.requests:
+            for table, expected in zip(self.kv.pages(request.id), request.tables):
+                assert table == [page or 0 for page in expected]
+
+
+# -- random walks ------------------------------------------------------------------------------------------------------
+
+
+def walk(world: World, rng: random.Random, num_operations: int, max_pages: int) -> None:
+    size = world.size
+    stems = [[rng.randrange(2) for _ in range(max_pages * size)] for _ in range(3)]
+    stems.append(stems[0][: max_pages * size // 2] + stems[1])
+
+    def new_request() -> None:
+        stem = rng.choice(stems)
+        tail = [rng.randrange(2) for _ in range(rng.choice((0, 0, 1, 2 * size)))]
+        tokens = (stem[: rng.randint(1, max_pages * size)] + tail)[: max_pages * size]
+        if world.kv.fits(len(tokens)):
+            world.begin(tokens, rng.choice(("", "", "salt")), reuse=rng.random() > 0.1)
+
+    while world.num_operations < num_operations:
+        choice = rng.random()
+        if choice < 0.003:
+            world.reset()
+        elif (choice < 0.2 and len(world.requests) < 8) or not world.requests:
+            new_request()
+        elif choice < 0.3:
+            world.release(rng.choice(world.requests))
+        else:
+            request = rng.choice(world.requests)
+            if request.num_computed == len(request.tokens):
+                full = len(request.tokens) >= 2 * max_pages * size or not world.kv.fits(len(request.tokens) + 1)
+                if full or rng.random() < 0.02:
+                    world.release(request)
+                    continue
+                request.tokens.append(0 if rng.random() < 0.9 else 1)
+            chunk = rng.choice((1, size, rng.randint(1, world.kv.max_chunk)))
+            lag = rng.choice((0, 0, 1, size + 1))
+            if rng.random() < 0.3:
+                given = world.commit_slide_grow(request, chunk, min(lag, len(request.tokens)))
+            else:
+                given = world.advance(request, chunk, lag, slide_first=rng.random() < 0.2)
+            if not given:
+                world.release(rng.choice(world.requests))
+    world.end()
+
+
+SHAPES = {
+    "full": ((0,), (24,)),
+    "full and sliding": ((0, 7), (26, 20)),
+    "sliding": ((5,), (10,)),
+    "two full, two sliding": ((4, 0, 0, 20), (14, 22, 26, 18)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_walk(shape: str, size: int) -> None:
+    windows, num_pages = SHAPES[shape]
+    if size == 16:
+        windows = tuple(5 * window for window in windows)
+    num_operations = 8_500
+    world = World(windows, num_pages, size, max_chunk=3 * size)
+    walk(world, random.Random(f"{shape} {size}"), num_operations, max_pages=10)
+    assert world.num_operations >= num_operations
+    events = {"found", "refused"}
+    events |= {"leaf", "copies", "dead"} if 0 in windows else {"bare"}
+    events |= {"hole", "filled"} if any(windows) else set()
+    assert events == {event for event, count in world.model.seen.items() if count}, "the walk has been everywhere"
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(shape=st.sampled_from(sorted(SHAPES)), size=st.sampled_from((1, 2, 3)), pages=st.integers(4, 9))
+    def start(self, shape: str, size: int, pages: int) -> None:
+        windows, _ = SHAPES[shape]
+        self.world = World(windows, [pages + 6 * (w > 0) for w in windows], size, max_chunk=2 * size)
+
+    def pick(self, index: int) -> Request | None:
+        requests = self.world.requests
+        return requests[index % len(requests)] if requests else None
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from(("", "s")),
+        reuse=st.booleans(),
+    )
+    def begin(self, tokens: list[int], salt: str, reuse: bool) -> None:
+        if self.world.kv.fits(len(tokens)) and len(self.world.requests) < 4:
+            self.world.begin(tokens, salt, reuse)
+
+    @rule(index=st.integers(0, 3), chunk=st.integers(1, 6), lag=st.integers(0, 2), slide_first=st.booleans())
+    def advance(self, index: int, chunk: int, lag: int, slide_first: bool) -> None:
+        if (request := self.pick(index)) is not None:
+            if request.num_computed == len(request.tokens):
+                request.tokens.append(0)
+            chunk = min(chunk, self.world.kv.max_chunk)
+            if not self.world.advance(request, chunk, lag, slide_first):
+                self.world.release(self.world.requests[-1])
+
+    @rule(index=st.integers(0, 3))
+    def release(self, index: int) -> None:
+        if (request := self.pick(index)) is not None:
+            self.world.release(request)
+
+    @rule()
+    def reset(self) -> None:
+        self.world.reset()
+
+    @invariant()
+    def usage_is_a_share(self) -> None:
+        if hasattr(self, "world"):
+            assert 0 <= self.world.kv.usage() <= 1
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.end()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# -- worked examples ---------------------------------------------------------------------------------------------------
+
+
+def run(kv: KVCache, id: str, tokens: Sequence[int], salt: str = "", reuse: bool = True) -> int:
+    """From begin to the last token computed, in one chunk."""
+    found = kv.begin(id, tokens, salt, reuse)
+    assert kv.grow(id, len(tokens))
+    kv.commit(id, tokens, len(tokens))
+    kv.slide(id, len(tokens))
+    kv.check()
+    return found
+
+
+def test_the_example_of_the_docstring() -> None:
+    kv = make(0, 6)
+    tokens = list(range(10))
+    run(kv, "a", tokens[:8])
+    assert kv.begin("b", tokens) == 8
+    shared = [list(table) for table in kv.pages("a")]
+    assert kv.pages("b") == shared and all(len(table) == 2 for table in shared)
+    tables = kv.pages("b")
+    assert kv.grow("b", 10)
+    assert kv.pages("b") is tables
+    assert [table[:2] for table in tables] == shared and [len(table) for table in tables] == [3, 3]
+    kv.commit("b", tokens, 10)
+    kv.slide("b", 10)
+    assert tables == [[*shared[0], tables[0][2]], [0, shared[1][1], tables[1][2]]]
+    kv.check()
+
+
+def test_the_last_token_is_always_computed() -> None:
+    kv = make(0)
+    tokens = list(range(12))
+    run(kv, "a", tokens)
+    for length in range(1, 13):
+        assert kv.begin("b", tokens[:length]) == (length - 1) // 4 * 4
+        kv.release("b")
+    assert kv.begin("b", [*tokens, 99]) == 12
+
+
+def test_a_prefix_that_ends_inside_a_page_shares_whole_pages_only() -> None:
+    kv = make(0)
+    run(kv, "a", range(11))
+    assert run(kv, "b", [*range(10), 99, 98, 97]) == 8
+    a, b = kv.pages("a")[0], kv.pages("b")[0]
+    assert a[:2] == b[:2] and not set(a[2:]) & set(b[2:])
+
+
+def test_pages_of_unknown_or_uncomputed_tokens_are_not_shared() -> None:
+    kv = make(0)
+    tokens = list(range(16))
+    kv.begin("a", tokens)
+    assert kv.grow("a", 16)
+    kv.commit("a", tokens, 7)
+    assert kv.begin("b", tokens) == 4
+    kv.commit("a", tokens, 16)
+    kv.commit("a", tokens, 16)
+    assert kv.num_cached == [4]
+    kv.release("b")
+    assert kv.begin("b", tokens) == 12
+
+
+def test_salt_and_reuse() -> None:
+    kv = make(0, num_pages=16)
+    tokens = list(range(9))
+    run(kv, "a", tokens, "mine")
+    assert run(kv, "b", tokens, "yours") == 0
+    assert run(kv, "c", tokens, "mine", reuse=False) == 0
+    assert run(kv, "d", tokens, "mine") == 8
+    assert (kv.num_queries, kv.num_hits) == (27, 8)
+
+
+def test_a_lookup_counts_once_although_refused_before() -> None:
+    kv = make(0, num_pages=4)
+    run(kv, "a", range(8))
+    for _ in range(3):
+        kv.begin("b", range(20))
+        assert not kv.grow("b", 20)
+        kv.release("b")
+    assert (kv.num_queries, kv.num_hits) == (8, 0)
+    assert run(kv, "c", range(12)) == 8
+    assert kv.grow("c", 13)
+    assert (kv.num_queries, kv.num_hits) == (20, 8)
+
+
+def test_without_prefix_cache_nothing_stays() -> None:
+    kv = make(0, 6, prefix_cache=False)
+    for id in ("a", "b"):
+        assert run(kv, id, range(12)) == 0
+    assert kv.num_cached == [0, 0] and kv.num_queries == 0
+    kv.release("a")
+    kv.release("b")
+    assert [pool.num_free for pool in kv.pools] == [12, 12]
+
+
+def test_refused_growth_changes_nothing() -> None:
+    kv = make(0, 6, num_pages=5)
+    run(kv, "old", range(8))
+    kv.release("old")
+    run(kv, "a", [9] * 12)
+    before, cached = [list(table) for table in kv.pages("a")], kv.num_cached
+    assert not kv.grow("a", 24)
+    assert kv.pages("a") == before and kv.num_cached == cached
+    assert kv.grow("a", 20)
+    assert kv.num_free == [0, 1]  # behind the window there was one page less
+    kv.check()
+
+
+def test_usage_counts_what_requests_hold() -> None:
+    kv = make(0, 6)
+    run(kv, "a", range(36))
+    assert kv.num_cached == [9, 9]
+    assert kv.usage() == 9 / 12 and kv.num_free == [3, 10]
+    kv.release("a")
+    assert kv.usage() == 0 and kv.num_free == [12, 12] and kv.num_cached == [9, 9]
+
+
+def test_a_running_request_gives_back_what_is_behind_its_window() -> None:
+    kv = make(6, num_pages=3, max_chunk=1)
+    tokens: list[int] = [7]
+    kv.begin("a", tokens)
+    for length in range(1, 200):
+        assert kv.grow("a", length)
+        kv.commit("a", tokens, length)
+        kv.slide("a", length)
+        kept = [i for i, page in enumerate(kv.pages("a")[0]) if i >= kv._holders["a"].firsts[0]]
+        assert kept == sorted({t // 4 for t in range(max(0, length - 5), length)})
+        kv.check()
+        tokens.append(length % 3)
+    assert kv.fits(10**6)
+
+
+def test_a_chunk_is_cut_to_what_the_sliding_groups_have() -> None:
+    kv = KVCache([group(0), group(6)], [20, 4], 4, max_chunk=16)
+    tokens = list(range(40))
+    kv.begin("a", tokens)
+    ends, end = [], 0
+    while end < 40:
+        given = kv.advance("a", tokens, end, min(16, 40 - end))
+        end += given
+        ends.append(end)
+        kv.check()
+    # Of the 4 pages the window keeps 2, and 3 where it begins inside one; a started page has room for the rest.
+    assert ends == [16, 24, 32, 40]
+    assert kv.begin("b", [99] * 4) == 0
+    assert kv.advance("b", [99] * 4, 0, 4) == 0  # not a page is left
+    kv.slide("a", 40)
+    assert kv.advance("b", [99] * 4, 0, 4) == 4
+
+
+def test_two_with_the_same_prompt_leave_room_for_the_one_that_stays() -> None:
+    """Both compute the prompt; the first one's pages are in the tree, the second one's nodes hang below them. When the
+    first has ended its copies must not stand in the second's way."""
+    kv = make(0, num_pages=8)
+    prompt = list(range(12))
+    for id in ("a", "b"):
+        kv.begin(id, prompt)
+        assert kv.grow(id, 12)
+    for id in ("a", "b"):
+        kv.commit(id, prompt, 12)
+    kv.release("a")
+    tokens = prompt + [5] * 20
+    for length in range(13, 33):
+        assert kv.grow("b", length), length
+        kv.commit("b", tokens, length)
+        kv.check()
+    assert kv.fits(32) and not kv.fits(33)
+    kv.release("b")
+    assert kv.begin("c", [*tokens, 1]) == 32
+
+
+def test_reset_keeps_what_runs_and_forgets_it() -> None:
+    kv = make(0, 6)
+    tokens = list(range(16))
+    run(kv, "a", tokens)
+    kv.reset_prefix_cache()
+    kv.check()
+    assert kv.num_cached == [0, 0] and kv.usage() > 0
+    assert kv.grow("a", 20)
+    kv.commit("a", [*tokens, 1, 2, 3, 4], 20)
+    assert kv.num_cached == [0, 0]
+    assert run(kv, "b", tokens) == 0
+    kv.release("a")
+    kv.release("b")
+    assert kv.begin("c", tokens) == 12
+    kv.check()
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 5, 9])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_fits_is_the_worst_moment_of_any_run(window: int, size: int) -> None:
+    for max_chunk in (1, 2, 5, 8):
+        worst = 0
+        for num_tokens in range(1, 30):
+            for chunk in range(1, min(max_chunk, num_tokens) + 1):
+                begin = num_tokens - chunk
+                seen = range(max(0, begin - window + 1) if window else 0, num_tokens)
+                worst = max(worst, len({t // size for t in seen}))
+            for num_pages, enough in ((worst, True), (worst - 1, False)):
+                if num_pages:
+                    kv = make(window, num_pages=num_pages, page_size=size, max_chunk=max_chunk)
+                    assert kv.fits(num_tokens) is enough
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, anabranch.engine.kv_cache; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+@pytest.mark.parametrize("damage", ["count", "pin", "table", "node"])
+def test_check_sees_damage(damage: str) -> None:
+    kv = make(0, 6)
+    run(kv, "a", range(16))
+    kv.check()
+    holder = kv._holders["a"]
+    assert holder.node is not None
+    if damage == "count":
+        kv.pools[0].share(kv.pages("a")[0][0])
+    elif damage == "pin":
+        holder.node.pins += 1
+    elif damage == "table":
+        kv.pages("a")[1][0] = 3
+    else:
+        holder.node = holder.node.parent
+    with pytest.raises(AssertionError):
+        kv.check()

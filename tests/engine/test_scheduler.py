@@ -1,0 +1,224 @@
+"""The scheduler over real pages and tree, on a device that is a dict: nothing leaks, everybody gets their own answer."""
+
+import random
+
+import pytest
+
+from anabranch.engine.kv_cache import KVCache
+from anabranch.engine.scheduler import Scheduler, Sequence, Share
+from anabranch.models.config import KVGroup
+from anabranch.request import Request
+from anabranch.sampling_params import SamplingParams
+
+FULL = KVGroup(layers=(0,), num_kv_heads=1, head_dim=2, window=0)
+SLIDING = KVGroup(layers=(1,), num_kv_heads=1, head_dim=2, window=7)
+EOS = 9
+
+
+class World:
+    """Scheduler, pages, and a device that is a dict: which token's key each slot of each page holds."""
+
+    def __init__(self, groups=(FULL,), pages=(24,), page_size=4, budget=16, seqs=5, max_len=60, depth=1, ends=True):
+        self.random = random.Random(0)
+        self.num_kinds = 12 if ends else EOS  # EOS is the 10th of 12 kinds of token
+        self.groups, self.page_size, self.depth = groups, page_size, depth
+        self.kv = KVCache(groups, pages, page_size, max_chunk=budget)
+        self.scheduler = Scheduler(self.kv, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=max_len)
+        self.device: dict[tuple[int, int, int], tuple] = {}
+        self.launched: list[list[tuple[Share, int]]] = []
+        self.sequences: dict[str, Sequence] = {}
+        self.finished: dict[str, Sequence] = {}
+        self.num_added = 0
+
+    def add(self, prompt, max_tokens, priority=0, salt="", waits=False) -> Sequence:
+        request = Request(
+            id=str(self.num_added),
+            prompt_ids=tuple(prompt),
+            params=SamplingParams(max_tokens=max_tokens),
+            priority=priority,
+            cache_salt=salt,
+        )
+        sequence = Sequence(request, self.num_added, waits, frozenset({EOS}))
+        self.num_added += 1
+        self.scheduler.add(sequence)
+        self.sequences[sequence.id] = sequence
+        return sequence
+
+    def step(self) -> None:
+        shares = self.scheduler.schedule()
+        assert sum(share.end - share.begin for share in shares) <= self.scheduler.max_num_batched_tokens
+        assert len({share.sequence.id for share in shares}) == len(shares)
+        if shares:
+            self.launched.append([(share, self.compute(share)) for share in shares])
+        if self.launched and (len(self.launched) > self.depth or not shares):
+            self.read(self.launched.pop(0))
+
+    def compute(self, share: Share) -> int:
+        """Write keys for the share's tokens; check that every key its queries see is the sequence's own."""
+        sequence = share.sequence
+        tokens = sequence.tokens + [None] * sequence.num_pending
+        tables = self.kv.pages(sequence.id)
+        salt = sequence.request.cache_salt
+        for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            for i in range(share.begin, share.end):
+                key = g, table[i // self.page_size], i % self.page_size
+                self.device[key] = salt, i, self.history(sequence, i)
+            for query in {share.begin, share.end - 1}:
+                for i in range(max(0, query - group.window + 1) if group.window else 0, query + 1):
+                    key = g, table[i // self.page_size], i % self.page_size
+                    assert self.device[key] == (salt, i, self.history(sequence, i)), (sequence.id, i)
+        assert len(tokens) >= share.end
+        return self.next_token(sequence, share.end)
+
+    def history(self, sequence: Sequence, i: int) -> tuple:
+        """What a key at position i depends on: all tokens up to it (those on the device are a function of the rest)."""
+        tokens = list(sequence.tokens[: i + 1])
+        while len(tokens) <= i:
+            tokens.append(self.token_after(sequence, tuple(tokens)))
+        return tuple(tokens)
+
+    def token_after(self, sequence: Sequence, tokens: tuple) -> int:
+        return random.Random(hash((sequence.request.prompt_ids, tokens))).randrange(self.num_kinds)
+
+    def next_token(self, sequence: Sequence, length: int) -> int:
+        return self.token_after(sequence, self.history(sequence, length - 1))
+
+    def read(self, launched: list[tuple[Share, int]]) -> None:
+        for share, token in launched:
+            if share.samples and self.scheduler.read(share.sequence, token) and share.sequence.finish_reason:
+                self.finished[share.sequence.id] = self.sequences.pop(share.sequence.id)
+
+    def abort(self, id: str) -> None:
+        self.scheduler.finish(self.sequences.pop(id), "abort")
+
+    def drain(self, limit: int = 20_000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work and not self.launched:
+                break
+            self.step()
+            self.scheduler.check()
+        assert not self.scheduler.has_work and not self.sequences
+
+    def alone(self, sequence: Sequence) -> list[int]:
+        """The answer without anybody else."""
+        tokens: tuple = sequence.request.prompt_ids
+        while True:
+            token = self.token_after(sequence, tokens)
+            tokens += (token,)
+            done = len(tokens) - sequence.num_prompt
+            if token == EOS or done >= sequence.request.params.max_tokens or len(tokens) >= 60:
+                return list(tokens)
+
+
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Few distinct beginnings, so that prefixes are shared."""
+    stems = [[rng.randrange(12) for _ in range(20)] for _ in range(4)]
+    return [rng.choice(stems)[: rng.randrange(21)] + [rng.randrange(12)] for _ in range(count)]
+
+
+WORLDS = {
+    "full": {},
+    "full and sliding": {"groups": (FULL, SLIDING), "pages": (24, 16)},
+    "sliding": {"groups": (SLIDING,), "pages": (18,)},
+    "synchronous": {"depth": 0},
+    "page of 1": {"page_size": 1, "pages": (80,)},
+    "tight": {"pages": (16,), "seqs": 8, "budget": 6},
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_random_walk(name: str) -> None:
+    """Add, step, abort in random order; all bookkeepers checked after each; every answer as if alone."""
+    for seed in range(4):
+        rng = random.Random(f"{name} {seed}")
+        world = World(**WORLDS[name])
+        for operation in range(4500):
+            what = rng.random()
+            if what < 0.10 and len(world.sequences) < 30:
+                prompt = prompts(rng, 1)[0]
+                world.add(
+                    prompt,
+                    rng.randrange(1, 25),
+                    priority=rng.choice([0, 0, 0, 1, -1]),
+                    salt=rng.choice(["", "", "x"]),
+                    waits=rng.random() < 0.1,
+                )
+            elif what < 0.12 and world.sequences:
+                world.abort(rng.choice(sorted(world.sequences)))
+            elif what < 0.123:
+                world.kv.reset_prefix_cache()
+            else:
+                world.step()
+            if operation % 3 == 0:
+                world.scheduler.check()
+        world.drain()
+        assert len(world.finished) > 100
+        for sequence in world.finished.values():
+            assert sequence.tokens == world.alone(sequence), sequence.id
+        for pool, cached in zip(world.kv.pools, world.kv.num_cached, strict=True):
+            assert pool.num_free + cached == pool.num_pages
+    assert name != "tight" or world.scheduler.num_preemptions > 0
+
+
+def test_eight_times_more_than_the_pool_holds() -> None:
+    rng = random.Random(3)
+    world = World(pages=(20,), seqs=64, budget=32, ends=False)
+    all_sequences = [world.add([rng.randrange(12) for _ in range(25)], 30) for _ in range(24)]
+    world.drain()
+    assert world.scheduler.num_preemptions > 0
+    for sequence in all_sequences:
+        assert sequence.tokens == world.alone(sequence)
+
+
+def test_a_stream_of_long_prompts_starves_nobody() -> None:
+    """While one long prompt after another arrives, running sequences get a token in every step."""
+    world = World(pages=(400,), page_size=4, budget=16, seqs=8, max_len=400, depth=0, ends=False)
+    short = world.add([1, 2, 3], 40)
+    short_tokens = 0
+    for _ in range(35):
+        world.add([world.random.randrange(12) for _ in range(150)], 2)
+        before = len(short.tokens)
+        world.step()
+        short_tokens += len(short.tokens) - before
+    assert short_tokens == 35
+    first_long = world.sequences.get("1") or world.finished["1"]
+    assert first_long.num_computed > 0
+
+
+def test_priority_goes_first_and_is_preempted_last() -> None:
+    world = World(pages=(16,), seqs=3, budget=64, ends=False)
+    others = [world.add([i] * 8, 40) for i in range(3)]
+    important = world.add([5] * 8, 40, priority=-1)
+    world.step()
+    assert important.slot >= 0 and others[2].slot < 0
+    world.drain()
+    assert important.num_preemptions == 0
+    assert world.scheduler.num_preemptions > 0
+
+
+def test_a_sequence_that_waits_for_the_host_is_not_run_ahead() -> None:
+    world = World(depth=1)
+    careful, other = world.add([1, 2, 3], 6, waits=True), world.add([3, 2, 1], 6)
+    most_pending = {careful.id: 0, other.id: 0}
+    while world.scheduler.has_work or world.launched:
+        shares = world.scheduler.schedule()
+        for share in shares:
+            assert share.sequence is not careful or share.end <= len(careful.tokens)
+        world.launched += [[(share, world.compute(share)) for share in shares]] if shares else []
+        for sequence in (careful, other):
+            most_pending[sequence.id] = max(most_pending[sequence.id], sequence.num_pending)
+        if len(world.launched) > 1 or not shares:
+            world.read(world.launched.pop(0))
+    assert most_pending == {careful.id: 1, other.id: 2}
+
+
+def test_abort_of_a_waiting_a_running_and_an_in_flight_sequence() -> None:
+    world = World(seqs=2)
+    a, b, c = (world.add([i] * 9, 20) for i in range(3))
+    world.step()
+    world.abort(a.id)
+    world.abort(c.id)
+    world.scheduler.check()
+    world.drain()
+    assert b.tokens == world.alone(b)
+    assert world.kv.usage() == 0
