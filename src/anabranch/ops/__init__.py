@@ -6,13 +6,17 @@ Never imports `kernels`: kernels register on ops. Shapes are in the names; each 
 from anabranch.ops.activation import gated_activation
 from anabranch.ops.attention import attention
 from anabranch.ops.combine import combine
+from anabranch.ops.draw import draw
 from anabranch.ops.expert_matmul import expert_matmul
 from anabranch.ops.expert_sort import expert_sort
 from anabranch.ops.experts import experts
 from anabranch.ops.kv_store import kv_store
 from anabranch.ops.linear import linear
+from anabranch.ops.logprobs import logprobs
+from anabranch.ops.mask_logits import mask_logits
 from anabranch.ops.norm import add_rms_norm, rms_norm
 from anabranch.ops.op import OPS, Op, bind
+from anabranch.ops.penalize import penalize
 from anabranch.ops.rope import qk_norm_rope
 from anabranch.ops.route import route
 from anabranch.ops.sample import sample
@@ -24,12 +28,16 @@ __all__ = [
     "attention",
     "bind",
     "combine",
+    "draw",
     "expert_matmul",
     "expert_sort",
     "experts",
     "gated_activation",
     "kv_store",
     "linear",
+    "logprobs",
+    "mask_logits",
+    "penalize",
     "qk_norm_rope",
     "rms_norm",
     "route",

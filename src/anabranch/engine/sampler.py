@@ -1,0 +1,321 @@
+"""Logits → tokens, batched on the device, each request with its own parameters.
+
+What happens to a row of logits, in this order:
+
+1. masks: allowed_token_ids, the grammar, bad_words, min_tokens (EOS and stop_token_ids until so many tokens exist);
+   and logit_bias, which is added
+2. repetition_penalty (tokens of prompt and output), then frequency_penalty and presence_penalty (of the output alone)
+3. temperature, top_k, top_p, min_p and the draw (ops.sample, ops.draw); temperature 0 takes the best of 2
+
+Log probabilities are the model's own: of the logits before all of this.
+
+A running request owns a slot. Its parameters lie in device tensors by slot; what a batch needs of them is gathered
+when the batch changes (sampling_plan.Plan), so that a step over the same slots as the last uploads nothing.
+Randomness is a function of (seed, number of tokens generated, token id): nothing else in the batch, no slot and no
+preemption changes what a request draws. Nothing here waits for the device. A request that can be sampled only after
+the host has read its last token says so in `needs_host_tokens`; `accept` brings that token.
+
+R rows of a step, V vocabulary, S slots, N some of the rows, E edits of single logits, M words of a bit mask, P rows of
+the penalty table, L rows with log probabilities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from anabranch import ops
+from anabranch.engine.grammar import fill_masks
+from anabranch.engine.sampled import Logprobs, Sampled, chunks, token_logprobs
+from anabranch.engine.sampling_plan import FOREVER, Draw, Edit, Edits, Occupant, Penalty, PenaltyTable, Plan
+from anabranch.ops.mask_logits import pack_mask
+from anabranch.request import Request
+from anabranch.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from anabranch.engine.grammar import Matcher
+
+__all__ = ["Logprobs", "Sampled", "Sampler", "check_token_ids", "needs_host_tokens", "token_logprobs"]
+
+FORBIDDEN = float("-inf")
+MAX_PLANS = 8
+
+
+def needs_host_tokens(params: SamplingParams, bad_word_ids: Sequence[Sequence[int]] | None = None) -> bool:
+    """Whether such a request can be sampled only after the host has read its last token.
+
+    Without the tokens of its bad words, any of them may have several.
+    """
+    long_words = bool(params.bad_words) if bad_word_ids is None else any(len(word) > 1 for word in bad_word_ids)
+    return long_words or params.grammar is not None
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """What SamplingParams cannot check without a model. Stop ids outside the vocabulary merely never occur."""
+    for name, tokens in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias)):
+        largest = max(tokens, default=0)
+        if largest >= vocab_size:
+            raise ValueError(f"{name}: token id {largest} is not in the model's vocabulary of {vocab_size}")
+
+
+class Sampler:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, seed: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.seed = seed
+        self.slots: list[Occupant | None] = [None] * max_num_seqs
+        self._joining: dict[int, Occupant] = {}
+        """Those of whom the device knows nothing yet."""
+        self._plans: dict[tuple[int, ...], Plan] = {}
+        """By slots; several, because requests that wait for the host skip every other step."""
+        # Parameters by slot. Those of a request that is merely greedy are never written and never read.
+        self._float_6S = torch.zeros(6, max_num_seqs, device=device)
+        """temperature, top_p, min_p, presence, frequency, repetition"""
+        self._int_3S = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
+        """top_k, seed, tokens generated"""
+        self._position_S = self._int_3S[2]
+        self._penalties = PenaltyTable(vocab_size, device)
+        self._pinned = device.type != "cpu"
+
+    def add(
+        self,
+        slot: int,
+        request: Request,
+        output_ids: Sequence[int] = (),
+        matcher: Matcher | None = None,
+        *,
+        eos_ids: Sequence[int] = (),
+        bad_word_ids: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """The request takes the slot, `output_ids` generated so far. The matcher is told those it does not know."""
+        assert self.slots[slot] is None, f"slot {slot} is taken"
+        params = request.params
+        check_token_ids(params, self.vocab_size)
+        edits = [Edit(token, float(bias)) for token, bias in params.logit_bias.items()]
+        edits += [Edit(word[0], FORBIDDEN) for word in bad_word_ids if len(word) == 1]
+        if params.min_tokens:
+            stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+            until = min(params.min_tokens, FOREVER - 1)
+            edits += [Edit(token, FORBIDDEN, until) for token in stops if token < self.vocab_size]
+        bad_sequences = [tuple(word) for word in bad_word_ids if len(word) > 1]
+        if matcher is not None:
+            for token in output_ids[matcher.num_accepted :]:
+                matcher.accept(token)
+        history = list(output_ids) if bad_sequences else []
+        occupant = Occupant(request, tuple(output_ids), matcher, edits, bad_sequences, history)
+        self.slots[slot] = self._joining[slot] = occupant
+        self._plans.clear()
+
+    def remove(self, slot: int) -> None:
+        occupant = self._occupant(slot)
+        if occupant.penalty_row is not None:
+            self._penalties.release(occupant.penalty_row)
+        self.slots[slot] = None
+        self._joining.pop(slot, None)
+        self._plans.clear()
+
+    def accept(self, slot: int, token: int) -> bool:
+        """The host has read the slot's last token. False: the grammar does not allow it (see the matcher's `error`)."""
+        occupant = self._occupant(slot)
+        if not occupant.unread:
+            return True
+        occupant.unread = False
+        if occupant.bad_sequences:
+            occupant.history.append(token)
+        return occupant.matcher is None or occupant.matcher.accept(token)
+
+    @torch.inference_mode()
+    def sample(self, logits_RV: torch.Tensor, slots: list[int]) -> Sampled:
+        """One token for each row, which counts as generated. The logits (fp32, contiguous) are written over."""
+        assert logits_RV.shape == (len(slots), self.vocab_size), f"logits {logits_RV.shape} of {len(slots)} slots"
+        key = tuple(slots)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make_plan(slots)
+        if plan.plain:
+            return Sampled(_best(logits_RV))
+        for occupant in plan.waiting:
+            assert not occupant.unread, f"request {occupant.request.id}: its last token has not been accepted yet"
+            occupant.unread = True
+
+        raw_LV = logits_RV
+        if plan.asked_row_L is not None:
+            raw_LV = logits_RV[plan.asked_row_L]
+        elif plan.asked and plan.changes_logits:
+            raw_LV = logits_RV.clone()
+        if plan.changes_logits:
+            self._change_logits(plan, logits_RV)
+        token_R = self._choose(plan, logits_RV)
+        if plan.penalty is not None:
+            self._penalties.count(plan.penalty.table_row_N, token_R[plan.penalty.row_N], plan.penalty.one_N)
+        if plan.counted is not None:
+            self._position_S.index_add_(0, *plan.counted)
+        if not plan.asked:
+            return Sampled(token_R)
+        token_L = token_R if plan.asked_row_L is None else token_R[plan.asked_row_L]
+        return Sampled(token_R, token_logprobs(raw_LV, token_L, plan.top_n).to_host(), plan.asked)
+
+    def _change_logits(self, plan: Plan, logits_RV: torch.Tensor) -> None:
+        if plan.allowed is not None:
+            self._mask(logits_RV, *plan.allowed)
+        if plan.matcher_row_N is not None:
+            shape = len(plan.matchers), (self.vocab_size + 31) // 32
+            # Fresh in every step: the device may still be reading the last one.
+            allowed_NM = torch.empty(shape, dtype=torch.int32, pin_memory=self._pinned)
+            fill_masks(plan.matchers, allowed_NM)
+            self._mask(logits_RV, plan.matcher_row_N, allowed_NM.to(self.device, non_blocking=True))
+        if plan.edits is not None:
+            edits, value_E = plan.edits, plan.edits.value_E
+            if edits.until_E is not None:
+                value_E = torch.where(self._position_S[edits.slot_E] < edits.until_E, value_E, 0.0)
+            logits_RV.view(-1).index_add_(0, edits.index_E, value_E)
+        hits = [row * self.vocab_size + token for row, occupant in plan.bad for token in occupant.completing()]
+        if hits:
+            logits_RV.view(-1).index_fill_(0, self._upload(hits), FORBIDDEN)
+        if plan.penalty is not None:
+            penalty, table = plan.penalty, self._penalties
+            for part in chunks(penalty.row_N.shape[0], self.vocab_size):
+                row_N, table_row_N = penalty.row_N[part], penalty.table_row_N[part]
+                amounts = [amount_N[part] for amount_N in penalty.amounts]
+                ops.penalize(logits_RV, row_N, table.count_PV, table.prompt_PV, table_row_N, *amounts)
+
+    def _mask(self, logits_RV: torch.Tensor, row_N: torch.Tensor, allowed_NM: torch.Tensor) -> None:
+        for part in chunks(row_N.shape[0], self.vocab_size):
+            ops.mask_logits(logits_RV, row_N[part], allowed_NM[part])
+
+    def _choose(self, plan: Plan, logits_RV: torch.Tensor) -> torch.Tensor:
+        if plan.greedy:
+            token_R = _best(logits_RV)
+        else:
+            token_R = torch.empty(logits_RV.shape[0], dtype=torch.int64, device=self.device)
+        for draw in plan.draws:
+            position_N = self._position_S[draw.slot_N]
+            for part in chunks(draw.slot_N.shape[0], self.vocab_size):
+                row_N = part if draw.row_N is None else draw.row_N[part]
+                arguments = [argument_N[part] for argument_N in draw.arguments]
+                token_R[row_N] = draw.op(logits_RV[row_N], *arguments, position_N[part])
+        return token_R
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # When the batch changes
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _make_plan(self, slots: list[int]) -> Plan:
+        if self._joining:
+            self._join()
+        assert len(set(slots)) == len(slots), f"a slot twice: {slots}"
+        rows = [(row, slot, self._occupant(slot)) for row, slot in enumerate(slots)]
+
+        plan = Plan(greedy=any(o.greedy for _, _, o in rows))
+        # Which op draws for a row depends on its own parameters alone: the two round differently in the far tail, and
+        # what else is in the batch must not show.
+        for cut in (False, True):
+            if drawn := [(row, slot) for row, slot, o in rows if not o.greedy and o.cut == cut]:
+                plan.draws.append(self._plan_draw(drawn, cut, all_rows=len(drawn) == len(rows)))
+        if edited := [(row, slot, o) for row, slot, o in rows if o.edits]:
+            plan.edits = self._plan_edits(edited)
+        if masked := [(row, o.allowed_M) for row, _, o in rows if o.allowed_M is not None]:
+            plan.allowed = self._upload([row for row, _ in masked]), torch.stack([mask for _, mask in masked])
+        if penalized := [(row, slot, o.penalty_row) for row, slot, o in rows if o.penalty_row is not None]:
+            plan.penalty = self._plan_penalty(penalized)
+        if counted := [slot for _, slot, o in rows if o.counted]:
+            slot_N = self._upload(counted)
+            plan.counted = slot_N, torch.ones_like(slot_N)
+
+        plan.waiting = [o for _, _, o in rows if o.needs_host_tokens]
+        plan.bad = [(row, o) for row, _, o in rows if o.bad_sequences]
+        if matched := [(row, o.matcher) for row, _, o in rows if o.matcher is not None]:
+            plan.matchers = [matcher for _, matcher in matched]
+            plan.matcher_row_N = self._upload([row for row, _ in matched])
+        if asked := [(row, n) for row, _, o in rows if (n := o.params.logprobs) is not None]:
+            plan.asked = {row: place for place, (row, _) in enumerate(asked)}
+            plan.top_n = max(n for _, n in asked)
+            if len(asked) < len(rows):
+                plan.asked_row_L = self._upload([row for row, _ in asked])
+        return plan.close()
+
+    def _plan_draw(self, drawn: list[tuple[int, int]], cut: bool, all_rows: bool) -> Draw:
+        row_N, slot_N = self._upload(list(zip(*drawn)))
+        temperature_N, top_p_N, min_p_N = self._float_6S[:3, slot_N]
+        top_k_N, seed_N = self._int_3S[:2, slot_N]
+        arguments = [temperature_N, top_k_N.int(), top_p_N, min_p_N, seed_N] if cut else [temperature_N, seed_N]
+        return Draw(ops.sample if cut else ops.draw, None if all_rows else row_N, slot_N, arguments)
+
+    def _plan_edits(self, edited: list[tuple[int, int, Occupant]]) -> Edits:
+        counts = [len(o.edits) for _, _, o in edited]
+        row_N, slot_N, count_N = self._upload([[row for row, _, _ in edited], [slot for _, slot, _ in edited], counts])
+        # The number of edits is given so that the device need not be asked for it.
+        place_E = torch.arange(len(edited), device=self.device).repeat_interleave(count_N, output_size=sum(counts))
+        tokens, values, untils = zip(*((o.edit_token_E, o.edit_value_E, o.edit_until_E) for _, _, o in edited))
+        index_E = row_N[place_E] * self.vocab_size + torch.cat(tokens)
+        timed = any(o.timed for _, _, o in edited)
+        return Edits(index_E, torch.cat(values), slot_N[place_E], torch.cat(untils) if timed else None)
+
+    def _plan_penalty(self, penalized: list[tuple[int, int, int]]) -> Penalty:
+        row_N, slot_N, table_row_N = self._upload(list(zip(*penalized)))
+        amounts = list(self._float_6S[3:, slot_N])
+        return Penalty(row_N, table_row_N, amounts, torch.ones_like(row_N, dtype=torch.int32))
+
+    def _join(self) -> None:
+        """Tell the device about new requests."""
+        slots: list[int] = []
+        floats: list[tuple[float, ...]] = []
+        ints: list[tuple[int, ...]] = []
+        for slot, occupant in self._joining.items():
+            p = occupant.params
+            if occupant.counted or occupant.penalized:
+                slots.append(slot)
+                penalties = (p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
+                floats.append((p.temperature, p.top_p, p.min_p, *penalties))
+                ints.append(
+                    (min(max(p.top_k, 0), self.vocab_size), self._seed(occupant.request), len(occupant.output_ids))
+                )
+            if occupant.edits:
+                columns = [[e.token for e in occupant.edits], [e.until for e in occupant.edits]]
+                occupant.edit_token_E, occupant.edit_until_E = self._upload(columns)
+                occupant.edit_value_E = self._upload([e.value for e in occupant.edits], torch.float32)
+            if p.allowed_token_ids:
+                allowed_1V = torch.zeros(1, self.vocab_size, dtype=torch.bool)
+                allowed_1V[0, list(p.allowed_token_ids)] = True
+                occupant.allowed_M = self._upload(pack_mask(allowed_1V)[0].tolist(), torch.int32)
+            if occupant.penalized:
+                prompt, output = self._upload(occupant.request.prompt_ids), self._upload(occupant.output_ids)
+                occupant.penalty_row = self._penalties.take(prompt, output)
+        if slots:
+            slot_N = self._upload(slots)
+            self._float_6S[:, slot_N] = self._upload(floats, torch.float32).T
+            self._int_3S[:, slot_N] = self._upload(ints).T
+        self._joining.clear()
+
+    def _seed(self, request: Request) -> int:
+        """A request without a seed gets one from its id and the engine's seed."""
+        if request.params.seed is not None:
+            return request.params.seed
+        digest = hashlib.blake2b(f"{self.seed} {request.id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+    def _upload(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """To the device, without waiting for it."""
+        return torch.tensor(values, dtype=dtype, pin_memory=self._pinned).to(self.device, non_blocking=True)
+
+    def _occupant(self, slot: int) -> Occupant:
+        occupant = self.slots[slot]
+        assert occupant is not None, f"slot {slot} is empty"
+        return occupant
+
+    def check(self) -> None:
+        """Every row of the penalty table is free or belongs to exactly one request; no plan speaks of empty slots."""
+        taken = [o.penalty_row for o in self.slots if o is not None and o.penalty_row is not None]
+        assert sorted([*taken, *self._penalties.free]) == list(range(self._penalties.count_PV.shape[0]))
+        assert all(self.slots[slot] is occupant for slot, occupant in self._joining.items())
+        assert all(self.slots[slot] is not None for slots in self._plans for slot in slots)
+
+
+def _best(logits_RV: torch.Tensor) -> torch.Tensor:
+    """The first of equal maxima, as argmax, which takes half as long again on a CPU."""
+    return logits_RV.max(-1).indices

@@ -1,0 +1,44 @@
+"""Logits → one token per request where nothing is cut off: `sample` without top_k, top_p, min_p, and without its sort.
+
+R requests, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from anabranch.ops.op import Sample, op
+from anabranch.ops.sample import gumbel
+
+
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+    base = {
+        "temperature_R": torch.tensor([0.0, 1.0, 0.7, 2.0]),
+        "seed_R": torch.tensor([0, 1, 2**40 + 3, -4]),
+        "position_R": torch.tensor([0, 7, 100000, 1]),
+    }
+    for vocabulary in (50, 1, 4099):
+        yield f"V{vocabulary}", {"logits_RV": 3 * torch.randn(4, vocabulary, generator=generator), **base}
+    masked = torch.full((4, 50), float("-inf"))
+    masked[:, 11] = -3
+    yield "all but one forbidden", {"logits_RV": masked, **base}
+    yield "no requests", {"logits_RV": torch.zeros(0, 8), **{name: value[:0] for name, value in base.items()}}
+
+
+@op(samples=samples)
+def draw(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
+) -> torch.Tensor:
+    """token_R (int64): the best after Gumbel noise is added to logits / temperature; temperature 0 is greedy.
+
+    The noise is `sample`'s. A tie goes to the lowest id.
+    """
+    logits = logits_RV.float()
+    if logits.shape[0] == 0:
+        return logits.new_zeros(0, dtype=torch.int64)
+    greedy = (temperature_R == 0)[:, None]
+    token_V = torch.arange(logits.shape[1], device=logits.device)
+    noise = gumbel(seed_R[:, None], position_R[:, None], token_V)
+    return torch.where(greedy, logits, logits / temperature_R[:, None] + noise).argmax(-1)
