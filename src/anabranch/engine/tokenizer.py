@@ -1,60 +1,339 @@
-"""Text to tokens and back, through the `tokenizers` library and the model folder's tokenizer.json alone."""
+"""The model folder's tokenizer: text to tokens, tokens to text, token by token where wanted.
+
+The `tokenizers` library reads tokenizer.json; the JSON files beside it name the special tokens. Ids and text are those
+of transformers, which judges this file and is not needed to run it. Stop strings are detokenizer's business, chats are
+chat_template's.
+
+tokenizer.json alone decides which special tokens go around a text: as transformers 5 does, we do not read the
+`add_bos_token` of tokenizer_config.json, which repeats it or contradicts it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 
 class Tokenizer:
     def __init__(self, folder: str | Path) -> None:
-        path = Path(folder) / "tokenizer.json"
-        if not path.exists():
-            raise ValueError(f"{path}: not found; text needs a tokenizer.json in the model folder")
+        self.folder = Path(folder)
+        self.backend = _load(self.folder / "tokenizer.json")
+        config = read_tokenizer_config(self.folder)
+        self.special_tokens = named_special_tokens(config)
+        """Such as {"eos_token": "</s>"}: what a chat template may name."""
         try:
-            self.backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for anything it cannot read
-            raise ValueError(f"{path}: not a readable tokenizer: {error}") from None
+            self.backend.add_tokens(_missing_tokens(config, self.backend))
+        except ValueError as error:
+            raise ValueError(f"{self.folder / 'tokenizer_config.json'}: {error}") from None
+        # A file may ask for both; a prompt is never cut silently, and padding is the batch's business.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+        try:
+            self.decoding = read_decoding(self.backend.decoder)
+        except ValueError as error:
+            raise ValueError(f"{self.folder / 'tokenizer.json'}: {error}") from None
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = max([self.backend.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
+        """Every id is below it. The model's own vocabulary may be larger: padded with ids that spell nothing."""
+        self.spellings = {skip: Spellings(self, skip) for skip in (False, True)}
+        """By whether special tokens are skipped."""
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.backend.encode(text).ids
+    @property
+    def bos_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokenizer's end-of-text token, if it names one; models often have more (ModelConfig.eos_ids)."""
+        token_id = self._named_id("eos_token")
+        return () if token_id is None else (token_id,)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it ("Ġriver", "▁river"), None for an id without one."""
+        try:
+            token: str | None = self.backend.id_to_token(token_id)
+        except (OverflowError, TypeError):
+            raise ValueError(f"a token id must be an integer from 0 to 4294967295, not {token_id!r}") from None
+        return token
+
+    def token_to_id(self, token: str) -> int | None:
+        token_id: int | None = self.backend.token_to_id(token)
+        return token_id
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens` puts the tokens around the text that the model was trained with (often a bos).
+
+        A chat template writes them itself: give False for its text. Strings that spell a special token become that
+        token either way. Other threads may run meanwhile, however long the text.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a str, not {type(text).__name__}")
+        try:
+            # The batch call leaves out offsets and lets go of the interpreter lock; `encode` does neither.
+            ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except Exception as error:  # the library raises TypeError for text that is no Unicode, plain Exception else
+            if (surrogate := re.search("[\ud800-\udfff]", text)) is not None:
+                raise ValueError(
+                    f"the text is not valid Unicode: character {surrogate.start()} is U+{ord(surrogate[0]):04X}, "
+                    f"half of a surrogate pair; send UTF-8, or whole pairs in JSON escapes"
+                ) from None
+            raise ValueError(f"the tokenizer cannot encode this text: {error}") from None
         return ids
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.backend.decode(list(tokens))
-        return text
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of all tokens at once; ids that the tokenizer does not know spell nothing."""
+        stream = self.stream(skip_special_tokens)
+        return stream.extend(token_ids) + stream.rest()
 
-    def stream(self) -> TextStream:
-        return TextStream(self)
+    def stream(self, skip_special_tokens: bool = True, continues: bool = False) -> TextStream:
+        return TextStream(self, skip_special_tokens, continues)
 
 
 class TextStream:
-    """Tokens in, text out, never half a character: what is not yet certain waits."""
+    """Tokens in, text out, never half a character: the bytes of an unfinished one wait.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-        self.begin = 0
-        """Tokens before this one are out and no longer needed as context."""
-        self.done = 0
-        """Tokens before this one are out."""
+    Any way to cut the tokens into calls gives the same text. With `continues` the text goes on after another (its
+    prompt) and keeps the space it begins with, which SentencePiece-like tokenizers drop from the beginning of a text.
+    """
 
-    def add(self, token: int) -> str:
+    __slots__ = ("errors", "first", "num_strip", "spell_first", "spellings", "waiting")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, continues: bool = False) -> None:
+        decoding = tokenizer.decoding
+        self.spellings = tokenizer.spellings[skip_special_tokens]
+        self.errors = decoding.errors
+        self.spell_first = self.spellings.spell_first
+        self.first = decoding.first_differs and not continues
+        """The next token is the first, and that matters."""
+        self.num_strip = 0 if continues else decoding.num_strip
+        """Spaces that may still be dropped."""
+        self.waiting = b""
+        """An unfinished character: at most 3 bytes."""
+
+    def add(self, token_id: int) -> str:
         """The text that became certain with this token; may be empty."""
-        self.tokens.append(token)
-        return self._take(finished=False)
+        spelling = self.spellings[token_id]
+        if spelling is None:
+            return ""
+        if self.first:
+            self.first = False
+            spelling = self.spell_first(token_id)
+        return self._decode(spelling, final=False)
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """`add` for several tokens."""
+        if self.first or self.num_strip:
+            return "".join([self.add(token_id) for token_id in token_ids])
+        spellings = self.spellings
+        return self._decode(b"".join([spellings[token_id] or b"" for token_id in token_ids]), final=False)
 
     def rest(self) -> str:
-        """What still waits, however incomplete."""
-        return self._take(finished=True)
+        """What still waits: U+FFFD for a character that was never finished."""
+        return self._decode(b"", final=True)
 
-    def _take(self, finished: bool) -> str:
-        # Decoded with the tokens before them, because a decoder may treat the first token of a text differently.
-        before = self.tokenizer.decode(self.tokens[self.begin : self.done])
-        now = self.tokenizer.decode(self.tokens[self.begin :])
-        if not finished and (now.endswith("�") or len(now) <= len(before)):
-            return ""
-        self.begin, self.done = self.done, len(self.tokens)
-        return now[len(before) :]
+    def _decode(self, spelling: bytes, final: bool) -> str:
+        data = self.waiting + spelling
+        text, used = codecs.utf_8_decode(data, self.errors, final)
+        self.waiting = data[used:]
+        if self.num_strip and text:
+            kept = text.lstrip(" ")
+            num_dropped = min(self.num_strip, len(text) - len(kept))
+            # Only what stands at the very beginning: the first other character ends it.
+            self.num_strip = 0 if kept else self.num_strip - num_dropped
+            return text[num_dropped:]
+        return text
+
+
+class Spellings(dict[int, bytes | None]):
+    """Token id → the bytes it spells, worked out when first asked for; None: not part of the text."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self.tokenizer = tokenizer
+        self.skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
+
+    def __missing__(self, token_id: int) -> bytes | None:
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None:
+            return None  # not kept: there is no end of ids that mean nothing
+        spelling = None if token_id in self.skipped else self.tokenizer.decoding.spell(token, first=False)
+        self[token_id] = spelling
+        return spelling
+
+    def spell_first(self, token_id: int) -> bytes:
+        token = self.tokenizer.id_to_token(token_id)
+        assert token is not None
+        return self.tokenizer.decoding.spell(token, first=True)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one visible character: itself where it is one, else from U+0100 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = sorted(set(range(0x100)) - set(visible))
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_level_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """tokenizer.json's decoder as a function of single tokens: that makes streaming exact, and cheap.
+
+    The bytes are joined and read as UTF-8. One difference from the library is meant: of a run of byte tokens that is
+    not valid UTF-8 the library makes U+FFFD of every byte, those of valid characters and line ends included, so that no
+    byte token is certain before its run has ended. Here only the broken bytes become U+FFFD.
+    """
+
+    byte_level: bool = False
+    byte_fallback: bool = False
+    """A token <0xE2> spells that byte."""
+    replace: tuple[tuple[str, str], ...] = ()
+    drop_first: str = ""
+    """A mark for spaces that the first token loses."""
+    separator: str = ""
+    """Written before every token but the first."""
+    num_strip: int = 0
+    """Spaces that the beginning of the text loses, at most."""
+
+    @property
+    def first_differs(self) -> bool:
+        return bool(self.drop_first or self.separator)
+
+    @property
+    def errors(self) -> str:
+        """Byte-level decoders write one U+FFFD for a broken sequence, byte fallback one for each of its bytes."""
+        return "anabranch-bytewise" if self.byte_fallback else "replace"
+
+    def spell(self, token: str, first: bool) -> bytes:
+        if first and self.drop_first:
+            token = token.replace(self.drop_first, "")
+        for old, new in self.replace:
+            token = token.replace(old, new)
+        if self.byte_level:
+            try:
+                return bytes([_BYTE_OF[character] for character in token])
+            except KeyError:  # an added token, written as it is
+                return token.encode()
+        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        return (token if first else self.separator + token).encode()
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("anabranch-bytewise", _replace_each_byte)
+
+
+def read_decoding(decoder: Any) -> Decoding:
+    """A decoder of the library → Decoding, for those that generating models have."""
+    if decoder is None:
+        return Decoding(separator=" ")
+    state = json.loads(decoder.__getstate__())
+    found: dict[str, Any] = {}
+    replace: list[tuple[str, str]] = []
+    fused = False  # once True, the library sees one text and no longer tokens
+    for step in state["decoders"] if state["type"] == "Sequence" else [state]:
+        match step:
+            case {"type": "ByteLevel"} if not fused:
+                found["byte_level"] = fused = True
+            case {"type": "ByteFallback"} if not fused:
+                found["byte_fallback"] = True
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "Replace", "pattern": {"String": old}, "content": new} if not fused or len(old) == 1:
+                replace.append((old, new))
+            case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme} if not fused:
+                replace.append((mark, " "))
+                if scheme != "never":
+                    found["drop_first"] = mark
+            case {"type": "Strip", "content": " ", "start": start, "stop": 0} if fused:
+                found["num_strip"] = start
+            case _:
+                raise ValueError(
+                    f"the decoder's step {json.dumps(step, ensure_ascii=False)} is not supported; supported are "
+                    f"ByteLevel, and Replace, Metaspace, ByteFallback, Fuse, Strip as SentencePiece models have them"
+                )
+    return Decoding(replace=tuple(replace), **found)
+
+
+def _load(path: Path) -> Backend:
+    if not path.is_file():
+        raise ValueError(f"{path}: not found; text needs a tokenizer.json in the model folder")
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for anything it cannot read
+        with path.open("rb") as stream:
+            is_pointer = stream.read(23) == b"version https://git-lfs"
+        if is_pointer:
+            raise ValueError(f"{path}: is a Git LFS pointer and not the file itself; run `git lfs pull`") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: not a readable tokenizer ({reason}); truncated? download it again") from None
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, over it the older special_tokens_map.json where transformers still reads that."""
+    config = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _read_json(folder / "special_tokens_map.json")
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not readable as JSON ({error}); truncated? download it again") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: must hold a JSON object")
+    return raw
+
+
+def named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and whatever else has such a name, multimodal families' own included."""
+    named = {name: value for name, value in config.items() if name.endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        named |= extra
+    return {name: token for name, value in named.items() if (token := _content(value)) is not None}
+
+
+def _content(value: Any) -> str | None:
+    """A token is a string, or an object with its flags."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _missing_tokens(config: dict[str, Any], backend: Backend) -> list[AddedToken]:
+    """Tokens that tokenizer_config.json knows and tokenizer.json may not, or not as special."""
+    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    try:
+        added = {int(token_id): token for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
+        tokens = [AddedToken(**{flag: added[id][flag] for flag in flags if flag in added[id]}) for id in sorted(added)]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"added_tokens_decoder must map ids to tokens with their flags ({error})") from None
+    known = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
+    others = config.get("extra_special_tokens", config.get("additional_special_tokens")) or []
+    names = [*named_special_tokens(config).values(), *(others if isinstance(others, list) else [])]
+    contents = dict.fromkeys(filter(None, map(_content, names)))
+    return tokens + [AddedToken(content, special=True) for content in contents if content not in known]
