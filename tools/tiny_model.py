@@ -24,7 +24,8 @@ from anabranch.platforms import make
 CONFIG = {
     "architectures": ["Qwen2MoeForCausalLM"],
     "model_type": "qwen2_moe",
-    "vocab_size": 256,
+    "vocab_size": 257,
+    "eos_token_id": 256,
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -44,11 +45,12 @@ CONFIG = {
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Bytes as tokens, those of printable ASCII included: any text goes in, any token comes out."""
+    """Bytes as tokens, and one that ends a text: any text goes in, any token comes out."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 

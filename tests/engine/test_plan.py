@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from anabranch import platforms
-from anabranch.engine import kv_cache, plan
+from anabranch.engine import kv_tensors, plan
 from anabranch.loader.load import build
 from anabranch.models.config import read_config
 from tests.models import tiny
@@ -25,7 +25,7 @@ def test_counts_are_those_of_the_model(case: tiny.Case, tmp_path: Path) -> None:
     assert plan.count_weights(config)["shared experts"] == shared
 
     page_size, num_pages = 4, [3 + g for g in range(len(config.kv_groups))]
-    kv = kv_cache.allocate(config, num_pages, page_size, torch.float32, torch.device("cpu"))
+    kv = kv_tensors.allocate(config, num_pages, page_size, torch.float32, torch.device("cpu"))
     pages = sum(plan.page_bytes(g, page_size, "float32") * n for g, n in zip(config.kv_groups, num_pages, strict=True))
     assert pages == sum(t.numel() * 4 for layer in kv for t in layer)
 

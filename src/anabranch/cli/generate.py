@@ -1,4 +1,4 @@
-"""Write a greedy continuation of a prompt, token by token, to standard output.
+"""Write a continuation of a prompt to standard output as it is generated.
 
 MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name).
 """
@@ -6,67 +6,104 @@ MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name).
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from anabranch.cli.progress import Bar
+from anabranch.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from anabranch.llm import LLM
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads standard input")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="stop after N tokens (default 128)")
+    add_model_options(parser)
+    add_sampling_options(parser, max_tokens=128, temperature=0.0)
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")
+    parser.add_argument("--quiet", action="store_true", help="the text alone, no figures")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
+    parser.add_argument("--max-model-len", type=int, default=0, metavar="N", help="tokens of context (default: all)")
     parser.add_argument(
         "--load-format",
         default="safetensors",
         choices=["safetensors", "dummy"],
         help="dummy: random weights, only the config is read",
     )
-    parser.add_argument("--quiet", action="store_true", help="the text alone, no figures")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int, temperature: float) -> None:
+    shown = "%(default)s"
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default {shown}")
+    parser.add_argument(
+        "--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy; default {shown}"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K best tokens; default: all")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the best of probability P")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    parser.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+        max_tokens=options.max_tokens,
+        stop=tuple(options.stop),
+        ignore_eos=getattr(options, "ignore_eos", False),
+    )
+
+
+def open_model(options: argparse.Namespace) -> LLM:
+    from anabranch.llm import LLM
+
+    return LLM(
+        options.model,
+        dtype=options.dtype,
+        load_format=options.load_format,
+        max_model_len=options.max_model_len,
+        max_num_seqs=1,
+        max_num_batched_tokens=2048,
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.max_tokens < 1:
-        raise ValueError(f"--max-tokens must be at least 1, not {options.max_tokens}")
+    params = sampling_params(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    started = time.perf_counter()
-
-    from anabranch.engine.single import SingleSequence
-    from anabranch.engine.tokenizer import Tokenizer
-    from anabranch.loader.load import load_model
-    from anabranch.loader.locate import locate
-
-    folder = locate(options.model, weights=options.load_format != "dummy")
-    tokenizer = Tokenizer(folder)
-    prompt_ids = tokenizer.encode(prompt)
-    if not prompt_ids:
+    if not prompt:
         raise ValueError("the prompt is empty: give some text to continue")
-    model = load_model(folder, dtype=options.dtype, load_format=options.load_format, progress=Bar("loading weights"))
-    room = model.config.max_position - len(prompt_ids)
-    if room < 1:
-        raise ValueError(
-            f"the prompt has {len(prompt_ids)} tokens, and this model's maximum context length is "
-            f"{model.config.max_position} tokens; shorten the prompt"
-        )
-    max_tokens = min(options.max_tokens, room)
-    loaded = time.perf_counter()
-
-    sequence = SingleSequence(model, len(prompt_ids) + max_tokens)
-    stop_ids = () if options.ignore_eos else model.config.eos_ids
-    print(prompt, end="", flush=True)
-    text = tokenizer.stream()
-    count = 0
-    for token in sequence.stream(prompt_ids, max_tokens, stop_ids):
-        count += 1
-        print(text.add(token), end="", flush=True)
-    print(text.rest())
+    started = time.perf_counter()
+    with open_model(options) as llm:
+        loaded = time.perf_counter()
+        count = asyncio.run(show(llm, prompt, params))
+    print()
     if not options.quiet:
         seconds = time.perf_counter() - loaded
         print(
-            f"\n[{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.1f} tokens/s; "
+            f"[{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.1f} tokens/s; "
             f"ready after {loaded - started:.2f} s]",
             file=sys.stderr,
         )
     return 0
+
+
+async def show(llm: LLM, prompt: str, params: SamplingParams) -> int:
+    """Print prompt and answer as it comes; the number of tokens."""
+    count = 0
+    async for delta in llm.stream(prompt, params):
+        if not count:
+            print(prompt, end="")
+        count += len(delta.token_ids)
+        print(delta.text, end="", flush=True)
+    return count

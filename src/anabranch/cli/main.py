@@ -12,8 +12,11 @@ from anabranch import __version__
 
 COMMANDS = {
     "generate": "write a continuation of a prompt",
+    "chat": "talk to a model",
     "plan": "does it fit? weights by kind, KV cache, context × concurrency in a given memory",
     "doctor": "this machine: versions, platform, and which kernel each op would use",
+    "bench offline": "time to first token, decode and throughput, as other engines are measured",
+    "bench host": "µs of Python per step, without a model",
 }
 
 ABOUT = "Anabranch: an inference and serving engine for Mixture-of-Experts language models."
@@ -46,25 +49,31 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
-    name, rest = arguments[0], arguments[1:]
-    if name in ("-V", "--version", "version"):
+    if arguments[0] in ("-V", "--version", "version"):
         print(f"anabranch {__version__}")
         return 0
+    name, rest = arguments[0], arguments[1:]
+    if name == "bench":
+        name, rest = " ".join(arguments[:2]), arguments[2:]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         print(f"anabranch: no command {name!r}{hint} (commands: {', '.join(COMMANDS)})", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"anabranch.cli.{name}")
+    room, _, file = name.rpartition(" ")
+    command = importlib.import_module(f"anabranch.{room or 'cli'}.{file}")
     parser = Parser(prog=f"anabranch {name}", description=command.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_options(parser)
+    options = parser.parse_args(rest)
     try:
-        return command.run(parser.parse_args(rest))
+        code: int = command.run(options)
+        return code
     except (ValueError, OSError) as error:  # the user's or the machine's; anything else is ours and shows its trace
         print(f"anabranch {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(file=sys.stderr)
         return 130
 
 

@@ -1,60 +1,100 @@
-"""Ints become tensors here and nowhere else: what requests contribute to a step → layers.step.Step."""
+"""Ints become tensors here and nowhere else: what sequences contribute to a step → layers.step.Step.
+
+The page tables of running sequences are kept in flat arrays, a row for each slot, and only what changed is written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable
 
 import torch
 
+from anabranch.engine.scheduler import Share
 from anabranch.layers.step import Step
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """One request's share of a step."""
-
-    tokens: Sequence[int]
-    num_computed: int
-    """Tokens of the request whose keys and values are in its pages already."""
-    pages: Sequence[Sequence[int]]
-    """For each KVGroup, the request's pages in order."""
-    all_logits: bool = False
-    """Logits of every row, not only the last."""
+Pages = Callable[[str], list[list[int]]]
+"""Request id → for each KVGroup, the page of each logical page, all equally many. The same object as long as the
+sequence keeps its slot: it may only get longer."""
 
 
-def make_step(requests: Sequence[Rows], page_size: int, device: torch.device) -> Step:
-    tokens: list[int] = []
-    positions: list[int] = []
-    query_start, context_len = [0], []
-    logit_row: list[int] = []
-    num_groups = len(requests[0].pages)
-    slots: list[list[int]] = [[] for _ in range(num_groups)]
-    for rows in requests:
-        begin, end = rows.num_computed, rows.num_computed + len(rows.tokens)
-        tokens += rows.tokens
-        positions += range(begin, end)
-        first = query_start[-1] if rows.all_logits else len(tokens) - 1
-        logit_row += range(first, len(tokens))
-        query_start.append(len(tokens))
-        context_len.append(end)
-        for group, pages in enumerate(rows.pages):
-            slots[group] += [pages[i // page_size] * page_size + i % page_size for i in range(begin, end)]
+class StepMaker:
+    """Makes Steps for up to `num_slots` sequences of up to `max_length` tokens."""
 
-    def tensor(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def __init__(self, num_groups: int, num_slots: int, max_length: int, page_size: int, device: torch.device) -> None:
+        self.page_size = page_size
+        self.device = device
+        self.width = -(-max_length // page_size)
+        self.tables = [array("i", bytes(4 * num_slots * self.width)) for _ in range(num_groups)]
+        self.views = [torch.frombuffer(table, dtype=torch.int32).view(num_slots, -1) for table in self.tables]
+        self.written: list[tuple[object, int]] = [(None, 0)] * num_slots
+        """Whose pages a slot's rows hold, and how many of them."""
+        self.last_token_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        """The token each slot sampled last: where the next step finds it before the host has read it."""
 
-    return Step(
-        token_T=tensor(tokens, torch.int64),
-        position_T=tensor(positions, torch.int64),
-        query_start_R=tensor(query_start),
-        context_len_R=tensor(context_len),
-        page_tables=tuple(tensor(_padded([rows.pages[group] for rows in requests])) for group in range(num_groups)),
-        slots=tuple(tensor(group, torch.int64) for group in slots),
-        logit_row=tensor(logit_row, torch.int64),
-    )
+    def make(self, shares: list[Share], pages_of: Pages) -> Step:
+        tokens: list[int] = []
+        positions: list[int] = []
+        query_start, context_len = [0], []
+        logit_row: list[int] = []
+        slots: list[list[int]] = [[] for _ in self.tables]
+        fed_row, fed_slot = [], []
+        page_size = self.page_size
+        for sequence, begin, end, samples in shares:
+            known = sequence.tokens
+            if end > len(known):  # the last one is still on the device
+                tokens += known[begin : end - 1]
+                fed_row.append(len(tokens))
+                fed_slot.append(sequence.slot)
+                tokens.append(0)
+            elif end - begin == 1:
+                tokens.append(known[begin])
+            else:
+                tokens += known[begin:end]
+            if samples:
+                logit_row.append(len(tokens) - 1)
+            query_start.append(len(tokens))
+            context_len.append(end)
+            tables = pages_of(sequence.id)
+            owner, written = self.written[sequence.slot]
+            if owner is not tables or written < len(tables[0]):
+                self._write_tables(sequence.slot, tables)
+            if end - begin == 1:
+                positions.append(begin)
+                page, offset = divmod(begin, page_size)
+                for table, slot in zip(tables, slots):
+                    slot.append(table[page] * page_size + offset)
+            else:
+                positions += range(begin, end)
+                for table, slot in zip(tables, slots):
+                    slot += [table[i // page_size] * page_size + i % page_size for i in range(begin, end)]
 
+        index = self._tensor([share.sequence.slot for share in shares], host=True)
+        columns = -(-max(context_len) // page_size)
+        token_T = self._tensor(tokens)
+        if fed_row:
+            token_T[self._tensor(fed_row)] = self.last_token_S[self._tensor(fed_slot)]
+        return Step(
+            token_T=token_T,
+            position_T=self._tensor(positions),
+            query_start_R=self._tensor(query_start, torch.int32),
+            context_len_R=self._tensor(context_len, torch.int32),
+            page_tables=tuple(
+                view.index_select(0, index)[:, :columns].to(self.device, non_blocking=True) for view in self.views
+            ),
+            slots=tuple(self._tensor(slot) for slot in slots),
+            logit_row=self._tensor(logit_row),
+        )
 
-def _padded(tables: list[Sequence[int]]) -> list[list[int]]:
-    width = max(map(len, tables))
-    return [[*pages, *([0] * (width - len(pages)))] for pages in tables]
+    def _write_tables(self, slot: int, tables: list[list[int]]) -> None:
+        """Only pages that are new; all of them when another sequence has taken the slot."""
+        owner, written = self.written[slot]
+        if owner is not tables:
+            written = 0
+        length, row = len(tables[0]), slot * self.width
+        for flat, table in zip(self.tables, tables, strict=True):
+            flat[row + written : row + length] = array("i", table[written:])
+        self.written[slot] = tables, length
+
+    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64, host: bool = False) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=None if host else self.device)

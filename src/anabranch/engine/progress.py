@@ -1,4 +1,4 @@
-"""A progress bar on standard error; silent when that is not a terminal."""
+"""Progress on standard error, for people; silent when that is not a terminal."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 import time
 
 
-class Bar:
-    """Shows bytes done: `loading weights ████████░░░░ 61 % 18.3 of 30.0 GB, 4.1 GB/s`."""
+class Line:
+    """One line that is drawn over itself, at most ten times a second."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -15,16 +15,37 @@ class Bar:
         self.drawn = 0.0
         self.shown = sys.stderr.isatty()
 
-    def __call__(self, done: int, total: int) -> None:
+    def draw(self, share: float, rest: str) -> None:
         now = time.perf_counter()
-        if not self.shown or (done < total and now - self.drawn < 0.1):
+        if not self.shown or (share < 1 and now - self.drawn < 0.1):
             return
         self.drawn = now
-        share = done / total if total else 1.0
         filled = round(24 * share)
-        rate = done / max(now - self.started, 1e-9)
-        line = (
-            f"\r{self.label} {'█' * filled}{'░' * (24 - filled)} {share:4.0%} "
-            f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e9:.1f} GB/s"
-        )
-        print(line, end="\n" if done >= total else "", file=sys.stderr, flush=True)
+        bar = f"{'█' * filled}{'░' * (24 - filled)}"
+        print(f"\r{self.label} {bar} {share:4.0%} {rest}\x1b[K", end="", file=sys.stderr, flush=True)
+        if share >= 1:
+            print(file=sys.stderr, flush=True)
+
+    def rate(self, count: float) -> float:
+        return count / max(time.perf_counter() - self.started, 1e-9)
+
+
+class Bar(Line):
+    """`loading weights ████████░░░░ 61% 18.30 of 30.00 GB, 4.1 GB/s`"""
+
+    def __call__(self, done: int, total: int) -> None:
+        share = done / total if total else 1.0
+        self.draw(share, f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {self.rate(done) / 1e9:.1f} GB/s")
+
+
+class Counter(Line):
+    """`prompts ████████░░░░ 61% 312 of 512, 8123 tokens/s`"""
+
+    def __init__(self, label: str, total: int) -> None:
+        super().__init__(label)
+        self.total = total
+        self.num_tokens = 0
+
+    def __call__(self, done: int, new_tokens: int) -> None:
+        self.num_tokens += new_tokens
+        self.draw(done / self.total, f"{done} of {self.total}, {self.rate(self.num_tokens):.0f} tokens/s")

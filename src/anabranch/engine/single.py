@@ -1,54 +1,56 @@
-"""One sequence through the paged cache, greedily: the smallest loop that generates text.
+"""One sequence through the paged cache, greedily: the smallest loop there is, the judge of models in tests.
 
-No scheduler, no batching: it judges models in tests and serves `anabranch generate` until the engine does.
+No scheduler, no batching, no sampling parameters: the engine has those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
-from anabranch.engine import kv_cache
-from anabranch.engine.batch import Rows, make_step
+from anabranch.engine import kv_tensors
+from anabranch.engine.batch import StepMaker
+from anabranch.engine.scheduler import Sequence as Running
+from anabranch.engine.scheduler import Share
 from anabranch.models.decoder import Decoder
+from anabranch.request import Request
+from anabranch.sampling_params import SamplingParams
 
 
 class SingleSequence:
     def __init__(self, model: Decoder, max_length: int, page_size: int = 16) -> None:
         self.model = model
-        self.page_size = page_size
         self.max_length = max_length
-        self.num_computed = 0
+        self.sequence = Running(Request(id="", prompt_ids=(), params=SamplingParams()), 0)
+        self.sequence.slot = 0
         weight = model.embed_tokens.weight
-        self.device = weight.device
         num_pages = -(-max_length // page_size)
         groups = model.config.kv_groups
         # Any assignment of pages must work; backwards shows a mistaken "page i holds tokens i · S ..".
         self.pages = [list(reversed(range(num_pages))) for _ in groups]
-        self.kv = kv_cache.allocate(model.config, [num_pages] * len(groups), page_size, weight.dtype, self.device)
+        self.kv = kv_tensors.allocate(model.config, [num_pages] * len(groups), page_size, weight.dtype, weight.device)
+        self.steps = StepMaker(len(groups), 1, max_length, page_size, weight.device)
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], all_logits: bool = True) -> torch.Tensor:
         """Append tokens; their fp32 logits (of the last token alone without `all_logits`)."""
-        length = self.num_computed + len(tokens)
-        if length > self.max_length:
-            raise ValueError(f"{length} tokens are more than the {self.max_length} this sequence has room for")
-        rows = Rows(tokens, self.num_computed, self.pages, all_logits)
-        step = make_step([rows], self.page_size, self.device)
+        known = self.sequence.tokens
+        begin = len(known)
+        known += tokens
+        if len(known) > self.max_length:
+            raise ValueError(f"{len(known)} tokens do not fit into the {self.max_length} of this sequence")
+        step = self.steps.make([Share(self.sequence, begin, len(known), True)], lambda _: self.pages)
         hidden = self.model(step, self.kv)
-        self.num_computed += len(tokens)
-        return self.model.logits(hidden[step.logit_row])
-
-    def stream(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Container[int] = ()) -> Iterator[int]:
-        tokens: Sequence[int] = prompt
-        for _ in range(max_new_tokens):
-            token = int(self.forward(tokens, all_logits=False)[-1].argmax())
-            if token in stop_ids:
-                return
-            yield token
-            tokens = [token]
+        return self.model.logits(hidden if all_logits else hidden[step.logit_row])
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Container[int] = ()) -> list[int]:
         """The greedy continuation; a stop id ends it and is not part of it."""
-        return list(self.stream(prompt, max_new_tokens, stop_ids))
+        tokens, found = prompt, []
+        for _ in range(max_new_tokens):
+            token = int(self.forward(tokens, all_logits=False)[-1].argmax())
+            if token in stop_ids:
+                break
+            found.append(token)
+            tokens = [token]
+        return found

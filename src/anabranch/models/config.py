@@ -151,7 +151,7 @@ class Keys:
             raise self.fail(f"{names[0]!r} must be a positive number, not {value!r}")
         return float(value)
 
-    def object(self, name: str) -> dict[str, Any]:
+    def mapping(self, name: str) -> dict[str, Any]:
         value = self.get(name, default={})
         if not isinstance(value, dict):
             raise self.fail(f"{name!r} must be an object, not {value!r}")
@@ -172,7 +172,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     """Read `config.json` (and end-of-text ids from `generation_config.json`) in a model folder."""
     path = Path(folder) / "config.json"
     keys = Keys(_read_json(path), path)
-    if "quantization_config" in {**keys.raw, **keys.object("text_config")}:
+    if "quantization_config" in {**keys.raw, **keys.mapping("text_config")}:
         raise keys.fail("'quantization_config': quantised checkpoints are not supported yet; use the original weights")
     model_type = keys.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -204,7 +204,7 @@ def _eos_ids(keys: Keys) -> tuple[int, ...]:
     generation = keys.path.with_name("generation_config.json")
     found = _read_json(generation).get("eos_token_id") if generation.exists() else None
     if found is None:
-        found = keys.get("eos_token_id", default=keys.object("text_config").get("eos_token_id"))
+        found = keys.get("eos_token_id", default=keys.mapping("text_config").get("eos_token_id"))
     ids = found if isinstance(found, list) else [] if found is None else [found]
     return tuple(id for id in ids if isinstance(id, int))
 
@@ -219,7 +219,7 @@ def _check_layer(keys: Keys, layer_id: int, layer: LayerConfig) -> None:
     if attention.head_dim % 2:
         raise keys.fail(f"'head_dim' = {attention.head_dim} must be even")
     if moe is not None and moe.top_k > moe.num_experts:
-        key = "top_k_experts" if "top_k_experts" in keys.object("text_config") | keys.raw else "num_experts_per_tok"
+        key = "top_k_experts" if "top_k_experts" in keys.mapping("text_config") | keys.raw else "num_experts_per_tok"
         raise keys.fail(f"{key!r} = {moe.top_k} is more than the {moe.num_experts} experts there are")
 
 
@@ -234,7 +234,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 def _rope(keys: Keys, head_dim: int, default_theta: float, parameters: dict[str, Any] | None = None) -> RopeConfig:
     """`rope_parameters` (transformers 5), or `rope_theta` + `rope_scaling` (hub)."""
     if parameters is None:
-        parameters = {**keys.object("rope_scaling"), **keys.object("rope_parameters")}
+        parameters = {**keys.mapping("rope_scaling"), **keys.mapping("rope_parameters")}
     found = Keys({**parameters, "rope_theta": parameters.get("rope_theta", keys.get("rope_theta"))}, keys.path)
     kind = found.get("rope_type", "type", default="default")
     if kind not in ROPE_KINDS:
@@ -419,7 +419,7 @@ def _olmoe(keys: Keys) -> ModelConfig:
 
 def _gemma4(outer: Keys) -> ModelConfig:
     """`gemma4` wraps the text model's config in `text_config`; `gemma4_text` is that config itself."""
-    keys = Keys({**outer.raw, **outer.object("text_config")}, outer.path)
+    keys = Keys({**outer.raw, **outer.mapping("text_config")}, outer.path)
     keys.refuse_unless("hidden_size_per_layer_input", (0,), "per-layer inputs are not supported yet")
     keys.refuse_unless("num_kv_shared_layers", (0,), "layers that share keys and values are not supported yet")
     keys.refuse_unless("use_bidirectional_attention", ("vision",), "only causal attention is supported")
@@ -428,7 +428,7 @@ def _gemma4(outer: Keys) -> ModelConfig:
 
     sliding = _layer_types(keys, lambda layer_id: (layer_id + 1) % 6 != 0)
     sliding[-1] = False  # the family's rule: the last layer sees everything
-    ropes = keys.object("rope_parameters") or {
+    ropes = keys.mapping("rope_parameters") or {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     }

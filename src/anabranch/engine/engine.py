@@ -1,0 +1,295 @@
+"""The engine: requests in, updates out, one step at a time. Knows tokens, not text and not HTTP.
+
+    schedule → launch → read the step launched before
+
+The order of the lines in `step` is the order of time: a step is launched before the last one's tokens are read, so the
+device never waits for the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from anabranch import platforms
+from anabranch.config import EngineConfig, resolve
+from anabranch.engine.kv_cache import KVCache
+from anabranch.engine.metrics import Metrics
+from anabranch.engine.runner import Extras
+from anabranch.engine.sampler import needs_host_tokens
+from anabranch.engine.scheduler import Scheduler, Sequence, Share
+from anabranch.loader.locate import locate
+from anabranch.models.config import ModelConfig, read_config
+from anabranch.request import Request, TokenLogprobs, Update
+
+if TYPE_CHECKING:
+    from anabranch.engine.grammar import GrammarCompiler, Matcher
+    from anabranch.engine.runner import Launched, TorchRunner
+    from anabranch.engine.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: TorchRunner,
+        model: ModelConfig,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """The runner is loaded; its pages are taken here, because only now it is known how many fit."""
+        num_pages = runner.num_pages()
+        self.kv = KVCache(
+            model.kv_groups,
+            num_pages,
+            config.page_size,
+            prefix_cache=config.prefix_cache,
+            max_chunk=config.page_size,  # whatever the budget: where sliding layers are short of pages chunks shrink
+        )
+        longest = self._longest(config.max_model_len)
+        if longest < config.max_model_len:
+            log.info("max_model_len: %d → %d, which is what the KV pool holds", config.max_model_len, longest)
+        self.config = runner.config = replace(config, max_model_len=longest)
+        runner.allocate(num_pages)
+        self.model = model
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(
+            self.kv,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=longest,
+        )
+        self.metrics = Metrics()
+        self.sequences: dict[str, Sequence] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self.routed: dict[str, list[list[list[int]]]] = {}
+        self.in_flight: Launched | None = None
+        self.compiling: list[tuple[Future[Matcher], Sequence]] = []
+        self.compiler: GrammarCompiler | None = None
+        self.compiler_thread = ThreadPoolExecutor(1, "grammar")
+        self.num_arrived = 0
+        self.eos_ids = frozenset(model.eos_ids)
+
+    def _longest(self, wanted: int) -> int:
+        """The longest request the pool can hold alone, up to `wanted` tokens."""
+        low, high = 0, wanted
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.kv.fits(middle) else (low, middle - 1)
+        if low < 2:
+            raise ValueError("the KV pool does not hold a single request; give it more memory or pages")
+        return low
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError if it can never be served."""
+        self._check(request)
+        params = request.params
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        sequence = Sequence(request, self.num_arrived, needs_host_tokens(params), stop_ids)
+        if request.params.grammar is not None:
+            self.compiling.append((self.compiler_thread.submit(self._compile, request), sequence))
+        else:
+            self.scheduler.add(sequence)
+        if request.params.bad_words:
+            self.runner.extras[request.id] = Extras(bad_word_ids=self._bad_words(request))
+        self.num_arrived += 1
+        self.sequences[request.id] = sequence
+        self.metrics.arrive(request.id, request.arrival)
+
+    def _check(self, request: Request) -> None:
+        if request.id in self.sequences:
+            raise ValueError(f"request id {request.id!r} is in use")
+        if not request.prompt_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        vocabulary = self.model.vocab_size
+        params = request.params
+        for name, tokens in (
+            ("prompt", request.prompt_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            for token in tokens:
+                if not 0 <= token < vocabulary:
+                    raise ValueError(f"{name}: token id {token} is not in the vocabulary [0, {vocabulary})")
+        limit = self.config.max_model_len
+        if len(request.prompt_ids) >= limit:
+            pool = "" if limit == self.model.max_position else f" (the KV pool has {self._pool()})"
+            raise ValueError(
+                f"This model's maximum context length is {limit} tokens{pool}. However, the prompt has "
+                f"{len(request.prompt_ids)} tokens and at least one is to be generated. Shorten the prompt."
+            )
+        for name in ("grammar", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(f"{name}: the model folder has no tokenizer.json, and this needs one")
+
+    def _bad_words(self, request: Request) -> list[list[int]]:
+        """Each word at the beginning of a text and after a space, which most vocabularies spell differently."""
+        assert self.tokenizer is not None
+        spelled = {prefix + word for word in request.params.bad_words for prefix in ("", " ")}
+        return [self.tokenizer.encode(word, add_special_tokens=False) for word in sorted(spelled)]
+
+    def _pool(self) -> str:
+        pages = " + ".join(str(pool.num_pages) for pool in self.kv.pools)
+        return f"{pages} pages of {self.config.page_size} tokens"
+
+    def _compile(self, request: Request) -> Matcher:
+        from anabranch.engine.grammar import GrammarCompiler
+
+        assert self.tokenizer is not None and request.params.grammar is not None
+        if self.compiler is None:
+            self.compiler = GrammarCompiler(self.tokenizer.backend, self.model.vocab_size, self.model.eos_ids)
+        return self.compiler.compile(request.params.grammar)
+
+    def abort(self, id: str) -> None:
+        """Forget a request, wherever it is; unknown ids are ignored."""
+        sequence = self.sequences.pop(id, None)
+        if sequence is None:
+            return
+        waiting = [item for item in self.compiling if item[1] is not sequence]
+        if len(waiting) < len(self.compiling):
+            self.compiling = waiting
+        else:
+            self.scheduler.finish(sequence, "abort")
+        self._forget(sequence, "abort")
+
+    def _forget(self, sequence: Sequence, reason: str) -> None:
+        self.sequences.pop(sequence.id, None)
+        self.prompt_logprobs.pop(sequence.id, None)
+        self.routed.pop(sequence.id, None)
+        self.runner.extras.pop(sequence.id, None)
+        self.metrics.finish(sequence.id, reason)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self.in_flight is not None or bool(self.compiling)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Update]:
+        updates = self._take_compiled() if self.compiling else []
+        shares = self.scheduler.schedule()
+        launched = self._launch(shares) if shares else None
+        if self.config.async_scheduling:
+            launched, self.in_flight = self.in_flight, launched
+        return updates + self._read(launched) if launched else updates
+
+    def _take_compiled(self) -> list[Update]:
+        """Requests whose grammar is ready join the queue; a grammar that does not compile fails its request alone."""
+        failed: list[Update] = []
+        waiting = []
+        for future, sequence in self.compiling:
+            if not future.done() and self.scheduler.has_work:
+                waiting.append((future, sequence))
+            elif (error := future.exception()) is not None:
+                failed.append(Update(id=sequence.id, finish_reason="error", error=f"grammar: {error}"))
+                self._forget(sequence, "error")
+            else:
+                self.runner.extras.setdefault(sequence.id, Extras()).matcher = future.result()
+                self.scheduler.add(sequence)
+        self.compiling = waiting
+        return failed
+
+    def _launch(self, shares: list[Share]) -> Launched:
+        for share in shares:
+            if share.begin == share.sequence.num_cached:
+                self.metrics.admit(share.sequence.id, share.sequence.num_prompt)
+        self.metrics.steps += 1
+        return self.runner.launch(shares, self.kv.pages)
+
+    def _read(self, launched: Launched) -> list[Update]:
+        """Wait for a step and hand out what it brought."""
+        tokens = launched.wait()
+        self._keep_routed(launched)
+        for id, parts in launched.prompt_logprobs.items():
+            if id in self.sequences:
+                top_n = self.sequences[id].request.params.prompt_logprobs or 0
+                for part in parts:
+                    self.prompt_logprobs.setdefault(id, [None]).extend(part.all(top_n))
+        now = time.monotonic()
+        updates = []
+        for row, (share, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
+            sequence = share.sequence
+            slot = sequence.slot
+            if not self.scheduler.read(sequence, token):
+                continue
+            if sequence.waits_for_host:
+                self.runner.accept(sequence, slot, token)
+            self.metrics.token(sequence.id, now)
+            updates.append(self._update(launched, row, sequence, token))
+        return updates
+
+    def _update(self, launched: Launched, row: int, sequence: Sequence, token: int) -> Update:
+        params = sequence.request.params
+        update = Update(
+            id=sequence.id,
+            token_ids=[token],
+            num_cached=sequence.num_cached,
+            finish_reason=sequence.finish_reason,
+            stop_token=sequence.stop_token,
+        )
+        if params.logprobs is not None:
+            assert launched.sampled is not None
+            update.logprobs = [launched.sampled.token_logprobs(row, params.logprobs)]
+        if params.prompt_logprobs is not None and len(sequence.tokens) == sequence.num_prompt + 1:
+            update.prompt_logprobs = self.prompt_logprobs.pop(sequence.id, [None])
+        if sequence.finish_reason is not None:
+            if params.return_routed_experts:
+                update.routed_experts = self.routed.pop(sequence.id, [])[: len(sequence.tokens) - 1]
+            self._forget(sequence, sequence.finish_reason)
+        return update
+
+    def _keep_routed(self, launched: Launched) -> None:
+        if launched.routed is None:
+            return
+        routed_TLK = launched.routed.wait()
+        row = 0
+        for share in launched.shares:
+            count = share.end - share.begin
+            if share.sequence.request.params.return_routed_experts and share.sequence.id in self.sequences:
+                kept = self.routed.setdefault(share.sequence.id, [])
+                kept[share.begin :] = routed_TLK[row : row + count].tolist()
+            row += count
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting) + len(self.compiling),
+            "kv_usage": self.kv.usage(),
+            "prefix_queries": self.kv.num_queries,
+            "prefix_hits": self.kv.num_hits,
+            "preemptions": self.scheduler.num_preemptions,
+            "max_model_len": self.config.max_model_len,
+            "expert_load": self.runner.expert_load(),
+            **self.metrics.as_dict(),
+        }
+
+    def close(self) -> None:
+        for id in list(self.sequences):
+            self.abort(id)
+        self.compiler_thread.shutdown(wait=False, cancel_futures=True)
+
+
+def make_engine(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Engine:
+    """From a config to an engine that is ready: locate, detect, resolve, load, take the pages."""
+    from anabranch.engine.tokenizer import Tokenizer
+
+    folder = locate(config.model, weights=config.load_format != "dummy")
+    model = read_config(folder)
+    platform = platforms.current()
+    config = resolve(replace(config, model=str(folder)), model, platform)
+    module, _, name = platform.runner.partition(":")
+    runner = getattr(importlib.import_module(module), name)(config, platform, progress)
+    tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+    return Engine(config, runner, model, tokenizer)

@@ -1,0 +1,94 @@
+"""What the engine counts about itself, as plain Python objects; a server exports them as it likes.
+
+Knows seconds and tokens, never their text.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    bounds: tuple[float, ...] = SECONDS
+    counts: list[int] = field(default_factory=list)
+    """One for each bound (values up to it), and one for what is above all."""
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def as_dict(self) -> dict[str, object]:
+        return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.total}
+
+
+@dataclass(slots=True)
+class Clock:
+    """One request's moments."""
+
+    arrived: float
+    admitted: float | None = None
+    last_token: float | None = None
+
+
+@dataclass(slots=True)
+class Metrics:
+    queue_time: Histogram = field(default_factory=Histogram)
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    inter_token_latency: Histogram = field(default_factory=Histogram)
+    end_to_end: Histogram = field(default_factory=Histogram)
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    clocks: dict[str, Clock] = field(default_factory=dict)
+
+    def arrive(self, id: str, at: float) -> None:
+        self.clocks[id] = Clock(at or time.monotonic())
+
+    def admit(self, id: str, num_prompt: int) -> None:
+        clock = self.clocks.get(id)
+        if clock is not None and clock.admitted is None:
+            clock.admitted = time.monotonic()
+            self.queue_time.observe(clock.admitted - clock.arrived)
+            self.prompt_tokens += num_prompt
+
+    def token(self, id: str, now: float) -> None:
+        clock = self.clocks[id]
+        if clock.last_token is None:
+            self.time_to_first_token.observe(now - clock.arrived)
+        else:
+            self.inter_token_latency.observe(now - clock.last_token)
+        clock.last_token = now
+        self.generation_tokens += 1
+
+    def finish(self, id: str, reason: str) -> None:
+        clock = self.clocks.pop(id, None)
+        if clock is not None:
+            self.end_to_end.observe(time.monotonic() - clock.arrived)
+            self.finished[reason] += 1
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "steps": self.steps,
+            "prompt_tokens": self.prompt_tokens,
+            "generation_tokens": self.generation_tokens,
+            "finished": dict(self.finished),
+            "queue_time_seconds": self.queue_time.as_dict(),
+            "time_to_first_token_seconds": self.time_to_first_token.as_dict(),
+            "inter_token_latency_seconds": self.inter_token_latency.as_dict(),
+            "e2e_request_latency_seconds": self.end_to_end.as_dict(),
+        }

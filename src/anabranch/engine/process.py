@@ -1,0 +1,104 @@
+"""The engine's process as its parent sees it: started, its stderr passed on, its end told.
+
+Knows nothing of messages. The folder of sockets is made and removed here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+import anabranch
+
+LAST_WORDS = 0.1  # seconds for what a process said just before it ended to arrive
+STDERR_LINES = 20
+STDERR_KEPT = 8192  # characters
+
+
+class EngineProcess:
+    """The worker's process: its folder of sockets, its stderr (passed on, the end of it kept), its exit code.
+
+    Start it from the thread that lives longest: Linux ends it with the thread that started it (see worker.die_with).
+    """
+
+    def __init__(self, on_exit: Callable[[int], None]) -> None:
+        self.folder = socket_folder()
+        packages = [str(Path(anabranch.__file__).parents[1]), *filter(None, sys.path)]
+        # -P and the same path as ours: it imports what we would, and nothing from the current folder.
+        command = [sys.executable, "-P", "-m", "anabranch.engine.worker", str(self.folder), str(os.getpid())]
+        try:
+            self.popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(packages)},
+                process_group=0,  # a terminal's Ctrl-C is for us, and its children end with it
+            )
+        except BaseException:
+            self.remove_folder()
+            raise
+        self.on_exit = on_exit
+        self.stderr_end = ""
+        self.reader = threading.Thread(target=self._read, name="engine-stderr", daemon=True)
+        self.reader.start()
+        threading.Thread(target=self._wait, name="engine-exit", daemon=True).start()
+
+    @property
+    def last_lines(self) -> list[str]:
+        return self.stderr_end.splitlines()[-STDERR_LINES:]
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def _read(self) -> None:
+        stdout = self.popen.stdout
+        assert isinstance(stdout, io.BufferedReader)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        while chunk := stdout.read1(STDERR_KEPT):  # not lines: a progress bar has none
+            text = decoder.decode(chunk)
+            self.stderr_end = (self.stderr_end + text)[-STDERR_KEPT:]
+            with contextlib.suppress(OSError, ValueError):  # our own stderr may be closed
+                sys.stderr.write(text)
+                sys.stderr.flush()
+        stdout.close()
+
+    def _wait(self) -> None:
+        if hasattr(os, "waitid"):  # its children go while the group's number cannot be anyone else's
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            self.kill()
+        code = self.popen.wait()
+        self.reader.join(LAST_WORDS)
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
+        self.on_exit(code)
+
+    def kill(self) -> None:
+        if self.popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def socket_folder() -> Path:
+    """A folder of ours alone (mode 0700) whose sockets have names short enough for the system."""
+    folder = Path(tempfile.mkdtemp(prefix="anabranch-"))
+    if len(os.fsencode(folder / "commands")) > zmq.IPC_PATH_MAX_LEN:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="anabranch-", dir="/tmp"))
+    return folder

@@ -1,0 +1,314 @@
+"""The engine in a process of its own: takes messages, steps, sends updates. `python -m anabranch.engine.worker`.
+
+Knows the engine by the Protocol below and its client by two sockets, each bound by the side that reads it, in a private
+folder. The process never outlives its parent, never serves after its engine failed, and answers every request it took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import zmq
+
+from anabranch import messages
+from anabranch.config import EngineConfig
+from anabranch.request import Request, Update
+
+log = logging.getLogger("anabranch.engine.worker")  # __name__ is __main__ here
+
+HEARTBEAT = 0.5  # seconds between two heart-beats
+IDLE_MS = 100  # an idle engine looks up this often for a SIGTERM
+MAX_STEPS_AHEAD = 1000  # messages the client may lag behind before the engine waits for it
+LAST_WORDS_MS = 2000  # for the client to take what was sent before the end
+EXIT_SECONDS = 5.0  # after these the end is forced
+PROGRESS = 0.1  # seconds between two reports of the same stage
+PR_SET_PDEATHSIG = 1
+
+
+class Engine(Protocol):
+    def add(self, request: Request) -> None: ...
+    def abort(self, id: str) -> None: ...
+    def step(self) -> list[Update]: ...
+    @property
+    def has_work(self) -> bool: ...
+    def stats(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+MakeEngine = Callable[[EngineConfig, Callable[[int, int], None]], Engine]
+
+
+def address(folder: Path, inbox: str) -> str:
+    return f"ipc://{folder / inbox}"
+
+
+class Pulse(threading.Thread):
+    """The heart-beat. It goes on inside a long step, so a hanging engine is told from a dead and from a busy one."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, parent: int) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self.context, self.folder, self.parent = context, folder, parent
+        self.ending = threading.Event()
+        self.heard = 0
+        self.num_steps = 0
+        self.step_began: float | None = None
+        self.step_ended: float | None = None
+
+    def run(self) -> None:
+        socket = self.context.socket(zmq.PUSH)  # sockets belong to one thread
+        socket.set(zmq.SNDHWM, 2)
+        socket.connect(address(self.folder, "reports"))
+        while True:
+            with contextlib.suppress(zmq.Again):  # the client sleeps; it will not miss this one
+                socket.send(messages.encode(self._beat()), zmq.NOBLOCK)
+            if self.ending.wait(HEARTBEAT):
+                break
+            if os.getppid() != self.parent:
+                os._exit(1)
+        socket.close(linger=0)
+
+    def _beat(self) -> messages.Heartbeat:
+        now, began, ended = time.monotonic(), self.step_began, self.step_ended
+        return messages.Heartbeat(
+            heard=self.heard,
+            num_steps=self.num_steps,
+            step_for=None if began is None else now - began,
+            idle_for=None if ended is None else now - ended,
+        )
+
+
+class Worker:
+    def __init__(self, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> None:
+        self.inbox, self.outbox, self.pulse = inbox, outbox, pulse
+        self.engine: Engine | None = None
+        self.running: dict[str, None] = {}  # ids in the engine, in order of arrival
+        self.updates: list[Update] = []  # not sent yet
+        self.stopping = False
+        self.stage_at = 0.0
+
+    def run(self) -> int:
+        """The whole life; returns the exit code."""
+        try:
+            engine = self._start()
+        except Exception as error:
+            log.error(
+                "the engine cannot start: %s", one_line(error), exc_info=not isinstance(error, ValueError | OSError)
+            )
+            self._send(messages.Ended(one_line(error)))
+            return 1
+        try:
+            while not self.stopping:
+                self._take(engine, IDLE_MS if not engine.has_work else 0)
+                if engine.has_work and not self.stopping:
+                    self._step(engine)
+                self._send_updates()
+        except Exception as error:
+            self._fail(error)
+            return 1
+        self._stop(engine)
+        return 0
+
+    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
+        if self.engine is None:  # loading may take minutes, and nobody waits for an answer
+            raise SystemExit(128 + number)
+
+    # -- start and end -------------------------------------------------------------------------------------------------
+
+    def _start(self) -> Engine:
+        self.inbox.poll()
+        frame = self.inbox.recv()
+        self.pulse.heard += 1
+        start = messages.decode_command(frame)
+        if not isinstance(start, messages.Start):
+            raise ValueError(f"the first message must be Start, not {type(start).__name__}")
+        logging.getLogger().setLevel(start.log_level)
+        self._send(messages.Stage("importing"))
+        module, _, name = start.engine.partition(":")
+        make_engine: MakeEngine = getattr(importlib.import_module(module), name)
+        self._send(messages.Stage("loading"))
+        self.engine = make_engine(start.config, self._progress)
+        self._send(messages.Ready(self.engine.stats()))
+        return self.engine
+
+    def _progress(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self.stage_at >= PROGRESS or done == total:
+            self.stage_at = now
+            self._send(messages.Stage("loading", done, total))
+
+    def _fail(self, error: Exception) -> None:
+        """The engine's state is unknown now: answer all and go."""
+        log.error("the engine failed with %d requests in flight", len(self.running), exc_info=error)
+        self.stopping = True
+        text = messages.INTERNAL + one_line(error)
+        refused = [update for update in self.updates if update.id not in self.running]
+        self.updates = refused + [Update(id=id, finish_reason="error", error=text) for id in self.running]
+        self._send_updates()
+        self._send(messages.Ended(one_line(error)))
+
+    def _stop(self, engine: Engine) -> None:
+        try:
+            self._send_updates()
+            for id in self.running:
+                engine.abort(id)
+                self.updates.append(Update(id=id, finish_reason="abort"))
+            self._send_updates()
+            engine.close()
+        except Exception:
+            log.exception("while closing the engine")
+        self._send(messages.Ended())
+
+    # -- one turn ------------------------------------------------------------------------------------------------------
+
+    def _take(self, engine: Engine, wait_ms: int) -> None:
+        """Every message there is; the first may take wait_ms to come."""
+        if not self.inbox.poll(wait_ms):
+            return
+        while True:
+            try:
+                frame = self.inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.pulse.heard += 1
+            try:
+                message = messages.decode_command(frame)
+            except Exception as error:
+                log.error("a message of %d bytes is dropped: %s", len(frame), one_line(error))
+                if (id := messages.request_id(frame)) is not None:
+                    self.updates.append(Update(id=id, finish_reason="error", error=one_line(error)))
+                continue
+            if isinstance(message, messages.Add):
+                self._add(engine, message.request)
+            elif isinstance(message, messages.Abort):
+                self.running.pop(message.id, None)
+                engine.abort(message.id)
+            elif isinstance(message, messages.AskStats):
+                self._tell_stats(engine, message.ticket)
+            elif isinstance(message, messages.Stop):
+                self.stopping = True
+            else:
+                log.error("a second Start is dropped")
+
+    def _add(self, engine: Engine, request: Request) -> None:
+        try:
+            engine.add(request)
+        except ValueError as error:
+            self.updates.append(Update(id=request.id, finish_reason="error", error=one_line(error)))
+        except Exception as error:
+            log.exception("request %s", request.id)
+            self.updates.append(Update(id=request.id, finish_reason="error", error=messages.INTERNAL + one_line(error)))
+        else:
+            self.running[request.id] = None
+
+    def _tell_stats(self, engine: Engine, ticket: int) -> None:
+        try:
+            frame = messages.encode(messages.Stats(ticket, engine.stats()))
+        except Exception as error:
+            log.exception("stats")
+            frame = messages.encode(messages.Stats(ticket, {}, one_line(error)))
+        self._send_frame(frame)
+
+    def _step(self, engine: Engine) -> None:
+        pulse = self.pulse
+        pulse.step_began = time.monotonic()
+        updates = engine.step()
+        pulse.step_began, pulse.step_ended = None, time.monotonic()
+        pulse.num_steps += 1
+        self.updates += updates
+
+    def _send_updates(self) -> None:
+        if not self.updates:
+            return
+        self._send(messages.Updates(self.updates, self.pulse.heard))
+        for update in self.updates:
+            if update.finish_reason is not None:  # only now: what could not be sent is still owed an answer
+                self.running.pop(update.id, None)
+        self.updates = []
+
+    def _send(self, message: messages.Report) -> None:
+        self._send_frame(messages.encode(message))
+
+    def _send_frame(self, frame: bytes) -> None:
+        while not self.outbox.poll(IDLE_MS, zmq.POLLOUT):  # the client lags far behind: the engine waits for it
+            if self.stopping:
+                return
+        self.outbox.send(frame)
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:2000]
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def die_with(parent: int) -> None:
+    """Nothing outlives the parent: Linux kills us when the thread that started us ends. Elsewhere `watch_stdin` sees it
+    go, and Pulse does if a sibling process holds the other end of our stdin too."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            log.warning("prctl: %s", os.strerror(ctypes.get_errno()))
+    if os.getppid() != parent:  # it went before we asked
+        os._exit(1)
+
+
+def watch_stdin() -> None:
+    """The parent holds the other end and writes nothing: the end of file is its end."""
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def main(folder: Path, parent: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to decide
+    die_with(parent)
+    threading.Thread(target=watch_stdin, name="watch-stdin", daemon=True).start()
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    outbox.set(zmq.SNDHWM, MAX_STEPS_AHEAD)
+    inbox.bind(address(folder, "commands"))
+    outbox.connect(address(folder, "reports"))
+    pulse = Pulse(context, folder, parent)
+    pulse.start()
+    worker = Worker(inbox, outbox, pulse)
+    signal.signal(signal.SIGTERM, worker.on_sigterm)
+    try:
+        code = worker.run()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) and error.code else 1
+        text = "stopped by SIGTERM while starting" if worker.stopping else "something called exit()"
+        outbox.send(messages.encode(messages.Ended(text)), zmq.NOBLOCK)
+
+    guard = threading.Timer(EXIT_SECONDS, os._exit, (code or 1,))
+    guard.daemon = True
+    guard.start()
+    pulse.ending.set()
+    pulse.join()
+    inbox.close(linger=0)
+    outbox.close(linger=LAST_WORDS_MS)
+    context.term()
+    if code != 0:
+        logging.shutdown()
+        os._exit(code)  # whatever failed may also block an orderly exit
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

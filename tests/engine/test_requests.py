@@ -1,0 +1,129 @@
+"""What the engine refuses, what it counts, and how requests end."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from anabranch.config import EngineConfig
+from anabranch.engine.engine import Engine, make_engine
+from anabranch.request import Request, Update
+from anabranch.sampling_params import Grammar, SamplingParams
+from tools import tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("requests") / "tiny"
+    tiny_model.write(folder)
+    return folder
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Engine]:
+    one = make_engine(EngineConfig(model=str(folder), num_pages=64, page_size=4, max_num_seqs=4))
+    yield one
+    one.close()
+
+
+def drain(engine: Engine) -> dict[str, list[Update]]:
+    updates: dict[str, list[Update]] = {}
+    while engine.has_work:
+        for update in engine.step():
+            updates.setdefault(update.id, []).append(update)
+    return updates
+
+
+def ask(engine: Engine, prompt=(1, 2, 3), id="x", **params) -> list[Update]:
+    engine.add(Request(id=id, prompt_ids=tuple(prompt), params=SamplingParams(**params)))
+    return drain(engine)[id]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ((), {}, "the prompt is empty"),
+        ((1, 257), {}, r"prompt: token id 257 is not in the vocabulary \[0, 257\)"),
+        ((1, -1), {}, "token id -1"),
+        ((1,), {"stop_token_ids": (999,)}, "stop_token_ids: token id 999"),
+        ((1,), {"allowed_token_ids": (257,)}, "allowed_token_ids: token id 257"),
+        ((1,), {"logit_bias": {300: 1.0}}, "logit_bias: token id 300"),
+        ((1,) * 256, {}, r"maximum context length is 256 tokens \(the KV pool has 64 pages of 4 tokens\)"),
+    ],
+)
+def test_bad_requests_are_refused_and_disturb_nobody(engine: Engine, prompt, params, message: str) -> None:
+    engine.add(Request(id="good", prompt_ids=(1, 2), params=SamplingParams(temperature=0, max_tokens=5)))
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.add(Request(id="bad", prompt_ids=prompt, params=SamplingParams(**params)))
+    with pytest.raises(ValueError, match="request id 'good' is in use"):
+        engine.add(Request(id="good", prompt_ids=(1,), params=SamplingParams()))
+    found = drain(engine)
+    assert sum(len(update.token_ids) for update in found["good"]) == 5 and "bad" not in found
+
+
+def test_the_longest_prompt_that_fits_gets_one_token(engine: Engine) -> None:
+    updates = ask(engine, [1] * 255, temperature=0, max_tokens=50)
+    assert sum(len(update.token_ids) for update in updates) == 1
+    assert updates[-1].finish_reason == "length"
+
+
+def test_stop_token_ends_it(engine: Engine) -> None:
+    tokens = [update.token_ids[0] for update in ask(engine, temperature=0, max_tokens=20)]
+    stop = tokens[7]
+    updates = ask(engine, temperature=0, max_tokens=20, stop_token_ids=(stop,))
+    assert [update.token_ids[0] for update in updates] == tokens[: tokens.index(stop) + 1]
+    assert updates[-1].finish_reason == "stop" and updates[-1].stop_token == stop
+
+
+def test_min_tokens_and_bias_and_allowed(engine: Engine) -> None:
+    free = [update.token_ids[0] for update in ask(engine, temperature=0, max_tokens=6)]
+    updates = ask(engine, temperature=0, max_tokens=6, min_tokens=4, stop_token_ids=(free[0],))
+    assert len(updates) >= 5 and all(update.token_ids[0] != free[0] for update in updates[:4])
+    assert {u.token_ids[0] for u in ask(engine, max_tokens=10, allowed_token_ids=(5, 6))} <= {5, 6}
+    assert [u.token_ids[0] for u in ask(engine, max_tokens=3, logit_bias={9: 100.0})] == [9] * 3
+
+
+def test_grammar_holds_and_others_do_not_wait(engine: Engine) -> None:
+    pytest.importorskip("llguidance")
+    params = SamplingParams(max_tokens=40, grammar=Grammar(regex="[ab]{3}-(yes|no)"), seed=1)
+    engine.add(Request(id="g", prompt_ids=(1, 2), params=params))
+    engine.add(Request(id="free", prompt_ids=(3, 4), params=SamplingParams(temperature=0, max_tokens=12)))
+    found = drain(engine)
+    assert engine.tokenizer is not None
+    tokens = [token for update in found["g"] for token in update.token_ids]
+    text = engine.tokenizer.decode(tokens)
+    import re
+
+    assert re.fullmatch("[ab]{3}-(yes|no)", text), text
+    assert found["g"][-1].finish_reason == "stop"
+    assert sum(len(update.token_ids) for update in found["free"]) == 12
+
+
+def test_a_grammar_that_does_not_compile_fails_its_request_alone(engine: Engine) -> None:
+    pytest.importorskip("llguidance")
+    engine.add(Request(id="bad", prompt_ids=(1,), params=SamplingParams(grammar=Grammar(regex="("))))
+    engine.add(Request(id="good", prompt_ids=(1,), params=SamplingParams(temperature=0, max_tokens=3)))
+    found = drain(engine)
+    assert found["bad"][-1].finish_reason == "error" and "grammar" in found["bad"][-1].error
+    assert found["good"][-1].finish_reason == "length"
+
+
+def test_metrics_count_everything(engine: Engine) -> None:
+    for i in range(6):
+        engine.add(Request(id=str(i), prompt_ids=(i, 1, 2), params=SamplingParams(temperature=0, max_tokens=20)))
+    engine.step()
+    stats = engine.stats()
+    assert (stats["running"], stats["waiting"]) == (4, 2) and 0 < stats["kv_usage"] <= 1
+    drain(engine)
+    stats = engine.stats()
+    assert stats["running"] == stats["waiting"] == 0 and stats["kv_usage"] == 0
+    assert stats["prompt_tokens"] == 18 and stats["generation_tokens"] == 120
+    assert stats["finished"] == {"length": 6}
+    for name, count in (("time_to_first_token", 6), ("inter_token_latency", 114), ("e2e_request_latency", 6)):
+        assert sum(stats[f"{name}_seconds"]["counts"]) == count, name
+    load = stats["expert_load"]
+    assert len(load) == 4 and len(load[0]) == 12
+    per_layer = [sum(row) for row in load]
+    assert len(set(per_layer)) == 1 and per_layer[0] > 0 and per_layer[0] % 4 == 0
+    assert engine.metrics.clocks == {} and engine.sequences == {}

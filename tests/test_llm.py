@@ -1,0 +1,142 @@
+"""The offline front door: text in, text out, streams, mistakes."""
+
+import asyncio
+
+import pytest
+
+from anabranch.llm import LLM, SamplingParams
+from tools import tiny_model
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("llm") / "tiny"
+    tiny_model.write(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return LLM(str(folder), num_pages=128, max_num_seqs=8)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+
+
+def test_prompts_as_text_and_as_ids(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    text, ids = "A river divides", llm.tokenizer.encode("A river divides")
+    one, two = llm.generate([text, ids], GREEDY)
+    (alone,) = llm.generate(text, GREEDY)
+    assert one.text == two.text == alone.text and len(one.token_ids) == 16
+    assert one.prompt == text and two.prompt is None and two.prompt_ids == ids
+    assert one.completions[0].finish_reason == "length"
+
+
+def test_one_params_each(llm: LLM) -> None:
+    short, long = llm.generate(["a", "b"], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=9)])
+    assert (len(short.token_ids), len(long.token_ids)) == (2, 9)
+    with pytest.raises(ValueError, match="2 prompts, but 3 SamplingParams"):
+        llm.generate(["a", "b"], [GREEDY] * 3)
+
+
+def test_n_completions_differ_and_repeat_with_a_seed(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=12, seed=5)
+    first, again = (llm.generate("once", params)[0] for _ in range(2))
+    texts = [completion.text for completion in first.completions]
+    assert len(set(texts)) == 3 and texts == [completion.text for completion in again.completions]
+    assert [completion.index for completion in first.completions] == [0, 1, 2]
+
+
+def test_a_stop_string_is_not_in_the_text_and_ends_the_request(llm: LLM) -> None:
+    (free,) = llm.generate("once", SamplingParams(max_tokens=40, seed=3))
+    stop = next(c for c in free.text[10:] if c.isascii())
+    (cut,) = llm.generate("once", SamplingParams(max_tokens=40, seed=3, stop=stop))
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.completions[0].finish_reason == "stop" and cut.completions[0].stop_reason == stop
+    (shown,) = llm.generate("once", SamplingParams(max_tokens=40, seed=3, stop=stop, include_stop_str_in_output=True))
+    assert shown.text == cut.text + stop
+    assert llm.stats()["running"] == 0 and llm.stats()["kv_usage"] == 0
+
+
+def collect(llm: LLM, prompt: str, params: SamplingParams, take: int | None = None) -> list:
+    async def run() -> list:
+        deltas = []
+        async for delta in llm.stream(prompt, params):
+            deltas.append(delta)
+            if take is not None and len(deltas) == take:
+                break
+        return deltas
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=40, seed=3, stop=("e", "q", "Z"))])
+def test_streamed_text_is_the_final_text(llm: LLM, params: SamplingParams) -> None:
+    deltas = collect(llm, "once upon", params)
+    (whole,) = llm.generate("once upon", params)
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
+    assert deltas[-1].completion.finish_reason == whole.completions[0].finish_reason
+
+
+def test_streams_run_together(llm: LLM) -> None:
+    async def one(prompt: str) -> str:
+        return "".join([delta.text async for delta in llm.stream(prompt, GREEDY)])
+
+    async def many() -> list[str]:
+        return await asyncio.gather(*(one(f"prompt {i}") for i in range(6)))
+
+    before = llm.stats()["steps"]
+    texts = asyncio.run(many())
+    assert llm.stats()["steps"] - before < 3 * 17  # batched: not six times sixteen steps
+    assert texts == [output.text for output in llm.generate([f"prompt {i}" for i in range(6)], GREEDY)]
+
+
+def test_leaving_a_stream_aborts_the_request(llm: LLM) -> None:
+    assert len(collect(llm, "once", SamplingParams(max_tokens=400), take=3)) == 3
+    assert llm.stats()["running"] == 0 and llm.stats()["kv_usage"] == 0
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    (answer,) = llm.chat(messages, GREEDY)
+    (same,) = llm.generate("<user>hello<a>", GREEDY)
+    assert answer.text == same.text
+    assert len(llm.chat([messages, messages], GREEDY)) == 2
+
+
+def test_logprobs_travel(llm: LLM) -> None:
+    (output,) = llm.generate("once", SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=0))
+    assert output.completions[0].logprobs is not None and output.prompt_logprobs is not None
+    for token, found in zip(output.token_ids, output.completions[0].logprobs, strict=True):
+        assert found.token_id == token and found.rank == 1
+        assert found.top[0] == (token, found.logprob) and len(found.top) == 3
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(["good", ""], GREEDY), "the prompt is empty"),
+        (lambda llm: llm.generate([[1, 2], [1, "x"]], GREEDY), "must hold integers only"),
+        (lambda llm: llm.generate([[1, 999]], GREEDY), "token id 999"),
+        (lambda llm: llm.generate("x" * 5000, GREEDY), "maximum context length"),
+        (lambda llm: llm.chat([{"role": "user", "content": "x"}], GREEDY, messages=[]), "."),
+        (lambda llm: SamplingParams(top_p=2.0), r"top_p must lie in \(0, 1\], not 2.0"),
+    ],
+)
+def test_mistakes_raise_before_anything_runs(llm: LLM, call, message: str) -> None:
+    steps = llm.stats()["steps"]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(llm)
+    stats = llm.stats()
+    assert stats["steps"] == steps and stats["running"] == stats["waiting"] == 0
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown option 'max_model_length'; did you mean 'max_model_len'"):
+        LLM("nowhere", max_model_length=5)
+
+
+def test_a_context_longer_than_the_models_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="max_model_len 4096 is more than the model's own limit of 2048 tokens"):
+        LLM(llm.engine.config.model, max_model_len=4096)
