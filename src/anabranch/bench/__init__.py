@@ -1,0 +1,1 @@
+"""Numbers: one file a benchmark, each a command of `anabranch bench`."""
