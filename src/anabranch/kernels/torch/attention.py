@@ -1,7 +1,7 @@
-"""Paged attention on torch's fused attention: all decode rows of a step in one call, each prefill chunk in its own.
+"""Paged attention on torch's fused attention, one call a request.
 
 T token rows, R requests, H query heads, G key-value heads, D head dim, P pages, S slots in a page, M page-table width,
-B decode rows, L keys.
+Q queries of one request, L keys.
 """
 
 from __future__ import annotations
@@ -25,50 +25,53 @@ def attention(
 ) -> torch.Tensor:
     out_THD = torch.zeros_like(q_THD)
     starts, lengths = query_start_R.tolist(), context_len_R.tolist()
-    decoding = [r for r in range(len(lengths)) if starts[r + 1] - starts[r] == 1]
-    for r in range(len(lengths)):
-        if starts[r + 1] - starts[r] > 1:
-            rows = slice(starts[r], starts[r + 1])
-            out_THD[rows] = _prefill(q_THD[rows], k_PSGD, v_PSGD, page_table_RM[r], lengths[r], scale, window)
-    if len(decoding) == len(lengths) == q_THD.shape[0]:
-        return _decode(q_THD, k_PSGD, v_PSGD, page_table_RM, context_len_R, max(lengths), scale, window)
+    decoding = []
+    for r, length in enumerate(lengths):
+        rows = slice(starts[r], starts[r + 1])
+        if rows.stop - rows.start == 1:
+            decoding.append(r)
+        elif rows.stop > rows.start:
+            out_THD[rows] = _prefill(q_THD[rows], k_PSGD, v_PSGD, page_table_RM[r], length, scale, window)
     if decoding:
-        index = torch.tensor(decoding, device=q_THD.device)
-        row = query_start_R[index].long()
-        longest = max(lengths[r] for r in decoding)
-        out_THD[row] = _decode(
-            q_THD[row], k_PSGD, v_PSGD, page_table_RM[index], context_len_R[index], longest, scale, window
-        )
+        _decode(out_THD, q_THD, k_PSGD, v_PSGD, page_table_RM, decoding, starts, lengths, scale, window)
     return out_THD
 
 
 def _decode(
-    q_BHD: torch.Tensor,
+    out_THD: torch.Tensor,
+    q_THD: torch.Tensor,
     k_PSGD: torch.Tensor,
     v_PSGD: torch.Tensor,
-    page_table_BM: torch.Tensor,
-    context_len_B: torch.Tensor,
-    longest: int,
+    page_table_RM: torch.Tensor,
+    decoding: list[int],
+    starts: list[int],
+    lengths: list[int],
     scale: float,
     window: int,
-) -> torch.Tensor:
-    """One query a request, keys gathered and padded to the longest context."""
-    page_size = k_PSGD.shape[1]
-    pages = page_table_BM[:, : -(-longest // page_size)].long()
-    k_BGLD = k_PSGD[pages].flatten(1, 2).transpose(1, 2)
-    v_BGLD = v_PSGD[pages].flatten(1, 2).transpose(1, 2)
-    key = torch.arange(k_BGLD.shape[2], device=q_BHD.device)
-    visible = key < context_len_B[:, None]
-    if window:
-        visible &= key >= context_len_B[:, None] - window
-    # What is not visible may belong to anybody and hold NaN, which a weight of 0 does not cancel.
-    hidden = ~visible[:, None, :, None]
-    k_BGLD.masked_fill_(hidden, 0.0)
-    v_BGLD.masked_fill_(hidden, 0.0)
-    # The heads that share a key head become its queries, so that no key is copied.
-    q_BGQD = q_BHD.unflatten(1, (k_BGLD.shape[1], -1))
-    out = F.scaled_dot_product_attention(q_BGQD, k_BGLD, v_BGLD, attn_mask=visible[:, None, None], scale=scale)
-    return out.flatten(1, 2)
+) -> None:
+    """One query a request. All their pages are gathered at once, only those that are seen; then each request looks at
+    its own keys, exactly as many as it has: nothing is padded, and nobody's stray NaN is near."""
+    page_size, num_kv_heads = k_PSGD.shape[1:3]
+    firsts = [max(0, lengths[r] - window) if window else 0 for r in decoding]
+    spans = [(first // page_size, -(-lengths[r] // page_size)) for first, r in zip(firsts, decoding, strict=True)]
+    if len(decoding) == 1:
+        pages = page_table_RM[decoding[0], spans[0][0] : spans[0][1]]
+    else:
+        pages = torch.cat([page_table_RM[r, a:b] for r, (a, b) in zip(decoding, spans, strict=True)])
+    k_LGD = k_PSGD.index_select(0, pages).flatten(0, 1)
+    v_LGD = v_PSGD.index_select(0, pages).flatten(0, 1)
+    begin = 0
+    for r, first, (page, last) in zip(decoding, firsts, spans, strict=True):
+        keys = slice(begin + first - page * page_size, begin + lengths[r] - page * page_size)
+        # The heads that share a key head become its queries, so that no key is copied.
+        row = starts[r]
+        out_THD[row] = F.scaled_dot_product_attention(
+            q_THD[row].unflatten(0, (num_kv_heads, -1))[None],
+            k_LGD[keys].transpose(0, 1)[None],
+            v_LGD[keys].transpose(0, 1)[None],
+            scale=scale,
+        ).view(q_THD.shape[1:])
+        begin += (last - page) * page_size
 
 
 def _prefill(

@@ -5,8 +5,6 @@ T tokens, D hidden width, K experts per token, E experts, I expert width, N = T 
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 
@@ -26,14 +24,47 @@ def experts(
     scaling: float = 1.0,
     combined: bool = True,
 ) -> torch.Tensor:
-    order_N, start_E = ops.expert_sort(expert_TK, gate_up_EFD.shape[0])
-    starts = start_E.tolist()
-    x_ND = x_TD[order_N.long() // expert_TK.shape[1]]
-    rows_ND = x_TD.new_empty(order_N.shape[0], x_TD.shape[1])
-    for e, (begin, end) in enumerate(pairwise(starts)):
-        if begin == end:
+    tokens, top_k = expert_TK.shape
+    if tokens == 1 and combined and gate_up_bias_EF is None and down_bias_ED is None and x_TD.dtype == torch.float32:
+        return _one_token(x_TD[0], weight_TK, expert_TK, gate_up_EFD, down_EDI, activation, scaling)
+    expert_N = expert_TK.flatten()
+    order_N = torch.sort(expert_N, stable=True).indices
+    # Pairs without an expert (−1) come first.
+    counts = torch.bincount(expert_N + 1, minlength=gate_up_EFD.shape[0] + 1).tolist()
+    begin = counts[0]
+    order_N = order_N[begin:]
+    token_N = order_N // top_k
+    x_ND = x_TD.expand(order_N.shape[0], -1) if tokens == 1 else x_TD[token_N]
+    rows, begin = [], 0
+    for e, count in enumerate(counts[1:]):
+        if not count:
             continue
-        h = F.linear(x_ND[begin:end], gate_up_EFD[e], None if gate_up_bias_EF is None else gate_up_bias_EF[e])
+        mine = x_ND[begin : begin + count]
+        h = F.linear(mine, gate_up_EFD[e], None if gate_up_bias_EF is None else gate_up_bias_EF[e])
         h = ops.gated_activation(h, activation)
-        rows_ND[begin:end] = F.linear(h, down_EDI[e], None if down_bias_ED is None else down_bias_ED[e])
-    return ops.combine(rows_ND, order_N, start_E, weight_TK, scaling, combined)
+        rows.append(F.linear(h, down_EDI[e], None if down_bias_ED is None else down_bias_ED[e]))
+        begin += count
+    y = torch.zeros(tokens if combined else tokens * top_k, x_TD.shape[1], device=x_TD.device)
+    if rows:
+        weight_N = weight_TK.flatten()[order_N, None] * scaling
+        y.index_add_(0, token_N if combined else order_N, torch.cat(rows) * weight_N)
+    y = y.to(x_TD.dtype)
+    return y if combined else y.view(tokens, top_k, x_TD.shape[1])
+
+
+def _one_token(
+    x_D: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    gate_up_EFD: torch.Tensor,
+    down_EDI: torch.Tensor,
+    activation: str,
+    scaling: float,
+) -> torch.Tensor:
+    """Nothing to sort: each expert's result is added to the row where it is computed."""
+    y_D = torch.zeros_like(x_D)
+    for e, weight in zip(expert_TK.tolist()[0], weight_TK.tolist()[0], strict=True):
+        if e >= 0:
+            h_I = ops.gated_activation(torch.mv(gate_up_EFD[e], x_D), activation)
+            y_D.addmv_(down_EDI[e], h_I, alpha=weight * scaling)
+    return y_D[None]
