@@ -132,7 +132,7 @@ def test_random_walk(name: str) -> None:
     for seed in range(4):
         rng = random.Random(f"{name} {seed}")
         world = World(**WORLDS[name])
-        for operation in range(4500):
+        for _ in range(4500):
             what = rng.random()
             if what < 0.10 and len(world.sequences) < 30:
                 prompt = prompts(rng, 1)[0]
@@ -149,8 +149,7 @@ def test_random_walk(name: str) -> None:
                 world.kv.reset_prefix_cache()
             else:
                 world.step()
-            if operation % 3 == 0:
-                world.scheduler.check()
+            world.scheduler.check()
         world.drain()
         assert len(world.finished) > 100
         for sequence in world.finished.values():

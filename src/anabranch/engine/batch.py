@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from anabranch.engine.scheduler import Share
+from anabranch.engine.scheduler import Sequence, Share
 from anabranch.layers.step import Step
 
 Pages = Callable[[str], list[list[int]]]
@@ -33,6 +33,9 @@ class StepMaker:
         """The token each slot sampled last: where the next step finds it before the host has read it."""
 
     def make(self, shares: list[Share], pages_of: Pages) -> Step:
+        """The Step of one or more shares, in their order."""
+        if all(end - begin == 1 for _, begin, end, _ in shares):
+            return self._make_of_single_tokens(shares, pages_of)
         tokens: list[int] = []
         positions: list[int] = []
         query_start, context_len = [0], []
@@ -42,35 +45,19 @@ class StepMaker:
         page_size = self.page_size
         for sequence, begin, end, samples in shares:
             known = sequence.tokens
+            tokens += known[begin:end]
             if end > len(known):  # the last one is still on the device
-                tokens += known[begin : end - 1]
                 fed_row.append(len(tokens))
                 fed_slot.append(sequence.slot)
                 tokens.append(0)
-            elif end - begin == 1:
-                tokens.append(known[begin])
-            else:
-                tokens += known[begin:end]
             if samples:
                 logit_row.append(len(tokens) - 1)
             query_start.append(len(tokens))
             context_len.append(end)
-            tables = pages_of(sequence.id)
-            owner, written = self.written[sequence.slot]
-            if owner is not tables or written < len(tables[0]):
-                self._write_tables(sequence.slot, tables)
-            if end - begin == 1:
-                positions.append(begin)
-                page, offset = divmod(begin, page_size)
-                for table, slot in zip(tables, slots):
-                    slot.append(table[page] * page_size + offset)
-            else:
-                positions += range(begin, end)
-                for table, slot in zip(tables, slots):
-                    slot += [table[i // page_size] * page_size + i % page_size for i in range(begin, end)]
+            positions += range(begin, end)
+            for table, slot in zip(self._tables_of(sequence, pages_of), slots, strict=True):
+                slot += [table[i // page_size] * page_size + i % page_size for i in range(begin, end)]
 
-        index = self._tensor([share.sequence.slot for share in shares], host=True)
-        columns = -(-max(context_len) // page_size)
         token_T = self._tensor(tokens)
         if fed_row:
             token_T[self._tensor(fed_row)] = self.last_token_S[self._tensor(fed_slot)]
@@ -79,12 +66,59 @@ class StepMaker:
             position_T=self._tensor(positions),
             query_start_R=self._tensor(query_start, torch.int32),
             context_len_R=self._tensor(context_len, torch.int32),
-            page_tables=tuple(
-                view.index_select(0, index)[:, :columns].to(self.device, non_blocking=True) for view in self.views
-            ),
+            page_tables=self._page_tables([share.sequence.slot for share in shares], max(context_len)),
             slots=tuple(self._tensor(slot) for slot in slots),
             logit_row=self._tensor(logit_row),
         )
+
+    def _make_of_single_tokens(self, shares: list[Share], pages_of: Pages) -> Step:
+        """The same where every share is one token, as in most steps: much of the Step follows from the lengths."""
+        tokens: list[int] = []
+        ends: list[int] = []
+        owners: list[int] = []
+        slots: list[list[int]] = [[] for _ in self.tables]
+        page_size, fed = self.page_size, 0
+        for sequence, begin, end, _ in shares:
+            if end > len(sequence.tokens):
+                fed += 1
+                tokens.append(-1)
+            else:
+                tokens.append(sequence.tokens[begin])
+            ends.append(end)
+            owners.append(sequence.slot)
+            page, offset = divmod(begin, page_size)
+            for table, slot in zip(self._tables_of(sequence, pages_of), slots):
+                slot.append(table[page] * page_size + offset)
+
+        token_T = self._tensor(tokens)
+        if fed:
+            fed_T = self.last_token_S[self._tensor(owners)]
+            token_T = fed_T if fed == len(tokens) else torch.where(token_T < 0, fed_T, token_T)
+        context_len_R = self._tensor(ends, torch.int32)
+        row_R = torch.arange(len(shares) + 1, device=self.device)
+        sampling = [row for row, share in enumerate(shares) if share.samples]
+        return Step(
+            token_T=token_T,
+            position_T=context_len_R.long() - 1,
+            query_start_R=row_R.int(),
+            context_len_R=context_len_R,
+            page_tables=self._page_tables(owners, max(ends)),
+            slots=tuple(self._tensor(slot) for slot in slots),
+            logit_row=row_R[:-1] if len(sampling) == len(shares) else self._tensor(sampling),
+        )
+
+    def _page_tables(self, owners: list[int], longest: int) -> tuple[torch.Tensor, ...]:
+        index = torch.tensor(owners)
+        columns = -(-longest // self.page_size)
+        return tuple(view.index_select(0, index)[:, :columns].to(self.device) for view in self.views)
+
+    def _tables_of(self, sequence: Sequence, pages_of: Pages) -> list[list[int]]:
+        """The sequence's pages, after what is new of them was written into its slot's rows."""
+        tables = pages_of(sequence.id)
+        owner, written = self.written[sequence.slot]
+        if owner is not tables or written < len(tables[0]):
+            self._write_tables(sequence.slot, tables)
+        return tables
 
     def _write_tables(self, slot: int, tables: list[list[int]]) -> None:
         """Only pages that are new; all of them when another sequence has taken the slot."""
@@ -96,5 +130,5 @@ class StepMaker:
             flat[row + written : row + length] = array("i", table[written:])
         self.written[slot] = tables, length
 
-    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64, host: bool = False) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=None if host else self.device)
+    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
