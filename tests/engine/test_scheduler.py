@@ -1,4 +1,4 @@
-"""The scheduler over real pages and tree, on a device that is a dict: nothing leaks, everybody gets their own answer."""
+"""The scheduler over real pages and tree, on a device that is a dict: nothing leaks, everybody gets their answer."""
 
 import random
 

@@ -1,0 +1,46 @@
+"""Every family on the GPU: the judge's logits and, through the whole engine, its greedy tokens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import tiny
+
+pytestmark = pytest.mark.gpu
+
+CASES = {case.model_type: case for case in reversed(tiny.CASES)}
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_logits_and_greedy_tokens(model_type: str, tmp_path: Path) -> None:
+    from anabranch.engine.single import SingleSequence
+    from anabranch.llm import LLM, SamplingParams
+    from anabranch.loader.load import load_model
+
+    case = CASES[model_type]
+    folder = tiny.save(case, tmp_path / "model")
+    judge, prompt = tiny.Judge(folder, model_type), tiny.prompt(case)
+    model = load_model(folder, dtype="float32")
+    assert model.embed_tokens.weight.device.type == "cuda"
+    found = SingleSequence(model, 256).forward(prompt).cpu()
+    assert (found - judge.logits(prompt)).abs().max() < 1e-4
+
+    expected = judge.greedy(prompt)
+    with LLM(str(folder), dtype="float32", num_pages=256, max_num_batched_tokens=32) as llm:
+        params = SamplingParams(temperature=0, max_tokens=len(expected), ignore_eos=True)
+        outputs = llm.generate([prompt, prompt[:9], prompt], params)
+    assert outputs[0].token_ids == outputs[2].token_ids == expected
+
+
+def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
+    from anabranch.engine.single import SingleSequence
+    from anabranch.loader.load import load_model
+
+    case = CASES["llama"]  # dense: no router that a rounding could tip
+    folder = tiny.save(case, tmp_path / "model")
+    prompt = tiny.prompt(case)
+    exact, rounded = (
+        SingleSequence(load_model(folder, dtype=dtype), 256).forward(prompt) for dtype in ("float32", "bfloat16")
+    )
+    assert torch.linalg.vector_norm(exact - rounded) / torch.linalg.vector_norm(exact) < 3e-2
