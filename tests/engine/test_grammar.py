@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -316,9 +317,17 @@ def test_a_hard_grammar_takes_little_time_a_step(case: str, compiler: GrammarCom
 
 
 def test_a_compilation_that_takes_too_long_is_left(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_file, "COMPILE_SECONDS", 0.0)
-    with pytest.raises(ValueError, match="regex is too complex: not compiled within 0 seconds"):
-        compiler.compile(Grammar(regex="(a|b)*" * 100))
+    real, may_go_on = grammar_file._llguidance, threading.Event()
+
+    def slow() -> Any:
+        may_go_on.wait(30)
+        return real()
+
+    monkeypatch.setattr(grammar_file, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(grammar_file, "_llguidance", slow)
+    with pytest.raises(ValueError, match="regex is too complex: not compiled within 0.05 seconds"):
+        compiler.compile(Grammar(regex="(a|b)*"))
+    may_go_on.set()
 
 
 def test_any_json_value(compiler: GrammarCompiler) -> None:

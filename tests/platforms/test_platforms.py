@@ -180,7 +180,7 @@ def test_a_third_party_brings_a_platform_and_a_kernel(acme: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, current, on_cpu, on_current, calls = json.loads(done.stdout)
     assert (first, current) == ("acme", "acme")
-    assert on_cpu == {"rms_norm": [], "experts": ["torch"]}
+    assert on_cpu == {"rms_norm": ["torch"], "experts": ["torch"]}
     assert on_current == {"rms_norm": ["acme"], "experts": ["torch"]}
     assert calls == ["rms_norm"]
 
