@@ -1,15 +1,54 @@
-"""Paged attention on torch's fused attention, one call a request.
+"""Paged attention on torch's fused attention: prefill chunks one by one, decode rows in groups of similar length.
+
+Which pages to gather is worked out once for all layers of a step: they pass the same page table.
 
 T token rows, R requests, H query heads, G key-value heads, D head dim, P pages, S slots in a page, M page-table width,
-Q queries of one request, L keys.
+Q queries of one request, B decode rows of a group, L keys of each.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from anabranch import ops
+
+MAX_PADDING = 1.25
+"""A group's keys, padded to its longest row, over those that are needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Decode rows that are done in one call."""
+
+    row_B: torch.Tensor | slice
+    """Their token rows."""
+    pages: torch.Tensor
+    """Flat: each row's pages, as many as the longest has; what is padding repeats the row's own last page."""
+    stale: torch.Tensor | None
+    """Slots of those pages that the row has not filled: they may hold anything, NaN too."""
+    visible: torch.Tensor | None
+    """[B, 1, 1, L]; None: one row, cut to length instead."""
+    keys: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step's work, and what it was worked out from."""
+
+    page_table_RM: torch.Tensor
+    starts: list[int]
+    lengths: list[int]
+    page_size: int
+    window: int
+    prefills: list[int]
+    decodes: list[Group]
+
+
+_last: Work | None = None
 
 
 @ops.attention.kernel("torch")
@@ -23,55 +62,93 @@ def attention(
     scale: float,
     window: int = 0,
 ) -> torch.Tensor:
+    work = _work(page_table_RM, query_start_R.tolist(), context_len_R.tolist(), k_PSGD.shape[1], window)
     out_THD = torch.zeros_like(q_THD)
-    starts, lengths = query_start_R.tolist(), context_len_R.tolist()
-    decoding = []
-    for r, length in enumerate(lengths):
-        rows = slice(starts[r], starts[r + 1])
-        if rows.stop - rows.start == 1:
-            decoding.append(r)
-        elif rows.stop > rows.start:
-            out_THD[rows] = _prefill(q_THD[rows], k_PSGD, v_PSGD, page_table_RM[r], length, scale, window)
-    if decoding:
-        _decode(out_THD, q_THD, k_PSGD, v_PSGD, page_table_RM, decoding, starts, lengths, scale, window)
+    for r in work.prefills:
+        rows = slice(work.starts[r], work.starts[r + 1])
+        out_THD[rows] = _prefill(q_THD[rows], k_PSGD, v_PSGD, page_table_RM[r], work.lengths[r], scale, window)
+    for group in work.decodes:
+        out_THD[group.row_B] = _decode(q_THD[group.row_B], k_PSGD, v_PSGD, group, scale)
     return out_THD
 
 
 def _decode(
-    out_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    page_table_RM: torch.Tensor,
-    decoding: list[int],
-    starts: list[int],
-    lengths: list[int],
-    scale: float,
-    window: int,
-) -> None:
-    """One query a request. All their pages are gathered at once, only those that are seen; then each request looks at
-    its own keys, exactly as many as it has: nothing is padded, and nobody's stray NaN is near."""
-    page_size, num_kv_heads = k_PSGD.shape[1:3]
-    firsts = [max(0, lengths[r] - window) if window else 0 for r in decoding]
-    spans = [(first // page_size, -(-lengths[r] // page_size)) for first, r in zip(firsts, decoding, strict=True)]
-    if len(decoding) == 1:
-        pages = page_table_RM[decoding[0], spans[0][0] : spans[0][1]]
-    else:
-        pages = torch.cat([page_table_RM[r, a:b] for r, (a, b) in zip(decoding, spans, strict=True)])
-    k_LGD = k_PSGD.index_select(0, pages).flatten(0, 1)
-    v_LGD = v_PSGD.index_select(0, pages).flatten(0, 1)
-    begin = 0
-    for r, first, (page, last) in zip(decoding, firsts, spans, strict=True):
-        keys = slice(begin + first - page * page_size, begin + lengths[r] - page * page_size)
-        # The heads that share a key head become its queries, so that no key is copied.
-        row = starts[r]
-        out_THD[row] = F.scaled_dot_product_attention(
-            q_THD[row].unflatten(0, (num_kv_heads, -1))[None],
-            k_LGD[keys].transpose(0, 1)[None],
-            v_LGD[keys].transpose(0, 1)[None],
-            scale=scale,
-        ).view(q_THD.shape[1:])
-        begin += (last - page) * page_size
+    q_BHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor, group: Group, scale: float
+) -> torch.Tensor:
+    k_LGD, v_LGD = (x.index_select(0, group.pages).flatten(0, 1) for x in (k_PSGD, v_PSGD))
+    if group.stale is not None:  # a weight of 0 does not cancel NaN
+        k_LGD.index_fill_(0, group.stale, 0.0)
+        v_LGD.index_fill_(0, group.stale, 0.0)
+    k_BGLD, v_BGLD = (x.unflatten(0, (q_BHD.shape[0], -1))[:, group.keys].transpose(1, 2) for x in (k_LGD, v_LGD))
+    # The heads that share a key head become its queries, so that no key is copied.
+    q_BGQD = q_BHD.unflatten(1, (k_BGLD.shape[1], -1))
+    out = F.scaled_dot_product_attention(q_BGQD, k_BGLD, v_BGLD, attn_mask=group.visible, scale=scale)
+    return out.flatten(1, 2)
+
+
+def _work(page_table_RM: torch.Tensor, starts: list[int], lengths: list[int], page_size: int, window: int) -> Work:
+    """As for the layer before, if it had the same table and lengths."""
+    global _last
+    if (
+        _last is not None
+        and _last.page_table_RM is page_table_RM
+        and (_last.page_size, _last.window, _last.lengths, _last.starts) == (page_size, window, lengths, starts)
+    ):
+        return _last
+    counts = [end - begin for begin, end in pairwise(starts)]
+    decoding = sorted((r for r, n in enumerate(counts) if n == 1), key=lambda r: lengths[r])
+    tables = page_table_RM.tolist() if decoding else []
+    groups: list[Group] = []
+    while decoding:
+        # From the longest down, as long as padding to it stays cheap.
+        longest, total, size = lengths[decoding[-1]], 0, 0
+        for r in reversed(decoding):
+            if size and longest * (size + 1) > MAX_PADDING * (total + lengths[r]):
+                break
+            total, size = total + lengths[r], size + 1
+        members, decoding = sorted(decoding[-size:]), decoding[:-size]
+        groups.append(_group([(starts[r], lengths[r], tables[r]) for r in members], page_size, window, page_table_RM))
+    prefills = [r for r, n in enumerate(counts) if n > 1]
+    _last = Work(page_table_RM, starts, lengths, page_size, window, prefills, groups)
+    return _last
+
+
+def _group(members: list[tuple[int, int, list[int]]], page_size: int, window: int, like: torch.Tensor) -> Group:
+    """Of (token row, length, page table) each."""
+    first_pages = [max(0, length - window) // page_size if window else 0 for _, length, _ in members]
+    ends = [-(-length // page_size) for _, length, _ in members]
+    width = max(end - first for first, end in zip(first_pages, ends, strict=True))
+    pages: list[int] = []
+    stale: list[int] = []
+    for (_, length, table), first, end in zip(members, first_pages, ends, strict=True):
+        own = table[first:end]
+        begin = len(pages) * page_size
+        pages += own + own[-1:] * (width - len(own))
+        filled = length % page_size or page_size
+        for last in range(len(own) - 1, width):
+            stale += range(begin + last * page_size + filled, begin + (last + 1) * page_size)
+    rows = [row for row, _, _ in members]
+
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+    if len(members) == 1:
+        (row, length, _), first = members[0], first_pages[0]
+        keys = slice(max(0, length - window) - first * page_size if window else 0, length - first * page_size)
+        return Group(slice(row, row + 1), tensor(pages), None, None, keys)
+    key = torch.arange(width * page_size, device=like.device)
+    end_B1 = tensor([length - first * page_size for (_, length, _), first in zip(members, first_pages)])[:, None]
+    visible = key < end_B1
+    if window:
+        visible &= key >= end_B1 - window
+    in_order = rows == list(range(rows[0], rows[0] + len(rows)))
+    return Group(
+        slice(rows[0], rows[-1] + 1) if in_order else tensor(rows),
+        tensor(pages),
+        tensor(stale) if stale else None,
+        visible[:, None, None],
+        slice(0, width * page_size),
+    )
 
 
 def _prefill(
