@@ -100,6 +100,27 @@ def test_grammar_holds_and_others_do_not_wait(engine: Engine) -> None:
     assert sum(len(update.token_ids) for update in found["free"]) == 12
 
 
+def test_a_complete_grammar_ends_the_request_even_without_end_of_text(engine: Engine) -> None:
+    pytest.importorskip("llguidance")
+    params = SamplingParams(max_tokens=40, grammar=Grammar(regex="[ab]{3}"), ignore_eos=True)
+    engine.add(Request(id="g", prompt_ids=(1, 2), params=params))
+    updates = drain(engine)["g"]
+    assert updates[-1].finish_reason == "stop" and len(updates) in (3, 4)
+
+
+@pytest.mark.parametrize("word", ["a", "abc"])
+def test_bad_words_never_appear(engine: Engine, word: str) -> None:
+    """Even where the model wants nothing else; "abc" is three tokens, so the host must have seen the two before."""
+    assert engine.tokenizer is not None
+    wanted = engine.tokenizer.encode("abc")
+    bias = dict.fromkeys(wanted, 100.0)
+    for seed in range(4):
+        free = [u.token_ids[0] for u in ask(engine, max_tokens=40, logit_bias=bias, seed=seed)]
+        held = [u.token_ids[0] for u in ask(engine, max_tokens=40, logit_bias=bias, seed=seed, bad_words=(word,))]
+        assert word not in engine.tokenizer.decode(held) and len(held) == 40
+        assert seed or word in engine.tokenizer.decode(free)
+
+
 def test_a_grammar_that_does_not_compile_fails_its_request_alone(engine: Engine) -> None:
     pytest.importorskip("llguidance")
     engine.add(Request(id="bad", prompt_ids=(1,), params=SamplingParams(grammar=Grammar(regex="("))))

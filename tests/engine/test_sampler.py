@@ -64,13 +64,14 @@ class Model:
         weight = [math.exp(value - max(x)) for value in x]
         probability = [w / sum(weight) for w in weight]
         ranked = sorted(range(V), key=lambda token: (-probability[token], token))
+        ranked = ranked if p.top_k in (-1, 0) else ranked[: p.top_k]
+        whole = sum(probability[token] for token in ranked)
         kept, reached = [], 0.0
-        for rank, token in enumerate(ranked):
-            in_top_k = p.top_k in (-1, 0) or rank < p.top_k
+        for token in ranked:
             in_min_p = probability[token] >= p.min_p * probability[ranked[0]]
-            if rank == 0 or (in_top_k and reached < p.top_p and in_min_p):
+            if not kept or (reached < p.top_p and in_min_p):
                 kept.append(token)
-            reached += probability[token]
+            reached += probability[token] / whole
         assert p.seed is not None
         noise = gumbel(torch.tensor(p.seed), torch.tensor(len(self.output)), torch.tensor(kept)).tolist()
         return max(zip(kept, noise), key=lambda drawn: x[drawn[0]] + drawn[1])[0]
@@ -157,9 +158,9 @@ def check_logprobs(asked: int | None, result: Any, row: int, logits: torch.Tenso
     assert [logprob for _, logprob in found.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_mixed_batches_as_the_model_says(seed: int) -> None:
-    for _ in walk(random.Random(seed), num_steps=25):
+@pytest.mark.parametrize("number", range(8))
+def test_mixed_batches_as_the_model_says(number: int) -> None:
+    for _ in walk(random.Random(number), num_steps=25):
         pass
 
 
@@ -384,6 +385,15 @@ def test_token_logprobs(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found[4].rank, found[4].top[0]) == (1, (found[4].token_id, found[4].logprob))
 
 
+def test_equal_alternatives_come_in_the_order_of_their_ids() -> None:
+    logits = torch.zeros(2, V)
+    logits[0, [9, 30]] = 2
+    logits[1] = -0.0
+    found = token_logprobs(logits, torch.tensor([30, 30]), 4).all(4)
+    assert [[id for id, _ in one.top] for one in found] == [[9, 30, 0, 1], [0, 1, 2, 3]]
+    assert [one.rank for one in found] == [1, 1]
+
+
 def test_more_alternatives_than_tokens() -> None:
     sampler = Sampler(1, 7, CPU)
     sampler.add(0, make_request(logprobs=20))
@@ -431,6 +441,23 @@ def test_a_token_must_be_accepted_before_the_next_where_it_matters() -> None:
     logits = torch.zeros(1, V)
     logits[0, 5] = 50
     assert sampler.sample(logits, [1]).token_R.item() != 5
+
+
+def test_a_bad_word_of_several_tokens_is_forbidden_only_where_it_would_be_complete() -> None:
+    def next_token(output: list[int], accepted: list[int]) -> int:
+        sampler = Sampler(1, V, CPU)
+        sampler.add(0, make_request(temperature=0), output, bad_word_ids=[[4, 5, 6]])
+        for token in accepted:
+            sampler.sample(torch.zeros(1, V), [0])
+            sampler.accept(0, token)
+        logits = torch.zeros(1, V)
+        logits[0, 6] = 1
+        return int(sampler.sample(logits, [0]).token_R)
+
+    for output, accepted in (([4, 5], []), ([9, 4], [5]), ([], [4, 5]), ([4], [4, 5])):
+        assert next_token(output, accepted) == 0
+    for output, accepted in (([9, 5], []), ([4, 5], [5]), ([5], []), ([], []), ([4], [9, 5])):
+        assert next_token(output, accepted) == 6
 
 
 def test_misuse_is_seen() -> None:

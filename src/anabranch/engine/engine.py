@@ -93,14 +93,15 @@ class Engine:
         """Queue a request; ValueError if it can never be served."""
         self._check(request)
         params = request.params
+        bad_word_ids = self._bad_words(request)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
-        sequence = Sequence(request, self.num_arrived, needs_host_tokens(params), stop_ids)
+        sequence = Sequence(request, self.num_arrived, needs_host_tokens(params, bad_word_ids), stop_ids)
         if request.params.grammar is not None:
             self.compiling.append((self.compiler_thread.submit(self._compile, request), sequence))
         else:
             self.scheduler.add(sequence)
-        if request.params.bad_words:
-            self.runner.extras[request.id] = Extras(bad_word_ids=self._bad_words(request))
+        if bad_word_ids:
+            self.runner.extras[request.id] = Extras(bad_word_ids=bad_word_ids)
         self.num_arrived += 1
         self.sequences[request.id] = sequence
         self.metrics.arrive(request.id, request.arrival)
@@ -134,7 +135,8 @@ class Engine:
 
     def _bad_words(self, request: Request) -> list[list[int]]:
         """Each word at the beginning of a text and after a space, which most vocabularies spell differently."""
-        assert self.tokenizer is not None
+        if self.tokenizer is None:
+            return []
         spelled = {prefix + word for word in request.params.bad_words for prefix in ("", " ")}
         return [self.tokenizer.encode(word, add_special_tokens=False) for word in sorted(spelled)]
 
@@ -222,10 +224,15 @@ class Engine:
             slot = sequence.slot
             if not self.scheduler.read(sequence, token):
                 continue
-            if sequence.waits_for_host:
-                self.runner.accept(sequence, slot, token)
+            ended = None
+            if sequence.waits_for_host and sequence.finish_reason is None:
+                ended = self.runner.accept(sequence, slot, token)
+                if ended is not None:
+                    self.scheduler.finish(sequence, "stop" if ended == "stop" else "error")
             self.metrics.token(sequence.id, now)
             updates.append(self._update(launched, row, sequence, token))
+            if sequence.finish_reason == "error":
+                updates[-1].error = ended
         return updates
 
     def _update(self, launched: Launched, row: int, sequence: Sequence, token: int) -> Update:

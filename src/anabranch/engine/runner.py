@@ -180,10 +180,20 @@ class TorchRunner:
             bad_word_ids=extras.bad_word_ids,
         )
 
-    def accept(self, sequence: Sequence, slot: int, token: int) -> None:
-        """The host knows a token that was sampled in `slot`; −1: the sequence has left it and is told when placed."""
-        if slot >= 0 and self.owners[slot] is sequence and sequence.placed:
-            self.sampler.accept(slot, token)
+    def accept(self, sequence: Sequence, slot: int, token: int) -> str | None:
+        """The host knows a token that was sampled in `slot` (−1: the sequence has left it and is told when placed).
+
+        Gives "stop" if the request's grammar is complete with it, another text if the grammar broke down over it.
+        """
+        if slot < 0 or self.owners[slot] is not sequence:
+            return None
+        allowed = self.sampler.accept(slot, token)
+        extras = self.extras.get(sequence.id)
+        if extras is None or extras.matcher is None:
+            return None
+        if not allowed:
+            return f"grammar: {extras.matcher.error or f'token {token} is not allowed'}"
+        return "stop" if extras.matcher.is_finished else None
 
     def expert_load(self) -> list[list[int]]:
         """Tokens per MoE layer and expert in the steps that were counted, as of the last copy to the host."""
