@@ -111,9 +111,13 @@ class TorchRunner:
         self.owners: list[Sequence | None] = [None] * config.max_num_seqs
         """Whose sampling state a slot holds."""
 
-    @torch.inference_mode()
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step; nothing here waits for the device."""
+        num_tokens = sum(share.end - share.begin for share in shares)
+        with torch.inference_mode(), self.platform.step(num_tokens):
+            return self._launch(shares, pages)
+
+    def _launch(self, shares: list[Share], pages: Pages) -> Launched:
         step = self.steps.make(shares, pages)
         record = False
         for share in shares:

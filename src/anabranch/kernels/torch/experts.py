@@ -6,7 +6,6 @@ T tokens, D hidden width, K experts per token, E experts, I expert width, N = T 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from anabranch import ops
 
@@ -35,19 +34,16 @@ def experts(
     order_N = order_N[begin:]
     token_N = order_N // top_k
     x_ND = x_TD.expand(order_N.shape[0], -1) if tokens == 1 else x_TD[token_N]
-    rows, begin = [], 0
+    spans, begin = [], 0
     for e, count in enumerate(counts[1:]):
-        if not count:
-            continue
-        mine = x_ND[begin : begin + count]
-        h = F.linear(mine, gate_up_EFD[e], None if gate_up_bias_EF is None else gate_up_bias_EF[e])
-        h = ops.gated_activation(h, activation)
-        rows.append(F.linear(h, down_EDI[e], None if down_bias_ED is None else down_bias_ED[e]))
-        begin += count
+        if count:
+            spans.append((e, slice(begin, begin + count)))
+            begin += count
+    h_NF = _products(x_ND, gate_up_EFD, gate_up_bias_EF, spans)
+    rows_ND = _products(ops.gated_activation(h_NF, activation), down_EDI, down_bias_ED, spans)
     y = torch.zeros(tokens if combined else tokens * top_k, x_TD.shape[1], device=x_TD.device)
-    if rows:
-        weight_N = weight_TK.flatten()[order_N, None] * scaling
-        y.index_add_(0, token_N if combined else order_N, torch.cat(rows) * weight_N)
+    weight_N = weight_TK.flatten()[order_N, None] * scaling
+    y.index_add_(0, token_N if combined else order_N, rows_ND * weight_N)
     y = y.to(x_TD.dtype)
     return y if combined else y.view(tokens, top_k, x_TD.shape[1])
 
@@ -62,9 +58,25 @@ def _one_token(
     scaling: float,
 ) -> torch.Tensor:
     """Nothing to sort: each expert's result is added to the row where it is computed."""
+    experts = expert_TK.tolist()[0]
+    h_KF = x_D.new_empty(len(experts), gate_up_EFD.shape[1])
+    for k, e in enumerate(experts):
+        torch.mv(gate_up_EFD[e], x_D, out=h_KF[k])
+    h_KI = ops.gated_activation(h_KF, activation) * (weight_TK[0, :, None] * scaling)
     y_D = torch.zeros_like(x_D)
-    for e, weight in zip(expert_TK.tolist()[0], weight_TK.tolist()[0], strict=True):
+    for k, e in enumerate(experts):
         if e >= 0:
-            h_I = ops.gated_activation(torch.mv(gate_up_EFD[e], x_D), activation)
-            y_D.addmv_(down_EDI[e], h_I, alpha=weight * scaling)
+            y_D.addmv_(down_EDI[e], h_KI[k])
     return y_D[None]
+
+
+def _products(
+    x_ND: torch.Tensor, weight_EFD: torch.Tensor, bias_EF: torch.Tensor | None, spans: list[tuple[int, slice]]
+) -> torch.Tensor:
+    """Each expert's rows times its weight, into one tensor."""
+    y_NF = x_ND.new_empty(x_ND.shape[0], weight_EFD.shape[1])
+    for e, rows in spans:
+        torch.mm(x_ND[rows], weight_EFD[e].T, out=y_NF[rows])
+        if bias_EF is not None:
+            y_NF[rows] += bias_EF[e]
+    return y_NF
