@@ -77,17 +77,24 @@ class StepMaker:
         ends: list[int] = []
         owners: list[int] = []
         slots: list[list[int]] = [[] for _ in self.tables]
-        page_size, fed = self.page_size, 0
+        page_size, all_written, fed = self.page_size, self.written, 0
+        first, others = slots[0], slots[1:]
         for sequence, begin, end, _ in shares:
-            if end > len(sequence.tokens):
+            known, owner = sequence.tokens, sequence.slot
+            if end > len(known):
                 fed += 1
                 tokens.append(-1)
             else:
-                tokens.append(sequence.tokens[begin])
+                tokens.append(known[begin])
             ends.append(end)
-            owners.append(sequence.slot)
+            owners.append(owner)
+            tables = pages_of(sequence.id)
+            whose, written = all_written[owner]
+            if whose is not tables or written < len(tables[0]):
+                self._write_tables(owner, tables)
             page, offset = divmod(begin, page_size)
-            for table, slot in zip(self._tables_of(sequence, pages_of), slots):
+            first.append(tables[0][page] * page_size + offset)
+            for slot, table in zip(others, tables[1:]) if others else ():
                 slot.append(table[page] * page_size + offset)
 
         token_T = self._tensor(tokens)

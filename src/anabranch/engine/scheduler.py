@@ -174,14 +174,11 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return 0
-        shares.append(self._share(sequence, begin, begin + given))
-        return given
-
-    def _share(self, sequence: Sequence, begin: int, end: int) -> Share:
-        sequence.num_computed = end
+        sequence.num_computed = end = begin + given
         samples = end == len(sequence.tokens) + sequence.num_pending
         sequence.num_pending += samples
-        return Share(sequence, begin, end, samples)
+        shares.append(Share(sequence, begin, end, samples))
+        return given
 
     def _admit(self, budget: int) -> Iterator[Share]:
         while budget and self.waiting and self.free_slots:
@@ -202,7 +199,9 @@ class Scheduler:
             if not sequence.num_preemptions:
                 sequence.num_cached = found
             budget -= count
-            yield self._share(sequence, found, found + count)
+            samples = count == len(sequence.tokens) - found
+            sequence.num_computed, sequence.num_pending = found + count, int(samples)
+            yield Share(sequence, found, found + count, samples)
 
     def read(self, sequence: Sequence, token: int) -> bool:
         """A token that a step sampled is known now; False: the sequence has ended and it does not count."""
