@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.route import dependent_launch
+from anabranch.kernels.triton.launch import dependent_launch
 
 MAX_EXPERTS = 512
 FEW_PAIRS = 4096

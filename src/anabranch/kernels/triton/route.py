@@ -31,6 +31,7 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
+from anabranch.kernels.triton.launch import dependent_launch
 from anabranch.ops.route import SCORES
 
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 512, 16, 32
@@ -535,11 +536,3 @@ def vector_size(logits_TE: torch.Tensor) -> int:
     if logits_TE.data_ptr() % 16:
         return 1
     return math.gcd(16 // logits_TE.element_size(), logits_TE.shape[1], logits_TE.stride(0))
-
-
-@functools.cache
-def dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel may be launched before its predecessor is done (it waits on the device): Hopper and later."""
-    return (
-        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
-    )

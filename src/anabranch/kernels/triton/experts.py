@@ -1,0 +1,413 @@
+"""The experts' feed-forward on GPUs: which kernels run for a call, and how results are combined.
+
+T tokens, D hidden width, K experts per token, E experts, I expert width (`inner`), N = T · K pairs.
+
+A few tokens: experts_small. More: experts_grouped, or on Hopper experts_hopper; both after experts_plan. Three ways
+to bring rows back to their token (ANABRANCH_MOE_COMBINE):
+
+* fused: the down kernel adds into the token's row, in fp32. In registers where one program sees all experts of a
+  token, otherwise by atomics, whose order, and so the last bits, changes from run to run.
+* ordered: the same bits every time for the same batch.
+* unfused: the down kernel writes a row per pair; another sums them, in fp32 and always in the same order.
+* auto: whichever is fastest for the number of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+import triton
+
+from anabranch import ops
+from anabranch.kernels.triton.experts_grouped import down_grouped, gate_up_grouped
+from anabranch.kernels.triton.experts_plan import make_plan
+from anabranch.kernels.triton.experts_small import down_pair, down_token, gate_up_small
+from anabranch.kernels.triton.experts_sum import sum_rows
+from anabranch.kernels.triton.experts_tiles import (
+    CHUNK,
+    GroupedTiles,
+    HopperTiles,
+    Machine,
+    SmallTiles,
+    Tile,
+    Tiles,
+    choose,
+)
+from anabranch.kernels.triton.launch import dependent_launch
+
+log = logging.getLogger(__name__)
+
+GLUON_TRIED = ("3.6.",)
+"""Versions of Triton with which experts_hopper was run."""
+COMBINES = ("auto", "fused", "ordered", "unfused")
+combine_mode = os.environ.get("ANABRANCH_MOE_COMBINE", "auto")
+"""One of COMBINES, for all calls. To be set before anything is captured."""
+
+
+def accepts(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    gate_up_EFD: torch.Tensor,
+    down_EDI: torch.Tensor,
+    activation: str,
+    gate_up_bias_EF: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    scaling: float = 1.0,
+    combined: bool = True,
+) -> bool:
+    return (
+        x_TD.dtype == gate_up_EFD.dtype == down_EDI.dtype
+        and x_TD.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and x_TD.stride(1) == 1
+        and weight_TK.dtype == torch.float32
+        and expert_TK.dtype == torch.int32
+        and all(
+            tensor is None or tensor.is_contiguous()
+            for tensor in (weight_TK, expert_TK, gate_up_EFD, down_EDI, gate_up_bias_EF, down_bias_ED)
+        )
+    )
+
+
+@ops.experts.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+def experts(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    gate_up_EFD: torch.Tensor,
+    down_EDI: torch.Tensor,
+    activation: str,
+    gate_up_bias_EF: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    scaling: float = 1.0,
+    combined: bool = True,
+) -> torch.Tensor:
+    call = Call(
+        x_TD,
+        weight_TK,
+        expert_TK,
+        gate_up_EFD,
+        down_EDI,
+        activation,
+        gate_up_bias_EF,
+        down_bias_ED,
+        scaling,
+        combined,
+    )
+    if x_TD.shape[0] == 0:
+        return call.result()
+    if combine_mode not in COMBINES:
+        raise ValueError(f"ANABRANCH_MOE_COMBINE: {combine_mode!r} is none of {', '.join(COMBINES)}")
+    num_experts, D, inner = down_EDI.shape
+    tokens, top_k = expert_TK.shape
+    mode = combine_mode if combined else "unfused"
+    return run(call, choose(tokens, num_experts, D, inner, top_k, x_TD.dtype, mode, machine_for(call)))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one call of the op."""
+
+    x_TD: torch.Tensor
+    weight_TK: torch.Tensor
+    expert_TK: torch.Tensor
+    gate_up_EFD: torch.Tensor
+    down_EDI: torch.Tensor
+    activation: str
+    gate_up_bias_EF: torch.Tensor | None = None
+    down_bias_ED: torch.Tensor | None = None
+    scaling: float = 1.0
+    combined: bool = True
+
+    def result(self) -> torch.Tensor:
+        """Room for y_TD, or y_TKD."""
+        (tokens, top_k), width = self.expert_TK.shape, self.x_TD.shape[1]
+        return self.x_TD.new_empty((tokens, width) if self.combined else (tokens, top_k, width))
+
+
+def run(call: Call, tiles: Tiles) -> torch.Tensor:
+    """The op with these tiles. At least one token."""
+    pdl = dependent_launch(call.x_TD.device)
+    if isinstance(tiles, SmallTiles):
+        return run_small(call, tiles, pdl)
+    if isinstance(tiles, HopperTiles):
+        return run_hopper(call, tiles)
+    return run_grouped(call, tiles, pdl)
+
+
+def run_small(call: Call, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
+    (_, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
+    num_pairs = tokens * top_k
+    launch = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    h_NI = call.x_TD.new_empty(num_pairs, inner)
+    chunk = min(CHUNK, triton.next_power_of_2(D))
+    shape = {"ROWS": tiles.gate_rows, "CHUNK": chunk, "NUM_CHUNKS": triton.cdiv(D, chunk)}
+    gate_up_small[(num_pairs, triton.cdiv(inner, tiles.gate_rows))](
+        call.x_TD,
+        call.x_TD.stride(0),
+        call.expert_TK,
+        call.gate_up_EFD,
+        call.gate_up_bias_EF,
+        h_NI,
+        num_pairs,
+        D,
+        inner,
+        K=top_k,
+        PAIRS=triton.next_power_of_2(num_pairs) if tiles.share else 1,
+        SHARE=tiles.share,
+        ACTIVATION=call.activation,
+        num_warps=tiles.gate_warps,
+        **shape,
+        **launch,
+    )
+    chunk = min(CHUNK, triton.next_power_of_2(inner))
+    shape = {"COLUMNS": tiles.down_columns, "CHUNK": chunk, "NUM_CHUNKS": triton.cdiv(inner, chunk)}
+    y = call.result()
+    if tiles.by_token and call.combined:
+        down_token[(tokens, triton.cdiv(D, tiles.down_columns))](
+            call.weight_TK,
+            call.expert_TK,
+            h_NI,
+            call.down_EDI,
+            call.down_bias_ED,
+            y,
+            call.scaling,
+            D,
+            inner,
+            K=top_k,
+            AHEAD=min(tiles.ahead, top_k),
+            num_warps=tiles.down_warps,
+            **shape,
+            **launch,
+        )
+        return y
+    rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
+    down_pair[(num_pairs, triton.cdiv(D, tiles.down_columns))](
+        call.weight_TK,
+        call.expert_TK,
+        h_NI,
+        call.down_EDI,
+        call.down_bias_ED,
+        rows_ND,
+        num_pairs,
+        call.scaling,
+        D,
+        inner,
+        PAIRS=triton.next_power_of_2(num_pairs) if tiles.share else 1,
+        SHARE=tiles.share,
+        ZERO=not call.combined,
+        num_warps=tiles.down_warps,
+        **shape,
+        **launch,
+    )
+    return sum_into(call, rows_ND, y, False, pdl) if call.combined else y
+
+
+def run_grouped(call: Call, tiles: GroupedTiles, pdl: bool) -> torch.Tensor:
+    (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
+    num_pairs = tokens * top_k
+    match = tiles.match and call.combined and tokens <= tiles.rows
+    launch = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    if match:
+        order_N = tile_3M = call.expert_TK  # neither is read
+        weight_N, max_tiles = call.weight_TK, num_experts
+    else:
+        plan = make_plan(call.expert_TK, call.weight_TK, call.scaling, num_experts, tiles.rows, 0, pdl)
+        order_N, weight_N, tile_3M, max_tiles = plan.order_N, plan.weight_N, plan.tile_3M, plan.max_tiles
+    common = {"K": top_k, "KP": triton.next_power_of_2(top_k), "BM": tiles.rows, "MATCH": match, **launch}
+    h_NI = call.x_TD.new_empty(num_pairs, inner)
+    tile = tiles.gate_up
+    gate_up_grouped[(max_tiles * triton.cdiv(inner, tile.columns),)](
+        call.x_TD,
+        call.x_TD.stride(0),
+        call.expert_TK,
+        call.gate_up_EFD,
+        call.gate_up_bias_EF,
+        h_NI,
+        order_N,
+        tile_3M,
+        max_tiles,
+        num_pairs,
+        D,
+        inner,
+        EVEN=D % tile.depth == 0,
+        ACTIVATION=call.activation,
+        **tile_options(tile),
+        **common,
+    )
+    add = tiles.add and call.combined
+    y = call.result()
+    if add:  # zeros, and not only rows that somebody adds to: a token may have no expert here
+        out = torch.zeros(tokens, D, dtype=torch.float32, device=y.device)
+    elif call.combined:
+        out = call.x_TD.new_empty(num_pairs, D)
+    else:
+        out = y.zero_()
+    tile = tiles.down
+    down_grouped[(max_tiles * triton.cdiv(D, tile.columns),)](
+        call.weight_TK,
+        weight_N,
+        call.expert_TK,
+        h_NI,
+        call.down_EDI,
+        call.down_bias_ED,
+        out,
+        order_N,
+        tile_3M,
+        max_tiles,
+        num_pairs,
+        call.scaling,
+        D,
+        inner,
+        EVEN=inner % tile.depth == 0,
+        ADD=add,
+        **tile_options(tile),
+        **common,
+    )
+    if not call.combined:
+        return y
+    return y.copy_(out) if add else sum_into(call, out, y, match, pdl)
+
+
+def run_hopper(call: Call, tiles: HopperTiles) -> torch.Tensor:
+    (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
+    num_pairs = tokens * top_k
+    rows = 64 * tiles.slabs
+    gluon = hopper_kernels(call.x_TD.device)
+    assert gluon is not None
+    plan = make_plan(call.expert_TK, call.weight_TK, call.scaling, num_experts, rows, tiles.extra, True)
+    places = tiles.programs * num_processors(call.x_TD.device)
+    h_NI = call.x_TD.new_empty(num_pairs, inner)
+    tile = tiles.gate_up
+    narrow = tile.columns == 128 and 0 < inner % tile.columns <= tile.columns // 2
+    gluon.gate_up_hopper[(min(places, plan.max_tiles * triton.cdiv(inner, tile.columns)),)](
+        call.x_TD,
+        call.x_TD.stride(0),
+        gluon.descriptor(call.gate_up_EFD, tile.columns // 2 if narrow else tile.columns, tile.depth),
+        h_NI,
+        plan.order_N,
+        plan.tile_3M,
+        plan.head,
+        plan.max_tiles,
+        inner,
+        K=top_k,
+        DEPTH=D,
+        NARROW=narrow,
+        GELU=call.activation == "gelu_tanh",
+        **hopper_options(tile, tiles),
+    )
+    y = call.result()
+    rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y.zero_()
+    tile = tiles.down
+    gluon.down_hopper[(min(places, plan.max_tiles * triton.cdiv(D, tile.columns)),)](
+        plan.weight_N,
+        gluon.descriptor(h_NI, 64, tile.depth),
+        gluon.descriptor(h_NI, 16, tile.depth),
+        gluon.descriptor(call.down_EDI, tile.columns, tile.depth),
+        rows_ND,
+        plan.order_N,
+        plan.tile_3M,
+        plan.head,
+        plan.max_tiles,
+        D,
+        DEPTH=inner,
+        **hopper_options(tile, tiles),
+    )
+    return sum_into(call, rows_ND, y, False, True) if call.combined else y
+
+
+def hopper_options(tile: Tile, tiles: HopperTiles) -> dict[str, int | bool]:
+    return {
+        "BN": tile.columns,
+        "BK": tile.depth,
+        "STAGES": tile.stages,
+        "BAND": tile.group,
+        "GROUPS": tiles.groups,
+        "SLABS": tiles.slabs,
+        "EXTRA": tiles.extra,
+        "num_warps": 4,
+        "launch_pdl": True,
+        **({"maxnreg": 128} if tiles.programs > 1 else {}),
+    }
+
+
+@functools.cache
+def hopper_kernels(device: torch.device) -> ModuleType | None:
+    """experts_hopper where it can run. Gluon is young and changes: only a Triton that it was tried with will do."""
+    if not dependent_launch(device) or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    if not triton.__version__.startswith(GLUON_TRIED):
+        tried = ", ".join(GLUON_TRIED)
+        log.warning("experts use portable kernels: Hopper's need Triton %s, not %s", tried, triton.__version__)
+        return None
+    return importlib.import_module("anabranch.kernels.triton.experts_hopper")
+
+
+def machine_for(call: Call) -> Machine:
+    """The machine as far as this call can use it."""
+    machine = machine_of(call.x_TD.device)
+    x_TD, aligned = call.x_TD, 16
+    copied = (x_TD, call.gate_up_EFD, call.down_EDI)
+    usable = (
+        machine.hopper
+        and x_TD.dtype.itemsize == 2
+        and call.gate_up_bias_EF is None
+        and call.down_bias_ED is None
+        and x_TD.shape[1] % 64 == 0
+        and call.down_EDI.shape[2] % 16 == 0
+        and all(tensor.data_ptr() % aligned == 0 and tensor.stride(-2) % aligned == 0 for tensor in copied)
+        and x_TD.shape[0] * x_TD.stride(0) < 1 << 31  # offsets have 32 bits there
+    )
+    return machine if usable == machine.hopper else replace(machine, hopper=False)
+
+
+@functools.cache
+def machine_of(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return Machine()
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or Machine().shared_bytes
+    return Machine(shared_bytes=shared - 1024, hopper=hopper_kernels(device) is not None)
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def tile_options(tile: Tile) -> dict[str, int | bool]:
+    return {
+        "BN": tile.columns,
+        "BK": tile.depth,
+        "GROUP": tile.group,
+        "SWAP": tile.swap,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def sum_into(call: Call, rows_ND: torch.Tensor, y_TD: torch.Tensor, first: bool, pdl: bool) -> torch.Tensor:
+    (tokens, top_k), D = call.expert_TK.shape, y_TD.shape[1]
+    # Few tokens: more programs; many: whole rows.
+    columns = min(triton.next_power_of_2(D), 256 if tokens <= 64 else 1024)
+    sum_rows[(tokens, triton.cdiv(D, columns))](
+        call.expert_TK,
+        rows_ND,
+        y_TD,
+        D,
+        K=top_k,
+        KP=triton.next_power_of_2(top_k),
+        COLUMNS=columns,
+        FIRST=first,
+        PDL=pdl,
+        num_warps=1 if columns <= 256 else 4,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return y_TD

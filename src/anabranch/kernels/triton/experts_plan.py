@@ -1,0 +1,184 @@
+"""Which rows each tile of a grouped product reads: pairs in expert order, cut into tiles that hold one expert each.
+
+T tokens, K experts per token, N = T · K pairs, E experts, M tiles, G chunks of pairs.
+
+All sizes that depend on the routing stay on the device: the host only knows that M tiles are enough, since every
+expert adds at most one tile that is not full. Within an expert pairs come in any order: a row of a product has the same
+bits wherever in a tile it stands. (The op `expert_sort` promises more, an order by token.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ONE_KERNEL = 8192
+"""Up to so many pairs every program counts all of them; above, a kernel of its own counts chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Tile m holds rows begin[m] .. end[m] of expert[m]; row r belongs to pair order_N[r].
+
+    A tile has at most BM rows and, where that spares an expert its last tile with few rows, up to EXTRA more.
+    """
+
+    order_N: torch.Tensor
+    """int32; rows behind the last expert's are not written."""
+    weight_N: torch.Tensor
+    """fp32: the router weight of each row, times `scaling`."""
+    tile_3M: torch.Tensor
+    """int32: expert, begin, end of each tile; expert −1: no such tile."""
+    head: torch.Tensor
+    """int32: the number of tiles that exist, then two zeros for kernels that count."""
+    max_tiles: int
+
+
+def max_tiles(num_pairs: int, num_experts: int, block_rows: int) -> int:
+    """Σ ⌈rows of an expert / BM⌉ is at most this, however the pairs are spread."""
+    partial = min(num_pairs, num_experts)
+    return partial + (num_pairs - partial) // block_rows
+
+
+def make_plan(
+    expert_TK: torch.Tensor,
+    weight_TK: torch.Tensor,
+    scaling: float,
+    num_experts: int,
+    block_rows: int,
+    extra_rows: int,
+    pdl: bool,
+) -> Plan:
+    num_pairs, device = expert_TK.numel(), expert_TK.device
+    tiles = max_tiles(num_pairs, num_experts, block_rows)
+    padded = triton.next_power_of_2(num_experts)
+    alone = num_pairs <= ONE_KERNEL
+    all_pairs = triton.next_power_of_2(num_pairs)
+    chunk = min(256, all_pairs) if alone else max(1024, all_pairs // 128)
+    num_chunks = triton.cdiv(num_pairs, chunk)
+    order_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    weight_N = torch.empty(num_pairs, dtype=torch.float32, device=device)
+    tile_3M = torch.empty(3, tiles, dtype=torch.int32, device=device)
+    head = torch.empty(3, dtype=torch.int32, device=device)
+    cursor_GE = torch.empty(num_chunks, padded, dtype=torch.int32, device=device)
+    count_GE = cursor_GE  # not read by a program that counts for itself
+    options = {"launch_pdl": True} if pdl else {}
+    warps = 4 if num_pairs <= 1024 else 8
+    if not alone:
+        count_GE = torch.empty_like(cursor_GE)
+        count_pairs[(num_chunks,)](
+            expert_TK, count_GE, num_pairs, CHUNK=chunk, EP=padded, PDL=pdl, num_warps=warps, **options
+        )
+    place_pairs[(num_chunks,)](
+        expert_TK,
+        count_GE,
+        cursor_GE,
+        weight_TK,
+        order_N,
+        weight_N,
+        tile_3M,
+        head,
+        num_pairs,
+        tiles,
+        num_chunks,
+        scaling,
+        BM=block_rows,
+        EXTRA=extra_rows,
+        CHUNK=chunk,
+        EP=padded,
+        GP=1 if alone else triton.next_power_of_2(num_chunks),
+        NP=all_pairs if alone else 0,
+        PDL=pdl,
+        num_warps=warps,
+        **options,
+    )
+    return Plan(order_N, weight_N, tile_3M, head, tiles)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_pairs(expert_N, count_GE, num_pairs, CHUNK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr):
+    g = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = g * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(expert_N + pair, mask=pair < num_pairs, other=-1)
+    tl.store(count_GE + g * EP + tl.arange(0, EP), tl.histogram(expert, EP, mask=expert >= 0))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles", "num_chunks"])
+def place_pairs(
+    expert_N,
+    count_GE,
+    cursor_GE,
+    weight_TK,
+    order_N,
+    weight_N,
+    tile_3M,
+    head,
+    num_pairs,
+    max_tiles,
+    num_chunks,
+    scaling,
+    BM: tl.constexpr,
+    EXTRA: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EP: tl.constexpr,
+    GP: tl.constexpr,
+    NP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Every program places the pairs of its chunk and writes its share of the tiles."""
+    g = tl.program_id(0)
+    e = tl.arange(0, EP)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = g * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(expert_N + pair, mask=pair < num_pairs, other=-1)
+    weight = tl.load(weight_TK + pair, mask=expert >= 0, other=0.0)
+    if NP:
+        all_pairs = tl.arange(0, NP)
+        experts = tl.load(expert_N + all_pairs, mask=all_pairs < num_pairs, other=-1)
+        count = tl.histogram(experts, EP, mask=(experts >= 0) & (all_pairs >= g * CHUNK))
+        if NP > CHUNK:
+            before = tl.histogram(experts, EP, mask=(experts >= 0) & (all_pairs < g * CHUNK))
+            count += before
+        else:
+            before = tl.zeros_like(count)
+    else:
+        chunk = tl.arange(0, GP)[:, None]
+        counts = tl.load(count_GE + chunk * EP + e[None, :], mask=chunk < num_chunks, other=0)
+        count = tl.sum(counts, 0)
+        before = tl.sum(tl.where(chunk < g, counts, 0), 0)
+    end = tl.cumsum(count, 0)
+    begin = end - count
+    # Ranks are drawn from a counter for each expert of the chunk, in memory.
+    tl.store(cursor_GE + g * EP + e, begin + before)
+    tl.debug_barrier()
+    row = tl.atomic_add(cursor_GE + g * EP + expert, 1, mask=expert >= 0, sem="relaxed")
+    tl.store(order_N + row, pair, mask=expert >= 0)
+    tl.store(weight_N + row, weight * scaling, mask=expert >= 0)
+
+    # Tiles are written by their experts, one of each expert at a time; programs take turns.
+    rest = count % BM
+    surplus = tl.where((rest <= 2 * EXTRA) & (rest <= count // BM * EXTRA), rest, 0)
+    tiles = count // BM + ((rest > 0) & (surplus == 0)).to(tl.int32)
+    slot = tl.cumsum(tiles, 0) - tiles
+    total = tl.sum(tiles, 0)
+    for j in range(g, tl.max(tiles, 0), num_chunks):
+        first = begin + j * BM + tl.minimum(j * EXTRA, surplus)
+        behind = begin + (j + 1) * BM + tl.minimum((j + 1) * EXTRA, surplus)
+        mine = j < tiles
+        tl.store(tile_3M + slot + j, e, mask=mine)
+        tl.store(tile_3M + max_tiles + slot + j, first, mask=mine)
+        tl.store(tile_3M + 2 * max_tiles + slot + j, tl.minimum(behind, end), mask=mine)
+    if g == 0:
+        three = tl.arange(0, 4)
+        tl.store(head + three, tl.where(three == 0, total, 0), mask=three < 3)
+        for unused in range(total, max_tiles, EP):
+            tl.store(tile_3M + unused + e, -1, mask=unused + e < max_tiles)

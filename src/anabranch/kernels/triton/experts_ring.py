@@ -1,0 +1,178 @@
+"""The ring of stages in shared memory through which experts_hopper's warps work together.
+
+N rows, M tiles. Warps that load fill a stage (`full`), warps that multiply empty it (`empty`); both go through the
+stages in the same order and count steps. A stage holds 64 rows of each slab (a_ring), the weights of all columns
+(b_ring) and perhaps extra rows (x_ring), BK deep; `told` says which tile begins in it.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Long parameter lists; one name per line would hide what they do.
+# fmt: off
+
+
+@gluon.jit
+def make_ring(
+    dtype: gl.constexpr, SLABS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, EXTRA: gl.constexpr, ARRIVALS: gl.constexpr,
+):
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a_ring = gl.allocate_shared_memory(dtype, [STAGES * SLABS, 64, BK], shared)
+    b_ring = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], shared)
+    if EXTRA:
+        x_ring = gl.allocate_shared_memory(dtype, [STAGES, EXTRA, BK], shared)
+    else:
+        x_ring = a_ring  # not used
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    told = gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=ARRIVALS)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    return a_ring, b_ring, x_ring, full, empty, told
+
+
+@gluon.jit
+def locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND: gl.constexpr):
+    """(column block, expert, begin, end) of the index-th piece of work: BAND tiles go through all columns together.
+
+    Behind the last piece it repeats it, so that the next piece can always be looked up ahead of time.
+    """
+    index = gl.maximum(gl.minimum(index, num_tiles * num_blocks - 1), 0)
+    band = index // (BAND * num_blocks)
+    within = index % (BAND * num_blocks)
+    tiles = gl.minimum(num_tiles - band * BAND, BAND)
+    tile = band * BAND + within % tiles
+    return (
+        within // tiles, gl.load(tile_3M + tile), gl.load(tile_3M + max_tiles + tile),
+        gl.load(tile_3M + 2 * max_tiles + tile),
+    )
+
+
+@gluon.jit
+def announce(told, empty, step, block, begin, end):
+    """Tell the multiplying warps what the tile is that begins in this step; block −1: nothing more."""
+    STAGES: gl.constexpr = empty.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    what = gl.arange(0, 4, layout)
+    mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
+    told.index(step % STAGES).store(gl.where(what == 0, block, gl.where(what == 1, begin, end)))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def hear(told, full, step):
+    """(column block, begin, end) of the tile that begins in this step."""
+    STAGES: gl.constexpr = full.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    what = gl.arange(0, 4, layout)
+    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+    values = told.index(step % STAGES).load(layout)
+    return (
+        gl.sum(gl.where(what == 0, values, 0), 0), gl.sum(gl.where(what == 1, values, 0), 0),
+        gl.sum(gl.where(what == 2, values, 0), 0),
+    )
+
+
+@gluon.jit
+def multiply_slab(
+    a_ring, b_ring, full, empty, step, num_rows,
+    WHO: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, GATHERED: gl.constexpr,
+):
+    """The first WIDTH columns of a warpgroup's first slab in one tile, and the next step."""
+    STAGES: gl.constexpr = b_ring.shape[0]
+    SLABS: gl.constexpr = a_ring.shape[0] // STAGES
+    BK: gl.constexpr = a_ring.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    acc = gl.zeros([64, WIDTH], gl.float32, layout)
+    if num_rows > WHO * 64:
+        for k in range(0, DEPTH, BK):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            if GATHERED:
+                fence_async_shared()  # rows were written by ordinary threads
+            b = b_ring.index(stage).slice(0, WIDTH, dim=0).permute([1, 0])
+            acc = warpgroup_mma(a_ring.index(stage * SLABS + WHO), b, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            # The product before this one is done, so its stage is free.
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            step += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    else:  # stages are only passed on
+        for _ in range(0, DEPTH, BK):
+            mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+            mbarrier.arrive(empty.index(step % STAGES), count=1)
+            step += 1
+    return acc, step
+
+
+@gluon.jit
+def multiply_two(a_ring, b_ring, full, empty, step, WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr,
+                 GATHERED: gl.constexpr):
+    """As multiply_slab for a warpgroup that has rows in both of its slabs."""
+    STAGES: gl.constexpr = b_ring.shape[0]
+    SLABS: gl.constexpr = a_ring.shape[0] // STAGES
+    BK: gl.constexpr = a_ring.shape[2]
+    width: gl.constexpr = b_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    first = gl.zeros([64, width], gl.float32, layout)
+    second = gl.zeros([64, width], gl.float32, layout)
+    for k in range(0, DEPTH, BK):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        if GATHERED:
+            fence_async_shared()
+        b = b_ring.index(stage).permute([1, 0])
+        first = warpgroup_mma(a_ring.index(stage * SLABS + WHO), b, first, use_acc=k > 0, is_async=True)
+        second = warpgroup_mma(a_ring.index(stage * SLABS + GROUPS + WHO), b, second, use_acc=k > 0, is_async=True)
+        first, second = warpgroup_mma_wait(2, deps=[first, second])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        step += 1
+    first, second = warpgroup_mma_wait(0, deps=[first, second])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    return first, second, step
+
+
+@gluon.jit
+def multiply_extra(
+    a_ring, b_ring, x_ring, full, empty, step,
+    WHO: gl.constexpr, WIDTH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DEPTH: gl.constexpr,
+    GATHERED: gl.constexpr,
+):
+    """As multiply_slab, and the extra rows times weight rows LEFT .. LEFT + 64 and RIGHT .. RIGHT + 64, transposed."""
+    STAGES: gl.constexpr = b_ring.shape[0]
+    SLABS: gl.constexpr = a_ring.shape[0] // STAGES
+    EXTRA: gl.constexpr = x_ring.shape[1]
+    BK: gl.constexpr = a_ring.shape[2]
+    acc = gl.zeros([64, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
+    x_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EXTRA, 16])
+    left = gl.zeros([64, EXTRA], gl.float32, x_layout)
+    right = gl.zeros([64, EXTRA], gl.float32, x_layout)
+    for k in range(0, DEPTH, BK):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        if GATHERED:
+            fence_async_shared()
+        weights = b_ring.index(stage)
+        b = weights.slice(0, WIDTH, dim=0).permute([1, 0])
+        x = x_ring.index(stage).permute([1, 0])
+        acc = warpgroup_mma(a_ring.index(stage * SLABS + WHO), b, acc, use_acc=k > 0, is_async=True)
+        left = warpgroup_mma(weights.slice(LEFT, 64, dim=0), x, left, use_acc=k > 0, is_async=True)
+        right = warpgroup_mma(weights.slice(RIGHT, 64, dim=0), x, right, use_acc=k > 0, is_async=True)
+        acc, left, right = warpgroup_mma_wait(3, deps=[acc, left, right])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        step += 1
+    acc, left, right = warpgroup_mma_wait(0, deps=[acc, left, right])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    return acc, left, right, step

@@ -1,0 +1,212 @@
+"""Experts for a handful of tokens: two kernels that stream weights, without sort, padding or scatter.
+
+T tokens, D hidden width, K experts per token, I expert width (`inner`), F = 2 · I, pair p = t · K + k.
+
+So few rows leave the matrix units idle, so these are matrix-vector products on ordinary cores: a program owns a few
+weight rows, issues all their loads (16 bytes a thread) at once and is done. What limits them is how many bytes are in
+flight, never arithmetic. With one token per program the down kernel sums a token's experts in registers: no atomics,
+the same bits every time. With more tokens the experts they share should be read once: then the first pair of an
+expert computes the rows of all its pairs, and a last kernel sums them.
+
+On Hopper each kernel is launched before its predecessor has finished (`PDL`); the down kernels fetch weights before
+they wait. Only what an earlier kernel than the predecessor wrote may be read before the wait: every kernel here
+waits before it lets its successor start, so router ids are safe there and `h` is not.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.triton.gated import activate
+
+
+@triton.jit
+def next_pair(expert_N, e, after, num_pairs, PAIRS: tl.constexpr):
+    """The first pair behind `after` that has expert e; num_pairs or more if there is none."""
+    p = tl.arange(0, PAIRS)
+    ids = tl.load(expert_N + p, mask=p < num_pairs, other=-1)
+    return tl.min(tl.where((ids == e) & (p > after), p, PAIRS), 0)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def gate_up_small(
+    x_TD,
+    x_stride,
+    expert_N,
+    gate_up_EFD,
+    bias_EF,
+    h_NI,
+    num_pairs,
+    D,
+    inner,
+    K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SHARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS columns of h (ROWS gate rows and their up rows) of one pair, or of all pairs that share its expert."""
+    pair = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    e = tl.load(expert_N + pair)
+    if e < 0:
+        return
+    if SHARE:
+        if next_pair(expert_N, e, -1, num_pairs, PAIRS) < pair:
+            return
+    r = tl.arange(0, 2 * ROWS)
+    column = tl.program_id(1) * ROWS + r % ROWS
+    d = tl.arange(0, CHUNK)
+    row = tl.where(r < ROWS, 0, inner) + tl.minimum(column, inner - 1)
+    w_ptr = gate_up_EFD + e.to(tl.int64) * (2 * inner * D) + row[:, None] * D + d[None, :]
+    while pair < num_pairs:
+        x_ptr = x_TD + (pair // K).to(tl.int64) * x_stride + d
+        # A copy of x for every weight row: it arrives in the registers where the weights are, without a detour.
+        x_ptr = x_ptr[None, :] + tl.zeros([2 * ROWS, 1], tl.int32)
+        w = ()
+        x = ()
+        for c in tl.static_range(NUM_CHUNKS):
+            inside = c * CHUNK + d < D
+            w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
+        # All weight loads are to be under way before the first is used; the assembler would save registers instead.
+        tl.debug_barrier()
+        for c in tl.static_range(NUM_CHUNKS):
+            x = x + (tl.load(x_ptr + c * CHUNK, mask=(c * CHUNK + d < D)[None, :], other=0.0),)
+        acc = tl.zeros([2 * ROWS, CHUNK], tl.float32)
+        for c in tl.static_range(NUM_CHUNKS):
+            acc += w[c].to(tl.float32) * x[c].to(tl.float32)
+        both = tl.sum(acc, 1)
+        if bias_EF is not None:
+            both += tl.load(bias_EF + e * (2 * inner) + row).to(tl.float32)
+        gate, up = tl.split(tl.trans(tl.reshape(both, (2, ROWS))))
+        h = activate(gate, up, ACTIVATION)
+        out = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        tl.store(h_NI + pair * inner + out, h.to(h_NI.dtype.element_ty), mask=out < inner)
+        if SHARE:
+            pair = next_pair(expert_N, e, pair, num_pairs, PAIRS)
+        else:
+            pair = num_pairs
+
+
+@triton.jit
+def down_token(
+    weight_TK,
+    expert_TK,
+    h_NI,
+    down_EDI,
+    bias_ED,
+    y_TD,
+    scaling,
+    D,
+    inner,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """COLUMNS outputs of one token, summed over its experts in registers.
+
+    The weights of AHEAD experts are fetched before the wait: as many as leave room for all programs at once.
+    """
+    t = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.arange(0, CHUNK)
+    row = tl.minimum(column, D - 1)
+    within = row[:, None] * inner + i[None, :]
+    w = ()
+    for k in tl.static_range(AHEAD):
+        e = tl.load(expert_TK + t * K + k).to(tl.int64)
+        for c in tl.static_range(NUM_CHUNKS):
+            inside = (e >= 0) & (c * CHUNK + i < inner)
+            w = w + (tl.load(down_EDI + e * (D * inner) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for k in tl.static_range(AHEAD, K):
+        e = tl.load(expert_TK + t * K + k).to(tl.int64)
+        for c in tl.static_range(NUM_CHUNKS):
+            inside = (e >= 0) & (c * CHUNK + i < inner)
+            w = w + (tl.load(down_EDI + e * (D * inner) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
+    acc = tl.zeros([COLUMNS, CHUNK], tl.float32)
+    # A copy of h for every column: with a column per warp it arrives in the registers where the weights are.
+    h_ptr = h_NI + t * (K * inner) + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
+    y = tl.zeros([COLUMNS], tl.float32)
+    for k in tl.static_range(K):
+        e = tl.load(expert_TK + t * K + k)
+        weight = tl.load(weight_TK + t * K + k) * scaling
+        for c in tl.static_range(NUM_CHUNKS):
+            inside = (e >= 0) & (c * CHUNK + i < inner)
+            h = tl.load(h_ptr + k * inner + c * CHUNK, mask=inside[None, :], other=0.0)
+            acc += w[k * NUM_CHUNKS + c].to(tl.float32) * (h.to(tl.float32) * weight)
+        if bias_ED is not None:
+            y += tl.load(bias_ED + e * D + row, mask=e >= 0, other=0.0).to(tl.float32) * weight
+    y += tl.sum(acc, 1)
+    tl.store(y_TD + t.to(tl.int64) * D + column, y.to(y_TD.dtype.element_ty), mask=column < D)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def down_pair(
+    weight_N,
+    expert_N,
+    h_NI,
+    down_EDI,
+    bias_ED,
+    rows_ND,
+    num_pairs,
+    scaling,
+    D,
+    inner,
+    PAIRS: tl.constexpr,
+    SHARE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    ZERO: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """COLUMNS outputs of one pair, or of all pairs that share its expert; ZERO: rows without an expert become 0."""
+    pair = tl.program_id(0)
+    e = tl.load(expert_N + pair)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    own = e >= 0
+    if SHARE:
+        own = own & (next_pair(expert_N, e, -1, num_pairs, PAIRS) >= pair)
+    i = tl.arange(0, CHUNK)
+    row = tl.maximum(e, 0).to(tl.int64) * D + tl.minimum(column, D - 1)
+    w_ptr = down_EDI + row[:, None] * inner + i[None, :]
+    w = ()
+    for c in tl.static_range(NUM_CHUNKS):
+        inside = own & (c * CHUNK + i < inner)
+        w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if ZERO:
+        zero = tl.zeros([COLUMNS], tl.float32).to(rows_ND.dtype.element_ty)
+        tl.store(rows_ND + pair.to(tl.int64) * D + column, zero, mask=(e < 0) & (column < D))
+    if own:
+        h_ptr = h_NI + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
+        while pair < num_pairs:
+            weight = tl.load(weight_N + pair) * scaling
+            acc = tl.zeros([COLUMNS, CHUNK], tl.float32)
+            for c in tl.static_range(NUM_CHUNKS):
+                h = tl.load(h_ptr + pair * inner + c * CHUNK, mask=(c * CHUNK + i < inner)[None, :], other=0.0)
+                acc += w[c].to(tl.float32) * h.to(tl.float32)
+            y = tl.sum(acc, 1)
+            if bias_ED is not None:
+                y += tl.load(bias_ED + row).to(tl.float32)
+            y = (y * weight).to(rows_ND.dtype.element_ty)
+            tl.store(rows_ND + pair.to(tl.int64) * D + column, y, mask=column < D)
+            if SHARE:
+                pair = next_pair(expert_N, e, pair, num_pairs, PAIRS)
+            else:
+                pair = num_pairs

@@ -1,0 +1,208 @@
+"""Tiles of the experts' kernels: what can be chosen, and what is chosen for a shape when nothing was tuned.
+
+D hidden width, I expert width (`inner`), K experts per token, E experts. Nothing here touches a device.
+
+The table was measured on an H200 with the shapes of Qwen3-30B-A3B, Gemma-4-26B-A4B and Qwen1.5-MoE-A2.7B
+(benchmarks/experts.py --sweep).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+MANY = 1 << 16
+"""As a group of tiles: all of them."""
+CHUNK = 256
+"""Elements that a warp of experts_small loads at once: 16 bytes a thread at two bytes an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the choice depends on beside the shape. As it stands: any GPU, and the interpreter."""
+
+    shared_bytes: int = 64 << 10
+    """Shared memory that one program may have."""
+    hopper: bool = False
+    """experts_hopper runs here."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallTiles:
+    """experts_small: how many weight rows a program owns, and its warps."""
+
+    gate_rows: int = 4
+    gate_warps: int = 8
+    down_columns: int = 4
+    down_warps: int = 4
+    by_token: bool = True
+    """The down kernel sums a token's experts in registers; else it writes rows."""
+    share: bool = False
+    """Tokens that share an expert read its weights once."""
+    ahead: int = 3
+    """Experts whose down weights are fetched while the gate/up kernel still runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One grouped product."""
+
+    columns: int
+    """BN; the gate/up product has as many gate columns as up columns."""
+    depth: int
+    """BK."""
+    warps: int
+    stages: int
+    swap: bool = False
+    group: int = MANY
+    """Tiles of rows that pass through all columns together."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTiles:
+    """experts_grouped: rows of a tile are the same for both products, since one plan serves both."""
+
+    rows: int
+    gate_up: Tile
+    down: Tile
+    match: bool = False
+    """No plan: at most `rows` tokens, every expert looks at all of them."""
+    add: bool = False
+    """The down kernel adds into the token's row (combine mode `fused`); else it writes rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTiles:
+    """experts_hopper."""
+
+    groups: int
+    """Warpgroups that multiply: 1 or 2."""
+    slabs: int
+    """64 rows each; a warpgroup takes one or two."""
+    programs: int
+    """Per multiprocessor."""
+    gate_up: Tile
+    down: Tile
+    extra: int = 0
+    """Rows that a tile may hold beyond its slabs: 0 or 16, the latter with two warpgroups of one slab each."""
+
+
+Tiles = SmallTiles | GroupedTiles | HopperTiles
+
+SMALL_TOKENS = 8
+"""Up to here experts_small is fastest."""
+MATCH_TOKENS = 16
+"""Up to here a plan costs more than computing rows for nothing."""
+HOPPER_TOKENS = 64
+"""Above, experts_hopper is at least as fast as experts_grouped."""
+
+
+def choose(
+    num_tokens: int,
+    num_experts: int,
+    D: int,
+    inner: int,
+    top_k: int,
+    dtype: torch.dtype,
+    combine: str = "auto",
+    machine: Machine = Machine(),  # noqa: B008 (frozen)
+) -> Tiles:
+    """The tiles for one call."""
+    if num_tokens <= SMALL_TOKENS:
+        small = choose_small(D, inner, top_k, dtype)
+        if small is not None:
+            return replace(small, by_token=False) if combine == "unfused" else small
+    rows_per_expert = num_tokens * top_k / num_experts
+    if machine.hopper and num_tokens > HOPPER_TOKENS and combine != "fused":
+        return choose_hopper(rows_per_expert, inner)
+    tiles = choose_grouped(num_tokens, rows_per_expert, dtype, machine)
+    # Adding into tokens' rows by atomics was slower at every size, so only who asks for it gets it.
+    return replace(tiles, add=combine == "fused")
+
+
+def choose_small(D: int, inner: int, top_k: int, dtype: torch.dtype) -> SmallTiles | None:
+    """None where the weights of a program would not fit in its registers."""
+    chunks_D, chunks_I = -(-D // CHUNK) * dtype.itemsize // 2, -(-inner // CHUNK) * dtype.itemsize // 2
+    if chunks_D > 32 or chunks_I > 16:
+        return None
+    rows, warps = (4, 8) if D <= 2048 else (2, 4)
+    if top_k * chunks_I > 32:
+        return SmallTiles(rows, warps, 8, 8, by_token=False)
+    return SmallTiles(rows, warps, ahead=min(top_k, max(1, 10 // chunks_I)))
+
+
+def choose_hopper(rows_per_expert: float, inner: int) -> HopperTiles:
+    if rows_per_expert <= 8:
+        return HopperTiles(1, 1, 1, Tile(64, 64, 4, 8), Tile(128, 64, 4, 8))
+    whole = inner % 128 == 0
+    if rows_per_expert <= 96 and not whole:
+        return HopperTiles(2, 2, 1, Tile(64, 64, 4, 6, group=4), Tile(128, 64, 4, 6, group=4))
+    if rows_per_expert <= 96 or not whole:
+        return HopperTiles(2, 2, 1, Tile(128, 64, 4, 4, group=4), Tile(256, 64, 4, 4, group=4))
+    # From about 128 rows on, half the experts would have a last tile with a few rows.
+    return HopperTiles(2, 2, 1, Tile(128, 64, 4, 4, group=2), Tile(256, 64, 4, 4, group=2), extra=16)
+
+
+def choose_grouped(num_tokens: int, rows_per_expert: float, dtype: torch.dtype, machine: Machine) -> GroupedTiles:
+    if dtype == torch.float32:  # exact products run on ordinary cores; nothing to feed
+        tile = Tile(32, 32, 4, 2)
+        return fit(GroupedTiles(16 if rows_per_expert <= 8 else 32, tile, tile), dtype, machine)
+    if num_tokens <= 64 or rows_per_expert <= 8:
+        tiles = GroupedTiles(16, Tile(64, 64, 4, 5, swap=machine.hopper), Tile(128, 64, 4, 5, swap=machine.hopper))
+        return fit(replace(tiles, match=num_tokens <= MATCH_TOKENS), dtype, machine)
+    if rows_per_expert <= 96:
+        tile, rows = Tile(64, 64, 4, 4, swap=machine.hopper), 32 if rows_per_expert <= 24 else 64
+        return fit(GroupedTiles(rows, tile, replace(tile, columns=128)), dtype, machine)
+    tile = Tile(128, 64, 8, 3, group=8)
+    return fit(GroupedTiles(128, tile, replace(tile, columns=256)), dtype, machine)
+
+
+def fit(tiles: GroupedTiles, dtype: torch.dtype, machine: Machine) -> GroupedTiles:
+    """As many stages as there is shared memory for, and half the columns where there is not enough for two."""
+
+    def fitted(tile: Tile, operands: int) -> Tile:
+        stage = (tiles.rows + operands * tile.columns) * tile.depth * dtype.itemsize
+        if 2 * stage > machine.shared_bytes:
+            return fitted(replace(tile, columns=tile.columns // 2), operands)
+        return replace(tile, stages=min(tile.stages, machine.shared_bytes // stage))
+
+    return replace(tiles, gate_up=fitted(tiles.gate_up, 2), down=fitted(tiles.down, 1))
+
+
+def candidates(num_tokens: int, num_experts: int, D: int, inner: int, top_k: int, dtype: torch.dtype) -> list[Tiles]:
+    """What a tuner should time for one token count on Hopper."""
+    found: list[Tiles] = []
+    if num_tokens <= 8:
+        chunks = -(-inner // CHUNK)
+        for rows, warps in ((4, 8), (2, 4)):
+            for ahead in sorted({max(1, loads // chunks) for loads in (6, 9, 12)}):
+                found.append(SmallTiles(rows, warps, ahead=ahead))
+        if num_tokens == 1:
+            found += [SmallTiles(2, 2, ahead=max(1, 12 // chunks)), SmallTiles(2, 4, 2, 2, ahead=max(1, 12 // chunks))]
+        else:
+            found.append(SmallTiles(4, 4, share=True, ahead=max(1, 9 // chunks)))
+    if 4 <= num_tokens <= 16:
+        for gate_up, down in (
+            (Tile(64, 128, 4, 3, True), Tile(128, 64, 4, 4, True)),
+            (Tile(64, 64, 4, 5, True), Tile(128, 64, 4, 5, True)),
+            (Tile(32, 128, 4, 4, True), Tile(64, 64, 4, 6, True)),
+        ):
+            found.append(GroupedTiles(16, gate_up, down, match=True))
+    if 16 < num_tokens <= 512:
+        rows = 16 if num_tokens <= 64 else 32
+        found.append(GroupedTiles(rows, Tile(64, 64, 4, 5, True), Tile(128, 64, 4, 5, True)))
+        found.append(GroupedTiles(rows, Tile(32, 128, 4, 4, True), Tile(64, 64, 4, 6, True)))
+    if num_tokens >= 32:
+        found.append(HopperTiles(1, 1, 1, Tile(64, 64, 4, 8), Tile(128, 64, 4, 8)))
+    if num_tokens >= 128:
+        found.append(HopperTiles(2, 2, 1, Tile(128, 64, 4, 4, group=4), Tile(256, 64, 4, 4, group=4)))
+        found.append(HopperTiles(2, 2, 1, Tile(64, 64, 4, 6, group=4), Tile(128, 64, 4, 6, group=4)))
+    if num_tokens >= 1024:
+        for group in (2, 4):
+            gate_up, down = Tile(128, 64, 4, 4, group=group), Tile(256, 64, 4, 4, group=group)
+            found.append(HopperTiles(2, 2, 1, gate_up, down, extra=16))
+            if group == 2:
+                found.append(HopperTiles(2, 2, 1, gate_up, down))
+        found.append(HopperTiles(2, 4, 1, Tile(64, 64, 4, 4, group=2), Tile(128, 64, 4, 4, group=2)))
+    return found
