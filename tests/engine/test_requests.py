@@ -130,6 +130,31 @@ def test_a_grammar_that_does_not_compile_fails_its_request_alone(engine: Engine)
     assert found["good"][-1].finish_reason == "length"
 
 
+def test_prompt_logprobs_survive_preemption(folder: Path) -> None:
+    def run(num_pages: int) -> tuple[int, list[list[float | None]]]:
+        config = EngineConfig(
+            model=str(folder),
+            num_pages=num_pages,
+            page_size=4,
+            max_num_seqs=8,
+            max_num_batched_tokens=16,
+            max_model_len=80,
+        )
+        one = make_engine(config)
+        params = SamplingParams(temperature=0, max_tokens=30, prompt_logprobs=0)
+        for i in range(8):
+            one.add(Request(id=str(i), prompt_ids=tuple((7 * i + j) % 250 for j in range(25 + i)), params=params))
+        found = drain(one)
+        one.close()
+        lists = [next(u.prompt_logprobs for u in found[str(i)] if u.prompt_logprobs) for i in range(8)]
+        return one.scheduler.num_preemptions, [[p and round(p.logprob, 3) for p in one_list] for one_list in lists]
+
+    (calm, expected), (disturbed, found) = run(200), run(22)
+    assert calm == 0 and disturbed > 0
+    assert [len(one) for one in found] == [25 + i for i in range(8)]
+    assert found == expected
+
+
 def test_metrics_count_everything(engine: Engine) -> None:
     for i in range(6):
         engine.add(Request(id=str(i), prompt_ids=(i, 1, 2), params=SamplingParams(temperature=0, max_tokens=20)))

@@ -212,11 +212,7 @@ class Engine:
         """Wait for a step and hand out what it brought."""
         tokens = launched.wait()
         self._keep_routed(launched)
-        for id, parts in launched.prompt_logprobs.items():
-            if id in self.sequences:
-                top_n = self.sequences[id].request.params.prompt_logprobs or 0
-                for part in parts:
-                    self.prompt_logprobs.setdefault(id, [None]).extend(part.all(top_n))
+        self._keep_prompt_logprobs(launched)
         now = time.monotonic()
         updates = []
         for row, (share, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
@@ -254,6 +250,17 @@ class Engine:
                 update.routed_experts = self.routed.pop(sequence.id, [])[: len(sequence.tokens) - 1]
             self._forget(sequence, sequence.finish_reason)
         return update
+
+    def _keep_prompt_logprobs(self, launched: Launched) -> None:
+        if not launched.prompt_logprobs:
+            return
+        for share in launched.shares:
+            id, top_n = share.sequence.id, share.sequence.request.params.prompt_logprobs
+            if top_n is None or id not in self.sequences:
+                continue
+            kept = self.prompt_logprobs.setdefault(id, [None])
+            # By position: after a preemption they come a second time.
+            kept[share.begin + 1 :] = [one for part in launched.prompt_logprobs.get(id, []) for one in part.all(top_n)]
 
     def _keep_routed(self, launched: Launched) -> None:
         if launched.routed is None:
