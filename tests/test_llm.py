@@ -1,6 +1,8 @@
 """The offline front door: text in, text out, streams, mistakes."""
 
 import asyncio
+import contextlib
+import time
 
 import pytest
 
@@ -140,3 +142,44 @@ def test_an_unknown_option_names_the_nearest() -> None:
 def test_a_context_longer_than_the_models_is_refused(llm: LLM) -> None:
     with pytest.raises(ValueError, match="max_model_len 4096 is more than the model's own limit of 2048 tokens"):
         LLM(llm.engine.config.model, max_model_len=4096)
+
+
+def test_requests_join_and_leave_only_between_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps run in a thread of their own; the engine is not made to be changed meanwhile."""
+    stepping, clashes = [False], []
+    step, add, abort = llm.engine.step, llm.engine.add, llm.engine.abort
+
+    def slow_step() -> list:
+        stepping[0] = True
+        time.sleep(0.005)
+        updates = step()
+        stepping[0] = False
+        return updates
+
+    def watched(name, function):
+        def call(*arguments):
+            if stepping[0]:
+                clashes.append(name)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(llm.engine, "step", slow_step)
+    monkeypatch.setattr(llm.engine, "add", watched("add", add))
+    monkeypatch.setattr(llm.engine, "abort", watched("abort", abort))
+
+    async def one(i: int) -> None:
+        await asyncio.sleep(0.003 * i)
+        count = 0
+        async with contextlib.aclosing(llm.stream(f"prompt {i}", GREEDY)) as deltas:
+            async for _ in deltas:
+                count += 1
+                if i % 3 == 0 and count == 4:
+                    break
+
+    async def many() -> None:
+        await asyncio.gather(*(one(i) for i in range(9)))
+
+    asyncio.run(many())
+    assert clashes == []
+    assert llm.stats()["running"] == 0 and llm.stats()["kv_usage"] == 0

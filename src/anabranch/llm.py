@@ -11,8 +11,9 @@ import asyncio
 import difflib
 import itertools
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from anabranch.sampling_params import Grammar, SamplingParams
 if TYPE_CHECKING:
     from anabranch.engine.chat_template import ChatTemplate
     from anabranch.engine.output import Answer, Delta
+    from anabranch.request import Update
 
 __all__ = ["LLM", "Completion", "Grammar", "RequestOutput", "SamplingParams", "TokenLogprobs"]
 
@@ -49,6 +51,12 @@ class LLM:
         self._ids = itertools.count()
         self._streams: dict[str, asyncio.Queue[Any]] = {}
         self._pump: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._between_steps = asyncio.Lock()
+        """Of `_loop`. Streams' steps run in a thread; requests join and leave only between them."""
+        self._stepping = threading.Lock()
+        self._leaving: list[str] = []
+        """Requests to abort when the step that runs has ended."""
         self._template: ChatTemplate | None = None
 
     # -- batches -------------------------------------------------------------------------------------------------------
@@ -63,6 +71,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts (text, or token ids), one answer each, in their order. Bad input raises ValueError before
         anything runs."""
+        if self._pump is not None and not self._pump.done():
+            raise RuntimeError("streams are running on this LLM: wait for them, or use a stream here too")
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         chosen = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(chosen) != len(many):
@@ -109,6 +119,7 @@ class LLM:
     def _add(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Answer:
         from anabranch.engine.output import Answer
 
+        self._settle()
         text: str | None = None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -154,44 +165,58 @@ class LLM:
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
-    async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[Delta]:
-        """Deltas (index, text, token_ids, completion) as they come. Leaving early aborts the request. Several streams
-        may run at once in one event loop; they share the engine's batches."""
-        answer = self._add(prompt, params or SamplingParams(), **options)
-        queue: asyncio.Queue[Any] = asyncio.Queue()
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
+        """An async iterator of Deltas (index, text, token_ids, completion) as they come. Leaving it early aborts the
+        request. Several streams may run at once in one event loop; they share the engine's batches."""
+        return Stream(self, prompt, params or SamplingParams(), options)
+
+    async def _open(self, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> Answer:
+        """Add a stream's request between two steps, and see to it that steps are made."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._between_steps = loop, asyncio.Lock()
+        async with self._between_steps:
+            answer = self._add(prompt, params, **options)
+        return answer
+
+    def _watch(self, answer: Answer, queue: asyncio.Queue[Any]) -> None:
         for request in answer.requests:
             self._streams[request.id] = queue
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._step_for_streams())
-        try:
-            while not answer.finished:
-                update = await queue.get()
-                if isinstance(update, BaseException):
-                    raise update
-                delta = answer.add(update)
-                if answer.to_abort(update):
-                    self.engine.abort(update.id)
-                yield delta
-                if answer.errors:
-                    raise ValueError(answer.errors[0])
-        finally:
-            self._abort([answer])
-            for request in answer.requests:
-                self._streams.pop(request.id, None)
 
     async def _step_for_streams(self) -> None:
         try:
             while self._streams and self.engine.has_work:
-                for update in await asyncio.to_thread(self.engine.step):
+                async with self._between_steps:
+                    updates = await asyncio.to_thread(self._step)
+                    self._settle()
+                for update in updates:
                     if update.id in self._streams:
                         self._streams[update.id].put_nowait(update)
         except Exception as error:  # the engine broke: whoever waits must hear of it
             for queue in self._streams.values():
                 queue.put_nowait(error)
 
+    def _step(self) -> list[Update]:
+        with self._stepping:
+            return self.engine.step()
+
+    def _leave(self, ids: list[str]) -> None:
+        self._leaving += ids
+        self._settle()
+
+    def _settle(self) -> None:
+        """Unless a step is running: then it is done after it."""
+        if self._leaving and self._stepping.acquire(blocking=False):
+            try:
+                while self._leaving:
+                    self.engine.abort(self._leaving.pop())
+            finally:
+                self._stepping.release()
+
     def stats(self) -> dict[str, Any]:
+        self._settle()
         return self.engine.stats()
 
     def close(self) -> None:
@@ -201,6 +226,48 @@ class LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stream:
+    """Deltas of one answer. However it is left (the end, `break`, `aclose`, an exception), its requests go with it."""
+
+    def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> None:
+        self.llm = llm
+        self.arguments = prompt, params, options
+        self.answer: Answer | None = None
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self.answer is None:
+            self.answer = await self.llm._open(*self.arguments)
+            self.llm._watch(self.answer, self.queue)
+        if self.answer.finished:
+            self.close()
+            raise StopAsyncIteration
+        update = await self.queue.get()
+        if isinstance(update, BaseException):
+            raise update
+        delta = self.answer.add(update)
+        if self.answer.errors:
+            self.close()
+            raise ValueError(self.answer.errors[0])
+        if self.answer.to_abort(update):
+            self.llm._leave([update.id])
+        return delta
+
+    def close(self) -> None:
+        if self.answer is not None:
+            ids = [request.id for request in self.answer.requests if self.llm._streams.pop(request.id, None)]
+            self.llm._leave(ids)
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def __del__(self) -> None:
         self.close()
 
 
