@@ -256,7 +256,7 @@ class Engine:
             return
         for share in launched.shares:
             id, top_n = share.sequence.id, share.sequence.request.params.prompt_logprobs
-            if top_n is None or id not in self.sequences:
+            if top_n is None or self.sequences.get(id) is not share.sequence:  # an id may have been used again
                 continue
             kept = self.prompt_logprobs.setdefault(id, [None])
             # By position: after a preemption they come a second time.
@@ -269,8 +269,9 @@ class Engine:
         row = 0
         for share in launched.shares:
             count = share.end - share.begin
-            if share.sequence.request.params.return_routed_experts and share.sequence.id in self.sequences:
-                kept = self.routed.setdefault(share.sequence.id, [])
+            id, wanted = share.sequence.id, share.sequence.request.params.return_routed_experts
+            if wanted and self.sequences.get(id) is share.sequence:
+                kept = self.routed.setdefault(id, [])
                 kept[share.begin :] = routed_TLK[row : row + count].tolist()
             row += count
 
