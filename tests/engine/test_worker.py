@@ -357,12 +357,15 @@ def test_an_id_used_again_gets_nothing_of_its_predecessor() -> None:
 def test_cpu_per_update() -> None:
     async def test() -> None:
         async with await start(step_seconds=0.005) as client:
-            began = time.process_time()
-            answers = await asyncio.gather(*(collect(client, request(f"r{i}", 0, 100)) for i in range(64)))
-            seconds = time.process_time() - began
-            num_updates = sum(len(answer) for answer in answers)
-            assert num_updates > 64 * 50  # else nothing was measured
-            assert seconds / num_updates < 60e-6  # about 6 µs on an idle machine
+            costs = []
+            for attempt in range(3):  # the best of three: other work on the machine makes CPU seconds longer too
+                began = time.process_time()
+                answers = await asyncio.gather(*(collect(client, request(f"{attempt}-{i}", 0, 100)) for i in range(64)))
+                seconds = time.process_time() - began
+                num_updates = sum(len(answer) for answer in answers)
+                assert num_updates > 64 * 50  # else nothing was measured
+                costs.append(seconds / num_updates)
+            assert min(costs) < 60e-6  # about 6 µs on an idle machine
 
     run(test())
 
@@ -643,12 +646,13 @@ def test_start_takes_too_long_or_is_cancelled() -> None:
     run(test())
 
 
-def test_sigterm_while_loading() -> None:
+@pytest.mark.parametrize("swallows", [False, True])
+def test_sigterm_while_loading(swallows: bool) -> None:
     async def test() -> None:
         loading = asyncio.Event()
         task = asyncio.create_task(
             EngineClient.start(
-                fake_engine.config(load_seconds=60),
+                fake_engine.config(load_seconds=60, swallows_exit=swallows),
                 ENGINE,
                 timeout=15,
                 on_stage=lambda stage: loading.set() if stage.done == 2 else None,

@@ -123,7 +123,9 @@ class Worker:
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self.stopping = True
         if self.engine is None:  # loading may take minutes, and nobody waits for an answer
-            raise SystemExit(128 + number)
+            # Raised inside some library's callback it would be swallowed: the alarm raises it again until it gets out.
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            raise SystemExit(128 + signal.SIGTERM)
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -288,10 +290,12 @@ def main(folder: Path, parent: int) -> int:
     pulse = Pulse(context, folder, parent)
     pulse.start()
     worker = Worker(inbox, outbox, pulse)
-    signal.signal(signal.SIGTERM, worker.on_sigterm)
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, worker.on_sigterm)
     try:
         code = worker.run()
     except SystemExit as error:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         code = error.code if isinstance(error.code, int) and error.code else 1
         text = "stopped by SIGTERM while starting" if worker.stopping else "something called exit()"
         outbox.send(messages.encode(messages.Ended(text)), zmq.NOBLOCK)
