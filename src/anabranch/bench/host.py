@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import random
 import statistics
 import time
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 
+from anabranch.bench.offline import commit
 from anabranch.config import EngineConfig
 from anabranch.engine.batch import StepMaker
 from anabranch.engine.engine import Engine
@@ -118,5 +121,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{size:>8}{found[size]:>12.0f}{found[size] / size:>14.2f}", flush=True)
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"host_us_per_step": found}, file, indent=1)
+            machine = f"{platform.machine()}, {os.cpu_count()} cores"
+            about = {"commit": commit(), "command": "anabranch bench host", "machine": machine}
+            json.dump({**about, "host_us_per_step": found}, file, indent=1)
     return 0

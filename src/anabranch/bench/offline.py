@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
         "engine": "anabranch",
         "model": Path(folder).name,
         "version": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         "machine": llm.engine.runner.platform.describe(),
         "import_s": imported - started,
         "startup_s": time.perf_counter() - imported,
@@ -140,6 +140,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _commit() -> str:
+def commit() -> str:
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
