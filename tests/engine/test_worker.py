@@ -363,7 +363,7 @@ def test_cpu_per_update() -> None:
                 answers = await asyncio.gather(*(collect(client, request(f"{attempt}-{i}", 0, 100)) for i in range(64)))
                 seconds = time.process_time() - began
                 num_updates = sum(len(answer) for answer in answers)
-                assert num_updates > 64 * 50  # else nothing was measured
+                assert num_updates > 64 * 5  # else nothing was measured; a slow client's updates are joined, 100 at the best
                 costs.append(seconds / num_updates)
             assert min(costs) < 60e-6  # about 6 µs on an idle machine
 

@@ -69,6 +69,7 @@ class StepMaker:
             page_tables=self._page_tables([share.sequence.slot for share in shares], max(context_len)),
             slots=tuple(self._tensor(slot) for slot in slots),
             logit_row=self._tensor(logit_row),
+            max_query=max(end - begin for _, begin, end, _ in shares),
         )
 
     def _make_of_single_tokens(self, shares: list[Share], pages_of: Pages) -> Step:
@@ -112,6 +113,7 @@ class StepMaker:
             page_tables=self._page_tables(owners, max(ends)),
             slots=tuple(self._tensor(slot) for slot in slots),
             logit_row=row_R[:-1] if len(sampling) == len(shares) else self._tensor(sampling),
+            max_query=1,
         )
 
     def _page_tables(self, owners: list[int], longest: int) -> tuple[torch.Tensor, ...]:

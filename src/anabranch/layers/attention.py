@@ -50,6 +50,7 @@ class Attention(nn.Module):
             step.context_len_R,
             self.config.scale,
             self.config.window,
+            step.max_query,
         )
         return self.o_proj(out_THD.flatten(1))
 

@@ -34,5 +34,7 @@ class Step:
     """Where each token's key and value go, one tensor [T] for each KVGroup; −1: nowhere (padding)."""
     logit_row: torch.Tensor
     """The rows whose logits are wanted."""
+    max_query: int = 0
+    """The most tokens of one request, or more; 0: not known. A captured step with max_query 1 serves decoding alone."""
     num_tokens: torch.Tensor | None = None
     """A device scalar; rows from there on are padding. None: no padding."""

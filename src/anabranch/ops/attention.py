@@ -47,6 +47,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
                 "context_len_R": torch.tensor([length for _, length in requests], dtype=torch.int32),
                 "scale": dim**-0.5,
                 "window": window,
+                "max_query": 0 if "chunked" in label else max(n for n, _ in requests),
             },
         )
 
@@ -61,12 +62,15 @@ def attention(
     context_len_R: torch.Tensor,
     scale: float,
     window: int = 0,
+    max_query: int = 0,
 ) -> torch.Tensor:
     """Request r owns rows query_start_R[r] .. query_start_R[r + 1] (R + 1 entries) and they are the *last* tokens
     of its context_len_R[r] tokens, whose keys and values are already in the pages.
 
     A query sees itself and what came before; with a window, only the last `window` tokens, itself included, and
     page-table entries wholly behind the window are never read. Rows of no request (padding) give zeros.
+    `max_query` bounds the tokens of a request in this step (0: nothing is known), so that a kernel can tell a decode
+    step without asking the device.
     """
     out_THD = torch.zeros_like(q_THD)
     page_size, heads_per_kv = k_PSGD.shape[1], q_THD.shape[1] // k_PSGD.shape[2]

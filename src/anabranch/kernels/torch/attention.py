@@ -61,6 +61,7 @@ def attention(
     context_len_R: torch.Tensor,
     scale: float,
     window: int = 0,
+    max_query: int = 0,
 ) -> torch.Tensor:
     work = _work(page_table_RM, query_start_R.tolist(), context_len_R.tolist(), k_PSGD.shape[1], window)
     out_THD = torch.zeros_like(q_THD)
