@@ -3,10 +3,14 @@
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from anabranch.llm import LLM, SamplingParams
+from tests.engine import tiny_tokenizers
+from tests.models import tiny
 from tools import tiny_model
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
@@ -78,6 +82,38 @@ def test_streamed_text_is_the_final_text(llm: LLM, params: SamplingParams) -> No
     assert "".join(delta.text for delta in deltas) == whole.text
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
     assert deltas[-1].completion.finish_reason == whole.completions[0].finish_reason
+
+
+FAMILIES = {case.model_type: case for case in reversed(tiny.CASES)}
+KIND_OF_TOKENIZER = {"mixtral": "llama", "llama": "unigram", "gemma4": "gemma", "gemma4_text": "gemma"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_text_is_the_final_text_for_every_family(family: str, tmp_path: Path) -> None:
+    case = FAMILIES[family]
+    folder = tiny_tokenizers.write(KIND_OF_TOKENIZER.get(family, "qwen"), tmp_path)
+    tiny.save(replace(case, settings=case.settings | {"vocab_size": 640}), folder)
+    llm = LLM(str(folder), dtype="float32", num_pages=128, max_num_seqs=8, max_model_len=128)
+    # Tokens at random: bytes that are parts of a character, or of none.
+    all_params = [
+        SamplingParams(temperature=0, max_tokens=40),
+        SamplingParams(max_tokens=40, seed=3),
+        SamplingParams(max_tokens=40, seed=4, stop=("e", "r ", "fish")),
+        SamplingParams(temperature=2.0, max_tokens=40, seed=5, top_k=200, skip_special_tokens=False),
+    ]
+
+    async def one(params: SamplingParams) -> list:
+        return [delta async for delta in llm.stream("The river divides", params)]
+
+    async def together() -> list[list]:
+        return await asyncio.gather(*map(one, all_params))
+
+    streams = [*asyncio.run(together()), *(collect(llm, "The river divides", params) for params in all_params)]
+    for params, deltas in zip(all_params * 2, streams, strict=True):
+        (whole,) = llm.generate("The river divides", params)
+        assert whole.text and "".join(delta.text for delta in deltas) == whole.text
+        assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
+        assert deltas[-1].completion.finish_reason == whole.completions[0].finish_reason
 
 
 def test_streams_run_together(llm: LLM) -> None:
