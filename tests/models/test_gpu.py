@@ -27,7 +27,7 @@ def test_logits_and_greedy_tokens(model_type: str, tmp_path: Path) -> None:
     assert (found - judge.logits(prompt)).abs().max() < 1e-4
 
     expected = judge.greedy(prompt)
-    with LLM(str(folder), dtype="float32", num_pages=256, max_num_batched_tokens=32) as llm:
+    with LLM(str(folder), dtype="float32", num_pages=256, max_num_batched_tokens=32, tune="off") as llm:
         params = SamplingParams(temperature=0, max_tokens=len(expected), ignore_eos=True)
         outputs = llm.generate([prompt, prompt[:9], prompt], params)
     assert outputs[0].token_ids == outputs[2].token_ids == expected

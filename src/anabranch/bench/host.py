@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from anabranch import kernels, platforms
 from anabranch.bench.offline import commit
 from anabranch.config import EngineConfig
 from anabranch.engine.batch import StepMaker
@@ -65,6 +66,10 @@ class NoModel:
         self.steps = StepMaker(1, config.max_num_seqs, config.max_model_len, config.page_size, torch.device("cpu"))
 
     def launch(self, shares: list[Share], pages: Any) -> Made:
+        for share in shares:
+            if not share.sequence.placed:
+                self.steps.join(share.sequence.slot)
+                share.sequence.placed = True
         self.steps.make(shares, pages)
         return Made(shares, [share for share in shares if share.samples], {})
 
@@ -114,6 +119,8 @@ def measure(num_requests: int, num_steps: int) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
+    kernels.bind(platforms.make("cpu"))
+    torch.set_num_threads(1)  # a second one would only wait: what is measured is Python
     found = {}
     print(f"{'running':>8}{'µs a step':>12}{'µs a request':>14}")
     for size in SIZES:

@@ -1,6 +1,11 @@
 """Ints become tensors here and nowhere else: what sequences contribute to a step → layers.step.Step.
 
-The page tables of running sequences are kept in flat arrays, a row for each slot, and only what changed is written.
+A step in which every sequence has one token, which most are, is packed into three numbers a row; the device works out
+the rest (ops.decode_inputs), so that such a step can be captured and takes one small copy. Other steps are spelled out.
+
+The page tables of running sequences lie on the device, a row for each slot, and only what changed is written.
+
+R rows, S slots, M page-table width.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from anabranch import ops
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.layers.step import Step
 
@@ -21,25 +27,126 @@ sequence keeps its slot: it may only get longer."""
 class StepMaker:
     """Makes Steps for up to `num_slots` sequences of up to `max_length` tokens."""
 
-    def __init__(self, num_groups: int, num_slots: int, max_length: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        num_slots: int,
+        max_length: int,
+        page_size: int,
+        device: torch.device,
+        mirror: bool | None = None,
+    ) -> None:
         self.page_size = page_size
         self.device = device
+        self.pinned = device.type != "cpu"
         self.width = -(-max_length // page_size)
-        self.tables = [array("i", bytes(4 * num_slots * self.width)) for _ in range(num_groups)]
-        self.views = [torch.frombuffer(table, dtype=torch.int32).view(num_slots, -1) for table in self.tables]
+        self.host_tables = [array("i", bytes(4 * num_slots * self.width)) for _ in range(num_groups)]
+        self.tables = [torch.frombuffer(table, dtype=torch.int32).view(num_slots, -1) for table in self.host_tables]
+        """[S, M] each, on the device."""
+        self.mirror = self.pinned if mirror is None else mirror
+        """Whether the device has tables of its own; else it reads the host's."""
+        if self.mirror:
+            self.tables = [table.clone().to(device) for table in self.tables]
+        self.changes: list[tuple[int, int]] = []
+        """Ranges of the flat host tables that the device does not know yet."""
         self.written: list[tuple[object, int]] = [(None, 0)] * num_slots
         """Whose pages a slot's rows hold, and how many of them."""
-        self.last_token_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        """The token each slot sampled last: where the next step finds it before the host has read it."""
+        self.joined: set[int] = set()
+        """Slots that somebody has taken since their rows were written."""
+        self.last_token_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        """The token each slot sampled last: where the next step finds it before the host has read it. The last entry
+        takes what padding rows sample."""
+
+    def join(self, slot: int) -> None:
+        """Another sequence has taken the slot."""
+        self.written[slot] = None, 0
+        self.joined.add(slot)
 
     def make(self, shares: list[Share], pages_of: Pages) -> Step:
         """The Step of one or more shares, in their order."""
-        if all(end - begin == 1 for _, begin, end, _ in shares):
-            return self._make_of_single_tokens(shares, pages_of)
+        if any(end - begin != 1 for _, begin, end, _ in shares):
+            return self._spell_out(shares, pages_of)
+        packed_3R = self.pack(shares, pages_of, len(shares)).to(self.device, non_blocking=True)
+        columns = -(-max(end for _, _, end, _ in shares) // self.page_size)
+        sampling = [row for row, share in enumerate(shares) if share.samples]
+        logit_row = sampling if len(sampling) < len(shares) else None
+        return self.unpack(packed_3R, columns, padded=False, logit_row=logit_row)
+
+    # -- steps of single tokens ----------------------------------------------------------------------------------------
+
+    def pack(self, shares: list[Share], pages_of: Pages, num_rows: int) -> torch.Tensor:
+        """packed_3R of ops.decode_inputs, in host memory, with padding up to `num_rows`. Every share is one token."""
+        slots: list[int] = []
+        tokens: list[int] = []
+        ends: list[int] = []
+        page_size, joined = self.page_size, self.joined
+        for sequence, begin, end, _ in shares:
+            slot, known = sequence.slot, sequence.tokens
+            slots.append(slot)
+            tokens.append(known[begin] if begin < len(known) else -1)
+            ends.append(end)
+            if begin % page_size == 0 or (joined and slot in joined):
+                self._tables_of(sequence, pages_of)
+        self.update_tables()
+        padding = num_rows - len(shares)
+        if padding:
+            slots += [-1] * padding
+            tokens += [0] * padding
+            ends += [0] * padding
+        packed_3R = torch.frombuffer(array("i", slots + tokens + ends), dtype=torch.int32).view(3, num_rows)
+        return packed_3R.pin_memory() if self.pinned else packed_3R
+
+    def unpack(
+        self, packed_3R: torch.Tensor, columns: int, *, padded: bool, logit_row: list[int] | None = None
+    ) -> Step:
+        """The Step of what `pack` gave, on the device; contexts take at most `columns` pages. Can be captured."""
+        token_R, position_R, query_start_R, context_len_R, num_tokens = ops.decode_inputs(packed_3R, self.last_token_S)
+        pages = [ops.decode_pages(packed_3R, table_SM, self.page_size, columns) for table_SM in self.tables]
+        return Step(
+            token_T=token_R,
+            position_T=position_R,
+            query_start_R=query_start_R,
+            context_len_R=context_len_R,
+            page_tables=tuple(table for table, _ in pages),
+            slots=tuple(slot_R for _, slot_R in pages),
+            logit_row=None if logit_row is None else self._upload(logit_row),
+            max_query=1,
+            num_tokens=num_tokens if padded else None,
+        )
+
+    def padding(self, num_rows: int) -> torch.Tensor:
+        """packed_3R, on the device, of padding alone."""
+        packed_3R = torch.zeros(3, num_rows, dtype=torch.int32, device=self.device)
+        packed_3R[0] = -1
+        return packed_3R
+
+    def keep_tokens(self, slots: list[int], token_R: torch.Tensor) -> None:
+        """What the slots sampled last."""
+        self.last_token_S.index_copy_(0, self._upload(slots), token_R)
+
+    def rehearsal(self, num_tokens: int) -> Step:
+        """One request with so many new tokens, whose keys go nowhere: for kernels to be compiled."""
+        rows_T = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        columns = -(-num_tokens // self.page_size)
+        return Step(
+            token_T=rows_T,
+            position_T=rows_T,
+            query_start_R=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
+            context_len_R=torch.tensor([num_tokens], dtype=torch.int32, device=self.device),
+            page_tables=tuple(table[:1, :columns] for table in self.tables),
+            slots=tuple(rows_T - 1 for _ in self.tables),
+            logit_row=None,
+            max_query=num_tokens,
+        )
+
+    # -- other steps ---------------------------------------------------------------------------------------------------
+
+    def _spell_out(self, shares: list[Share], pages_of: Pages) -> Step:
         tokens: list[int] = []
         positions: list[int] = []
         query_start, context_len = [0], []
         logit_row: list[int] = []
+        owners: list[int] = []
         slots: list[list[int]] = [[] for _ in self.tables]
         fed_row, fed_slot = [], []
         page_size = self.page_size
@@ -54,72 +161,38 @@ class StepMaker:
                 logit_row.append(len(tokens) - 1)
             query_start.append(len(tokens))
             context_len.append(end)
+            owners.append(sequence.slot)
             positions += range(begin, end)
             for table, slot in zip(self._tables_of(sequence, pages_of), slots, strict=True):
                 slot += [table[i // page_size] * page_size + i % page_size for i in range(begin, end)]
+        self.update_tables()
 
-        token_T = self._tensor(tokens)
+        token_T = self._upload(tokens)
         if fed_row:
-            token_T[self._tensor(fed_row)] = self.last_token_S[self._tensor(fed_slot)]
+            token_T[self._upload(fed_row)] = self.last_token_S[self._upload(fed_slot)]
+        owner_R, columns = self._upload(owners), -(-max(context_len) // page_size)
         return Step(
             token_T=token_T,
-            position_T=self._tensor(positions),
-            query_start_R=self._tensor(query_start, torch.int32),
-            context_len_R=self._tensor(context_len, torch.int32),
-            page_tables=self._page_tables([share.sequence.slot for share in shares], max(context_len)),
-            slots=tuple(self._tensor(slot) for slot in slots),
-            logit_row=self._tensor(logit_row),
+            position_T=self._upload(positions),
+            query_start_R=self._upload(query_start, torch.int32),
+            context_len_R=self._upload(context_len, torch.int32),
+            page_tables=tuple(table.index_select(0, owner_R)[:, :columns] for table in self.tables),
+            slots=tuple(self._upload(slot) for slot in slots),
+            logit_row=self._upload(logit_row),
             max_query=max(end - begin for _, begin, end, _ in shares),
         )
 
-    def _make_of_single_tokens(self, shares: list[Share], pages_of: Pages) -> Step:
-        """The same where every share is one token, as in most steps: much of the Step follows from the lengths."""
-        tokens: list[int] = []
-        ends: list[int] = []
-        owners: list[int] = []
-        slots: list[list[int]] = [[] for _ in self.tables]
-        page_size, all_written, fed = self.page_size, self.written, 0
-        first, others = slots[0], slots[1:]
-        for sequence, begin, end, _ in shares:
-            known, owner = sequence.tokens, sequence.slot
-            if end > len(known):
-                fed += 1
-                tokens.append(-1)
-            else:
-                tokens.append(known[begin])
-            ends.append(end)
-            owners.append(owner)
-            tables = pages_of(sequence.id)
-            whose, written = all_written[owner]
-            if whose is not tables or written < len(tables[0]):
-                self._write_tables(owner, tables)
-            page, offset = divmod(begin, page_size)
-            first.append(tables[0][page] * page_size + offset)
-            for slot, table in zip(others, tables[1:]) if others else ():
-                slot.append(table[page] * page_size + offset)
+    # -- page tables ---------------------------------------------------------------------------------------------------
 
-        token_T = self._tensor(tokens)
-        if fed:
-            fed_T = self.last_token_S[self._tensor(owners)]
-            token_T = fed_T if fed == len(tokens) else torch.where(token_T < 0, fed_T, token_T)
-        context_len_R = self._tensor(ends, torch.int32)
-        row_R = torch.arange(len(shares) + 1, device=self.device)
-        sampling = [row for row, share in enumerate(shares) if share.samples]
-        return Step(
-            token_T=token_T,
-            position_T=context_len_R.long() - 1,
-            query_start_R=row_R.int(),
-            context_len_R=context_len_R,
-            page_tables=self._page_tables(owners, max(ends)),
-            slots=tuple(self._tensor(slot) for slot in slots),
-            logit_row=row_R[:-1] if len(sampling) == len(shares) else self._tensor(sampling),
-            max_query=1,
-        )
-
-    def _page_tables(self, owners: list[int], longest: int) -> tuple[torch.Tensor, ...]:
-        index = torch.tensor(owners)
-        columns = -(-longest // self.page_size)
-        return tuple(view.index_select(0, index)[:, :columns].to(self.device) for view in self.views)
+    def update_tables(self) -> None:
+        """Bring the device's tables up to date, before work that reads them is enqueued."""
+        if not self.changes:
+            return
+        places = [place for begin, end in self.changes for place in range(begin, end)]
+        self.changes = []
+        place_N = self._upload(places)
+        for host, table in zip(self.host_tables, self.tables, strict=True):
+            table.view(-1).index_copy_(0, place_N, self._upload([host[place] for place in places], torch.int32))
 
     def _tables_of(self, sequence: Sequence, pages_of: Pages) -> list[list[int]]:
         """The sequence's pages, after what is new of them was written into its slot's rows."""
@@ -135,9 +208,13 @@ class StepMaker:
         if owner is not tables:
             written = 0
         length, row = len(tables[0]), slot * self.width
-        for flat, table in zip(self.tables, tables, strict=True):
+        self.joined.discard(slot)
+        for flat, table in zip(self.host_tables, tables, strict=True):
             flat[row + written : row + length] = array("i", table[written:])
         self.written[slot] = tables, length
+        if self.mirror:
+            self.changes.append((row + written, row + length))
 
-    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    def _upload(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """To the device, without waiting for it."""
+        return torch.tensor(values, dtype=dtype, pin_memory=self.pinned).to(self.device, non_blocking=True)

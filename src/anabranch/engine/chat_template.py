@@ -35,6 +35,8 @@ class ChatTemplate:
         self.folder = Path(folder)
         self.special_tokens = named_special_tokens(config := read_tokenizer_config(self.folder))
         sources = _find_templates(self.folder, config) if template is None else {"default": _explicit(template)}
+        self.sources: Mapping[str, str] = sources
+        """The templates' own text by name: it tells how the model writes tool calls and thoughts."""
         self.templates = {name: _compile(name, text) for name, text in sources.items()}
 
     def render(

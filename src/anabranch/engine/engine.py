@@ -26,6 +26,7 @@ from anabranch.engine.scheduler import Scheduler, Sequence, Share
 from anabranch.loader.locate import locate
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.request import Request, TokenLogprobs, Update
+from anabranch.stages import stage
 
 if TYPE_CHECKING:
     from anabranch.engine.grammar import GrammarCompiler, Matcher
@@ -202,9 +203,8 @@ class Engine:
         return failed
 
     def _launch(self, shares: list[Share]) -> Launched:
-        for share in shares:
-            if share.begin == share.sequence.num_cached:
-                self.metrics.admit(share.sequence.id, share.sequence.num_prompt)
+        for sequence in self.scheduler.admitted:
+            self.metrics.admit(sequence.id, sequence.num_prompt)
         self.metrics.steps += 1
         return self.runner.launch(shares, self.kv.pages)
 
@@ -213,39 +213,35 @@ class Engine:
         tokens = launched.wait()
         self._keep_routed(launched)
         self._keep_prompt_logprobs(launched)
-        now = time.monotonic()
+        running = (share[0].id for share in launched.sampling if share[0].finish_reason is None)
+        self.metrics.tokens(running, time.monotonic())
         updates = []
+        read = self.scheduler.read
         for row, (share, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
-            sequence = share.sequence
+            sequence = share[0]
             slot = sequence.slot
-            if not self.scheduler.read(sequence, token):
+            if not read(sequence, token):
                 continue
             ended = None
             if sequence.waits_for_host and sequence.finish_reason is None:
                 ended = self.runner.accept(sequence, slot, token)
                 if ended is not None:
                     self.scheduler.finish(sequence, "stop" if ended == "stop" else "error")
-            self.metrics.token(sequence.id, now)
             updates.append(self._update(launched, row, sequence, token))
-            if sequence.finish_reason == "error":
+            if ended is not None and sequence.finish_reason == "error":
                 updates[-1].error = ended
         return updates
 
     def _update(self, launched: Launched, row: int, sequence: Sequence, token: int) -> Update:
         params = sequence.request.params
-        update = Update(
-            id=sequence.id,
-            token_ids=[token],
-            num_cached=sequence.num_cached,
-            finish_reason=sequence.finish_reason,
-            stop_token=sequence.stop_token,
-        )
+        update = Update(id=sequence.id, token_ids=[token], num_cached=sequence.num_cached)
         if params.logprobs is not None:
             assert launched.sampled is not None
             update.logprobs = [launched.sampled.token_logprobs(row, params.logprobs)]
         if params.prompt_logprobs is not None and len(sequence.tokens) == sequence.num_prompt + 1:
             update.prompt_logprobs = self.prompt_logprobs.pop(sequence.id, [None])
         if sequence.finish_reason is not None:
+            update.finish_reason, update.stop_token = sequence.finish_reason, sequence.stop_token
             if params.return_routed_experts:
                 update.routed_experts = self.routed.pop(sequence.id, [])[: len(sequence.tokens) - 1]
             self._forget(sequence, sequence.finish_reason)
@@ -300,11 +296,14 @@ def make_engine(config: EngineConfig, progress: Callable[[int, int], None] | Non
     """From a config to an engine that is ready: locate, detect, resolve, load, take the pages."""
     from anabranch.engine.tokenizer import Tokenizer
 
-    folder = locate(config.model, weights=config.load_format != "dummy")
-    model = read_config(folder)
-    platform = platforms.current()
-    config = resolve(replace(config, model=str(folder)), model, platform)
+    with stage("config"):
+        folder = locate(config.model, weights=config.load_format != "dummy")
+        platform = platforms.current()
+        model = read_config(folder, quantized=platform.reads_quantized)
+        config = resolve(replace(config, model=str(folder)), model, platform)
     module, _, name = platform.runner.partition(":")
     runner = getattr(importlib.import_module(module), name)(config, platform, progress)
     tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
-    return Engine(config, runner, model, tokenizer)
+    engine = Engine(config, runner, model, tokenizer)
+    runner.warm_up()
+    return engine

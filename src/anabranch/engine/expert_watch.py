@@ -17,27 +17,19 @@ class ExpertWatch:
         num_experts = max((layer.experts.num_experts for layer in self.layers), default=0)
         # The last column takes the −1 of padding rows.
         self.count_LE = torch.zeros(len(self.layers), num_experts + 1, dtype=torch.int64, device=device)
-        self.seen: list[torch.Tensor] = []
+        first_place = torch.arange(len(self.layers), device=device) * (num_experts + 1)
+        self.first_place_L11 = first_place[:, None, None]
 
-    def begin(self, *, count: bool, record: bool) -> None:
-        """From now on count tokens per expert, or keep the ids, or both, or neither (which costs nothing)."""
-        self.seen = []
-        for layer_id, layer in enumerate(self.layers):
-            layer.watch = self._watcher(layer_id, count, record) if count or record else None
+    def look(self, wanted: bool) -> list[torch.Tensor]:
+        """From now on every layer adds its expert_TK to the list, or, if not wanted, none does."""
+        seen: list[torch.Tensor] = []
+        for layer in self.layers:
+            layer.watch = seen.append if wanted else None
+        return seen
 
-    def _watcher(self, layer_id: int, count: bool, record: bool):  # type: ignore[no-untyped-def]
-        row_E = self.count_LE[layer_id]
-
-        def watch(expert_TK: torch.Tensor) -> None:
-            if record:
-                self.seen.append(expert_TK)
-            if count:
-                expert = expert_TK.flatten().long()
-                expert = torch.where(expert < 0, row_E.shape[0] - 1, expert)
-                row_E.scatter_add_(0, expert, torch.ones_like(expert))
-
-        return watch
-
-    def routed_TLK(self) -> torch.Tensor | None:
-        """The ids of the step that just ran, if they were recorded."""
-        return torch.stack(self.seen, dim=1) if self.seen else None
+    def count(self, seen: list[torch.Tensor]) -> None:
+        """What `look` gave for one step joins the histogram."""
+        expert_LTK = torch.stack(seen).long()
+        expert_LTK = torch.where(expert_LTK < 0, self.count_LE.shape[1] - 1, expert_LTK)
+        place = (self.first_place_L11 + expert_LTK).flatten()
+        self.count_LE.view(-1).scatter_add_(0, place, torch.ones_like(place))

@@ -127,17 +127,15 @@ class KVCache:
     def advance(self, id: str, tokens: Sequence[int], num_computed: int, count: int) -> int:
         """Commit, slide and grow for the next `count` tokens at once, as a running request does in every step. Gives
         how many of them there are pages for: fewer where sliding groups are short, 0 where full ones are."""
-        holder = self._holders[id]
-        if (
-            num_computed + count <= holder.capacity
-            and num_computed < holder.next_commit
-            and num_computed < holder.next_slide
-        ):
-            return count  # the usual case
         self.commit(id, tokens, min(num_computed, len(tokens)))
         self.slide(id, num_computed)
         count = self.largest_chunk(id, num_computed, count)
         return count if self.grow(id, num_computed + count) else 0
+
+    def quiet_until(self, id: str) -> int:
+        """Until so many tokens are computed, the next one has its page and there is nothing to commit or give back."""
+        holder = self._holders[id]
+        return min(holder.capacity, holder.next_commit, holder.next_slide)
 
     def largest_chunk(self, id: str, num_computed: int, count: int) -> int:
         """How many of the next `count` tokens the sliding groups have pages for, at least 1.

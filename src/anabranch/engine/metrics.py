@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -23,9 +24,9 @@ class Histogram:
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     @property
     def count(self) -> int:
@@ -66,14 +67,24 @@ class Metrics:
             self.queue_time.observe(clock.admitted - clock.arrived)
             self.prompt_tokens += num_prompt
 
-    def token(self, id: str, now: float) -> None:
-        clock = self.clocks[id]
-        if clock.last_token is None:
-            self.time_to_first_token.observe(now - clock.arrived)
-        else:
-            self.inter_token_latency.observe(now - clock.last_token)
-        clock.last_token = now
-        self.generation_tokens += 1
+    def tokens(self, ids: Iterable[str], now: float) -> None:
+        """One more for each; ids that are not known (any more) do not count."""
+        clocks = self.clocks
+        before, count = now, 0  # most had their last one together, in the step before
+        for id in ids:
+            clock = clocks.get(id)
+            if clock is None:
+                continue
+            self.generation_tokens += 1
+            last, clock.last_token = clock.last_token, now
+            if last == before:
+                count += 1
+            elif last is None:
+                self.time_to_first_token.observe(now - clock.arrived)
+            else:
+                self.inter_token_latency.observe(now - before, count)
+                before, count = last, 1
+        self.inter_token_latency.observe(now - before, count)
 
     def finish(self, id: str, reason: str) -> None:
         clock = self.clocks.pop(id, None)

@@ -26,6 +26,12 @@ class Line:
         if share >= 1:
             print(file=sys.stderr, flush=True)
 
+    def clear(self) -> None:
+        """Make room for a line that stays."""
+        if self.shown and self.drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self.drawn = 0.0
+
     def rate(self, count: float) -> float:
         return count / max(time.perf_counter() - self.started, 1e-9)
 
@@ -36,6 +42,13 @@ class Bar(Line):
     def __call__(self, done: int, total: int) -> None:
         share = done / total if total else 1.0
         self.draw(share, f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {self.rate(done) / 1e9:.1f} GB/s")
+
+
+class Tally(Line):
+    """`measuring tiles ████████░░░░ 61% 52 of 85`"""
+
+    def __call__(self, done: int, total: int) -> None:
+        self.draw(done / total if total else 1.0, f"{done} of {total}")
 
 
 class Counter(Line):

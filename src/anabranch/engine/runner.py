@@ -1,5 +1,7 @@
 """Executes steps on a torch platform: the model, its pages, the sampler. Knows shares of sequences, not why they run.
 
+Steps in which every sequence has one token are replayed as captured graphs where the platform has them.
+
 R sampled rows, L MoE layers, T token rows, K experts per token.
 """
 
@@ -7,23 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from anabranch import kernels
+from anabranch.compile.breakable import BreakableStep
+from anabranch.compile.capture import BySize, Captured
+from anabranch.compile.compiler import PieceCompiler
+from anabranch.compile.pieces import Buffers, StepInPieces
+from anabranch.compile.piecewise import CompiledDecoder, PiecewiseStep
+from anabranch.compile.sizes import common, decode_sizes, prefill_sizes
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
 from anabranch.engine.batch import Pages, StepMaker
 from anabranch.engine.expert_watch import ExpertWatch
+from anabranch.engine.progress import Tally
 from anabranch.engine.sampled import Logprobs, Sampled, token_logprobs
 from anabranch.engine.sampler import Sampler
+from anabranch.engine.sampling_plan import Kind
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.loader.load import DTYPES, load_model
+from anabranch.moe.options import MoEOptions
+from anabranch.moe.tuning import tune
 from anabranch.platforms import Fetch, Platform
+from anabranch.stages import stage
 
 if TYPE_CHECKING:
     from anabranch.engine.grammar import Matcher
 
+LARGEST_PREFILL = 2048
+"""Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host."""
 ROWS_OF_LOGITS = 256
 """Prompt rows whose logits are in memory at the same time."""
 
@@ -34,14 +51,30 @@ class Launched:
 
     shares: list[Share]
     sampling: list[Share]
-    sampled: Sampled | None
-    tokens: Fetch | None
-    routed: Fetch | None
-    prompt_logprobs: dict[str, list[Logprobs]]
+    sampled: Sampled | None = None
+    tokens: Fetch | None = None
+    routed: Fetch | None = None
+    """expert_TLK of the step's tokens."""
+    prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(share.end - share.begin for share in self.shares)
 
     def wait(self) -> list[int]:
         """One token for each of `sampling`."""
         return [] if self.tokens is None else self.tokens.wait().tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a captured step leaves behind."""
+
+    token_R: torch.Tensor | None
+    """None: it is for the host to say how they are sampled."""
+    logits_RV: torch.Tensor
+    experts: list[torch.Tensor]
+    """expert_TK of each MoE layer."""
 
 
 @dataclass(slots=True)
@@ -62,11 +95,21 @@ class TorchRunner:
             load_format=config.load_format,  # type: ignore[arg-type]
             platform=platform,
             progress=progress,
+            moe=MoEOptions(combine=config.moe_combine, shared_expert=config.shared_expert),
         )
+        shown = None if progress is None else Tally("measuring tiles")
+        with stage("tune"):
+            tune(self.model, platform, config.tune, config.max_num_batched_tokens, shown)
         self.num_steps = 0
         self.extras: dict[str, Extras] = {}
         """Of requests on their way that have any."""
         self.load_fetch: Fetch | None = None
+        self.decodes: BySize[Kind, Captured[Decoded]] | None = None
+        """Captured steps of single tokens, where the platform has graphs."""
+        self.prefills: BySize[str, StepInPieces] | None = None
+        """Captured steps of other shapes."""
+        self.compiled: CompiledDecoder | None = None
+        """For steps of more tokens than any captured one has, where pieces are compiled."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,6 +153,65 @@ class TorchRunner:
         self.experts = ExpertWatch(self.model, device)
         self.owners: list[Sequence | None] = [None] * config.max_num_seqs
         """Whose sampling state a slot holds."""
+        self.recorded: set[int] = set()
+        """Slots whose owners want to know their experts."""
+        self.asking: set[int] = set()
+        """Slots whose owners want log probabilities of their prompt."""
+        self._plan_graphs()
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile and capture the steps that most requests will meet."""
+        with stage("compile"), torch.inference_mode():
+            kernels.compile_ahead(self.platform, self._rehearse)
+        work: list[Callable[[], object]] = []
+        if self.prefills is not None:
+            work += [partial(self.prefills.add, "any", size) for size in common(self.prefills.sizes)]
+        if self.decodes is not None:
+            for size in common(self.decodes.sizes):
+                work += [partial(self.decodes.add, kind, size) for kind in ("greedy", "drawn")]
+        with stage("capture"), torch.inference_mode():
+            for done, one in enumerate(work):
+                one()
+                if progress is not None:
+                    progress(done + 1, len(work))
+
+    def _rehearse(self) -> None:
+        """One step of every common size. It changes nothing that a request would see."""
+        kinds: tuple[Kind, ...] = ("greedy", "drawn")
+        for size in common(decode_sizes(self.config.max_num_seqs)):
+            for kind in kinds:
+                self._decode(kind, self.steps.padding(size))
+        largest = self.config.max_num_batched_tokens
+        for size in {*common(prefill_sizes(min(largest, LARGEST_PREFILL))), largest}:
+            # Real steps are rarely multiples of 16, and Triton compiles those apart.
+            for num_tokens in {size, max(1, size - 1)}:
+                self.model(self.steps.rehearsal(num_tokens), self.kv)
+
+    def _plan_graphs(self) -> None:
+        config, platform = self.config, self.platform
+        pool = platform.make_graph_pool()
+        if config.graph_mode == "full":
+
+            def decode(kind: Kind, size: int) -> Captured[Decoded]:
+                return Captured(platform, pool, self.steps.padding(size), partial(self._decode, kind))
+
+            self.decodes = BySize(decode_sizes(config.max_num_seqs), decode)
+        if config.prefill_graph != "none":
+            largest = max(2, min(config.max_num_batched_tokens, LARGEST_PREFILL))  # compilers take one for special
+            buffers = Buffers(self.model, largest, platform.device, self.dtype)
+            look = partial(self.experts.look, True)
+            if config.prefill_graph == "piecewise":
+                self.experts.look(False)  # nobody looks while the model is traced
+                compiler = PieceCompiler(config.compiler, platform, max(2, config.max_num_batched_tokens))
+                with torch.inference_mode():
+                    self.compiled = CompiledDecoder(self.model, compiler)
+
+            def prefill(kind: str, size: int) -> StepInPieces:
+                if self.compiled is not None:
+                    return PiecewiseStep(platform, pool, self.compiled, self.kv, buffers, size)
+                return BreakableStep(platform, pool, self.model, self.kv, buffers, size, look)
+
+            self.prefills = BySize(prefill_sizes(largest), prefill)
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step; nothing here waits for the device."""
@@ -118,38 +220,90 @@ class TorchRunner:
             return self._launch(shares, pages)
 
     def _launch(self, shares: list[Share], pages: Pages) -> Launched:
-        step = self.steps.make(shares, pages)
-        record = False
         for share in shares:
-            sequence = share.sequence
-            if not sequence.placed:
-                self._place(sequence)
-            record |= sequence.request.params.return_routed_experts
+            if not share[0].placed:
+                self._place(share[0])
         interval = self.config.expert_load_interval
         count = bool(interval) and self.num_steps % interval == 0
-        self.experts.begin(count=count, record=record)
         self.num_steps += 1
-        hidden_TD = self.model(step, self.kv)
+        record = bool(self.recorded) and any(share.sequence.slot in self.recorded for share in shares)
+
+        launched = self._replay(shares, pages, count, record)
+        if launched is None:
+            launched = self._run(shares, pages, count, record)
         if count:
             self.load_fetch = self.platform.fetch(self.experts.count_LE)
+        return launched
 
-        sampling = [share for share in shares if share.samples]
-        sampled = tokens = None
-        if sampling:
-            last = hidden_TD[step.logit_row]
-            slots = [share.sequence.slot for share in sampling]
-            sampled = self.sampler.sample(self.model.logits(last), slots)
-            self.steps.last_token_S[torch.tensor(slots, device=hidden_TD.device)] = sampled.token_R
-            tokens = self.platform.fetch(sampled.token_R)
-        routed_TLK = self.experts.routed_TLK() if record else None
-        return Launched(
+    def _run(self, shares: list[Share], pages: Pages, count: bool, record: bool) -> Launched:
+        """Any step; what is not captured of it, kernel by kernel."""
+        step = self.steps.make(shares, pages)
+        captured = None if self.prefills is None else self.prefills.find("any", step.token_T.shape[0])
+        if captured is not None:
+            hidden_TD = captured.run(step)
+            seen = captured.experts
+        elif self.compiled is not None:
+            hidden_TD, seen = self.compiled.run(step, self.kv)
+        else:
+            seen = self.experts.look(count or record)
+            hidden_TD = self.model(step, self.kv)
+        launched = Launched(
             shares=shares,
-            sampling=sampling,
-            sampled=sampled,
-            tokens=tokens,
-            routed=None if routed_TLK is None else self.platform.fetch(routed_TLK),
-            prompt_logprobs=self._prompt_logprobs(hidden_TD, shares),
+            sampling=[share for share in shares if share.samples],
+            prompt_logprobs=self._prompt_logprobs(hidden_TD, shares) if self.asking else {},
         )
+        if launched.sampling:
+            rows_RD = hidden_TD if step.logit_row is None else hidden_TD[step.logit_row]
+            self._sample(launched, self.model.logits(rows_RD))
+        self._count(launched, seen, count, record)
+        return launched
+
+    def _replay(self, shares: list[Share], pages: Pages, count: bool, record: bool) -> Launched | None:
+        """A step of single tokens as a captured graph; None if there is none for it."""
+        if self.decodes is None:
+            return None
+        if not all(samples and end - begin == 1 for _, begin, end, samples in shares):
+            return None
+        if self.asking and any(begin < s.num_prompt and s.slot in self.asking for s, begin, _, _ in shares):
+            return None
+        slots = [share[0].slot for share in shares]
+        captured = self.decodes.find(self.sampler.kind(slots), len(shares))
+        if captured is None:
+            return None
+        decoded = captured.replay(self.steps.pack(shares, pages, captured.input.shape[1]))
+        launched = Launched(shares=shares, sampling=shares)
+        if decoded.token_R is None:
+            self._sample(launched, decoded.logits_RV[: len(shares)])
+        else:
+            launched.sampled = Sampled(decoded.token_R[: len(shares)])
+            launched.tokens = self.platform.fetch(launched.sampled.token_R)
+        self._count(launched, decoded.experts, count, record)
+        return launched
+
+    def _decode(self, kind: Kind, packed_3R: torch.Tensor) -> Decoded:
+        """What is captured: a step of single tokens, from the host's three numbers a row to the tokens it samples."""
+        step = self.steps.unpack(packed_3R, self.steps.width, padded=True)
+        seen = self.experts.look(True)
+        logits_RV = self.model.logits(self.model(step, self.kv))
+        if kind == "any":
+            return Decoded(None, logits_RV, seen)
+        slot_R = packed_3R[0].long()
+        slot_R = torch.where(slot_R < 0, self.config.max_num_seqs, slot_R)
+        token_R = self.sampler.sample_slots(logits_RV, slot_R, kind)
+        self.steps.last_token_S.index_copy_(0, slot_R, token_R)
+        return Decoded(token_R, logits_RV, seen)
+
+    def _sample(self, launched: Launched, logits_RV: torch.Tensor) -> None:
+        slots = [share.sequence.slot for share in launched.sampling]
+        launched.sampled = self.sampler.sample(logits_RV, slots)
+        self.steps.keep_tokens(slots, launched.sampled.token_R)
+        launched.tokens = self.platform.fetch(launched.sampled.token_R)
+
+    def _count(self, launched: Launched, seen: list[torch.Tensor], count: bool, record: bool) -> None:
+        if count and seen:
+            self.experts.count(seen)
+        if record and seen:
+            launched.routed = self.platform.fetch(torch.stack(seen, dim=1)[: launched.num_tokens])
 
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, shares: list[Share]) -> dict[str, list[Logprobs]]:
         """For shares that ask: the log probability of each prompt token after the share's first, and of the one that
@@ -174,6 +328,13 @@ class TorchRunner:
             self.sampler.remove(sequence.slot)
         self.owners[sequence.slot] = sequence
         sequence.placed = True
+        self.steps.join(sequence.slot)
+        params = sequence.request.params
+        for slots, wanted in (
+            (self.recorded, params.return_routed_experts),
+            (self.asking, params.prompt_logprobs is not None),
+        ):
+            (slots.add if wanted else slots.discard)(sequence.slot)
         extras = self.extras.get(sequence.id, Extras())
         self.sampler.add(
             sequence.slot,

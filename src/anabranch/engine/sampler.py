@@ -30,7 +30,7 @@ import torch
 from anabranch import ops
 from anabranch.engine.grammar import fill_masks
 from anabranch.engine.sampled import Logprobs, Sampled, chunks, token_logprobs
-from anabranch.engine.sampling_plan import FOREVER, Draw, Edit, Edits, Occupant, Penalty, PenaltyTable, Plan
+from anabranch.engine.sampling_plan import FOREVER, Draw, Edit, Edits, Kind, Occupant, Penalty, PenaltyTable, Plan
 from anabranch.ops.mask_logits import pack_mask
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
@@ -71,10 +71,10 @@ class Sampler:
         """Those of whom the device knows nothing yet."""
         self._plans: dict[tuple[int, ...], Plan] = {}
         """By slots; several, because requests that wait for the host skip every other step."""
-        # Parameters by slot. Those of a request that is merely greedy are never written and never read.
-        self._float_6S = torch.zeros(6, max_num_seqs, device=device)
+        # Parameters by slot; the last is nobody's, for padding rows.
+        self._float_6S = torch.zeros(6, max_num_seqs + 1, device=device)
         """temperature, top_p, min_p, presence, frequency, repetition"""
-        self._int_3S = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
+        self._int_3S = torch.zeros(3, max_num_seqs + 1, dtype=torch.int64, device=device)
         """top_k, seed, tokens generated"""
         self._position_S = self._int_3S[2]
         self._penalties = PenaltyTable(vocab_size, device)
@@ -131,13 +131,8 @@ class Sampler:
     def sample(self, logits_RV: torch.Tensor, slots: list[int]) -> Sampled:
         """One token for each row, which counts as generated. The logits (fp32, contiguous) are written over."""
         assert logits_RV.shape == (len(slots), self.vocab_size), f"logits {logits_RV.shape} of {len(slots)} slots"
-        key = tuple(slots)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = self._make_plan(slots)
-        if plan.plain:
+        plan = self._plan(slots)
+        if plan.kind == "greedy":
             return Sampled(_best(logits_RV))
         for occupant in plan.waiting:
             assert not occupant.unread, f"request {occupant.request.id}: its last token has not been accepted yet"
@@ -159,6 +154,29 @@ class Sampler:
             return Sampled(token_R)
         token_L = token_R if plan.asked_row_L is None else token_R[plan.asked_row_L]
         return Sampled(token_R, token_logprobs(raw_LV, token_L, plan.top_n).to_host(), plan.asked)
+
+    def kind(self, slots: list[int]) -> Kind:
+        return self._plan(slots).kind
+
+    def sample_slots(self, logits_RV: torch.Tensor, slot_R: torch.Tensor, kind: Kind) -> torch.Tensor:
+        """token_R where nothing but the device knows who is in the rows (max_num_seqs: nobody). Can be captured; `kind`
+        is "greedy" or "drawn"."""
+        if kind == "greedy":
+            return _best(logits_RV)
+        temperature_R, top_p_R, min_p_R = self._float_6S[:3].index_select(1, slot_R)
+        top_k_R, seed_R, position_R = self._int_3S.index_select(1, slot_R)
+        token_R = ops.sample(logits_RV, temperature_R, top_k_R.int(), top_p_R, min_p_R, seed_R, position_R)
+        self._position_S.index_add_(0, slot_R, torch.ones_like(slot_R))
+        return token_R
+
+    def _plan(self, slots: list[int]) -> Plan:
+        key = tuple(slots)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make_plan(slots)
+        return plan
 
     def _change_logits(self, plan: Plan, logits_RV: torch.Tensor) -> None:
         if plan.allowed is not None:
@@ -268,13 +286,11 @@ class Sampler:
         ints: list[tuple[int, ...]] = []
         for slot, occupant in self._joining.items():
             p = occupant.params
-            if occupant.counted or occupant.penalized:
-                slots.append(slot)
-                penalties = (p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
-                floats.append((p.temperature, p.top_p, p.min_p, *penalties))
-                ints.append(
-                    (min(max(p.top_k, 0), self.vocab_size), self._seed(occupant.request), len(occupant.output_ids))
-                )
+            slots.append(slot)
+            floats.append(
+                (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
+            )
+            ints.append((min(max(p.top_k, 0), self.vocab_size), self._seed(occupant.request), len(occupant.output_ids)))
             if occupant.edits:
                 columns = [[e.token for e in occupant.edits], [e.until for e in occupant.edits]]
                 occupant.edit_token_E, occupant.edit_until_E = self._upload(columns)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -112,6 +112,10 @@ class PenaltyTable:
         self.count_PV.view(-1).index_add_(0, row_N * self.count_PV.shape[1] + token_N, one_N)
 
 
+Kind = Literal["greedy", "drawn", "any"]
+"""What a step needs of sampling: the best of each row; a draw by the slots' parameters and nothing else; anything."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """Rows that draw at random."""
@@ -168,11 +172,11 @@ class Plan:
     """None: all rows."""
     top_n: int = 0
     changes_logits: bool = False
-    plain: bool = False
-    """Greedy and nothing else."""
+    kind: Kind = "any"
 
     def close(self) -> Plan:
         """Everything is filled in."""
         self.changes_logits = bool(self.edits or self.allowed or self.penalty or self.matchers or self.bad)
-        self.plain = not (self.draws or self.changes_logits or self.asked)
+        if not (self.changes_logits or self.asked):
+            self.kind = "drawn" if self.draws else "greedy"
         return self

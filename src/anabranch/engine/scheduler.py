@@ -25,11 +25,12 @@ class Sequence:
         "limit",
         "num_cached",
         "num_computed",
-        "num_pending",
         "num_preemptions",
         "num_prompt",
+        "num_tokens",
         "order",
         "placed",
+        "quiet_until",
         "request",
         "slot",
         "stop_ids",
@@ -51,13 +52,14 @@ class Sequence:
         """Tokens that end it."""
         self.tokens = list(request.prompt_ids)
         """Prompt and answer, as far as the host knows them."""
-        self.num_prompt = len(self.tokens)
-        self.num_pending = 0
-        """Sampled by launched steps, not read yet; they follow `tokens`."""
+        self.num_prompt = self.num_tokens = len(self.tokens)
+        """num_tokens counts those too that launched steps sample and the host has not read yet."""
         self.num_computed = 0
         """Tokens whose keys and values are in pages once all launched steps have run."""
         self.num_cached = 0
         """Prompt tokens found in the prefix cache when first admitted."""
+        self.quiet_until = 0
+        """While fewer tokens are computed, the next one needs nothing of the KV cache."""
         self.limit = self.num_prompt + request.params.max_tokens
         """The length at which it ends."""
         self.slot = -1
@@ -72,6 +74,11 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Lower runs earlier and is preempted later."""
         return self.request.priority, self.order
+
+    @property
+    def num_pending(self) -> int:
+        """Sampled by launched steps, not read yet; they follow `tokens`."""
+        return self.num_tokens - len(self.tokens)
 
     @property
     def output(self) -> list[int]:
@@ -98,6 +105,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.free_slots = list(reversed(range(max_num_seqs)))
         self.num_preemptions = 0
+        self.admitted: list[Sequence] = []
+        """By the last `schedule`."""
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -143,23 +152,34 @@ class Scheduler:
         behind: list[Sequence] = []
         preempted = self.num_preemptions
         for sequence in list(self.running):
+            begin = sequence.num_computed
+            end = begin + 1
+            # What the branch below comes to for most sequences in most steps.
+            if budget and end == sequence.num_tokens < sequence.limit and begin < sequence.quiet_until:
+                if not sequence.waits_for_host or end == len(sequence.tokens):
+                    sequence.num_computed = end
+                    sequence.num_tokens = end + 1
+                    shares.append(Share(sequence, begin, end, True))
+                    budget -= 1
+                continue
             missing = self._missing(sequence)
-            if missing == 1 and budget:
-                budget -= self._give(sequence, 1, shares)
-            elif missing > 1:
+            if missing > 1:
                 behind.append(sequence)
+            elif missing and budget:
+                budget -= self._give(sequence, 1, shares)
         for sequence in behind:
             if budget:
                 budget -= self._give(sequence, min(self._missing(sequence), budget), shares)
+        self.admitted = []
         if self.num_preemptions == preempted:
             shares += self._admit(budget)
         return shares
 
     def _missing(self, sequence: Sequence) -> int:
         """Tokens to compute; the answer's last token never is, since nothing follows it."""
-        if sequence.waits_for_host and sequence.num_pending:
+        wanted = sequence.num_tokens
+        if sequence.waits_for_host and wanted > len(sequence.tokens):
             return 0
-        wanted = len(sequence.tokens) + sequence.num_pending
         return (wanted if wanted < sequence.limit else sequence.limit - 1) - sequence.num_computed
 
     def _give(self, sequence: Sequence, count: int, shares: list[Share]) -> int:
@@ -174,9 +194,10 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return 0
+        sequence.quiet_until = self.kv.quiet_until(sequence.id)
         sequence.num_computed = end = begin + given
-        samples = end == len(sequence.tokens) + sequence.num_pending
-        sequence.num_pending += samples
+        samples = end == sequence.num_tokens
+        sequence.num_tokens += samples
         shares.append(Share(sequence, begin, end, samples))
         return given
 
@@ -194,20 +215,22 @@ class Scheduler:
                 return
             self.waiting.pop(0)
             self.running.append(sequence)
+            self.admitted.append(sequence)
             sequence.slot = self.free_slots.pop()
             sequence.placed = False
             if not sequence.num_preemptions:
                 sequence.num_cached = found
             budget -= count
+            sequence.quiet_until = self.kv.quiet_until(sequence.id)
             samples = count == len(sequence.tokens) - found
-            sequence.num_computed, sequence.num_pending = found + count, int(samples)
+            sequence.num_computed = found + count
+            sequence.num_tokens += samples
             yield Share(sequence, found, found + count, samples)
 
     def read(self, sequence: Sequence, token: int) -> bool:
         """A token that a step sampled is known now; False: the sequence has ended and it does not count."""
         if sequence.finish_reason is not None:
             return False
-        sequence.num_pending -= 1
         sequence.tokens.append(token)
         length = len(sequence.tokens)
         if token in sequence.stop_ids and length > sequence.num_prompt + sequence.request.params.min_tokens:
@@ -232,7 +255,8 @@ class Scheduler:
         assert len(set(slots)) == len(slots) and -1 not in slots
         for sequence in self.running:
             assert sequence.finish_reason is None
-            assert 0 <= sequence.num_computed <= len(sequence.tokens) + sequence.num_pending
+            assert 0 <= sequence.num_computed <= sequence.num_tokens
             assert sequence.num_pending in (0, 1, 2)
+            assert sequence.quiet_until <= self.kv.quiet_until(sequence.id)
         for sequence in self.waiting:
             assert sequence.finish_reason is None and sequence.slot == -1 and sequence.num_computed == 0

@@ -24,7 +24,9 @@ import zmq
 
 from anabranch import messages
 from anabranch.config import EngineConfig
+from anabranch.kernels import compile_server
 from anabranch.request import Request, Update
+from anabranch.stages import Stages
 
 log = logging.getLogger("anabranch.engine.worker")  # __name__ is __main__ here
 
@@ -35,6 +37,9 @@ LAST_WORDS_MS = 2000  # for the client to take what was sent before the end
 EXIT_SECONDS = 5.0  # after these the end is forced
 PROGRESS = 0.1  # seconds between two reports of the same stage
 PR_SET_PDEATHSIG = 1
+SAID = {"import": "importing", "config": "loading", "weights": "loading", "tune": "tuning"}
+SAID |= {"compile": "compiling", "capture": "capturing"}
+"""What the client hears of a stage of the start."""
 
 
 class Engine(Protocol):
@@ -97,6 +102,8 @@ class Worker:
         self.updates: list[Update] = []  # not sent yet
         self.stopping = False
         self.stage_at = 0.0
+        self.said: set[str] = set()
+        self.stages = Stages.of_process(self._begin_stage)
 
     def run(self) -> int:
         """The whole life; returns the exit code."""
@@ -137,13 +144,27 @@ class Worker:
         if not isinstance(start, messages.Start):
             raise ValueError(f"the first message must be Start, not {type(start).__name__}")
         logging.getLogger().setLevel(start.log_level)
-        self._send(messages.Stage("importing"))
-        module, _, name = start.engine.partition(":")
-        make_engine: MakeEngine = getattr(importlib.import_module(module), name)
-        self._send(messages.Stage("loading"))
-        self.engine = make_engine(start.config, self._progress)
-        self._send(messages.Ready(self.engine.stats()))
+        with self.stages.shared():
+            compile_server.start_early()
+            with self.stages("import"):
+                module, _, name = start.engine.partition(":")
+                make_engine: MakeEngine = getattr(importlib.import_module(module), name)
+            self._begin_stage("weights")
+            self.engine = make_engine(start.config, self._progress)
+        compile_server.close()
+        self.stages.finish()
+        log.info("start-up:\n%s", self.stages.table())
+        self._send(messages.Ready(self._stats(self.engine)))
         return self.engine
+
+    def _begin_stage(self, name: str) -> None:
+        said = SAID.get(name, name)
+        if said not in self.said:  # some imports come late: nobody is sent back to them
+            self.said.add(said)
+            self._send(messages.Stage(said))
+
+    def _stats(self, engine: Engine) -> dict[str, Any]:
+        return {**engine.stats(), "startup": self.stages.as_dict()}
 
     def _progress(self, done: int, total: int) -> None:
         now = time.monotonic()
@@ -217,7 +238,7 @@ class Worker:
 
     def _tell_stats(self, engine: Engine, ticket: int) -> None:
         try:
-            frame = messages.encode(messages.Stats(ticket, engine.stats()))
+            frame = messages.encode(messages.Stats(ticket, self._stats(engine)))
         except Exception as error:
             log.exception("stats")
             frame = messages.encode(messages.Stats(ticket, {}, one_line(error)))

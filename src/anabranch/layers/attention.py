@@ -37,14 +37,29 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim if per_head else q, eps)
             self.k_norm = RMSNorm(config.head_dim if per_head else kv, eps)
 
-    def forward(self, x_TW: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], step: Step, kv: KV) -> torch.Tensor:
-        q_THD, k_TGD, v_TGD = self._project(x_TW, *rope)
-        k_pages, v_pages = kv
-        ops.kv_store(k_TGD, v_TGD, k_pages, v_pages, step.slots[self.kv_group])
-        out_THD = ops.attention(
+    def project(self, x_TW: torch.Tensor) -> torch.Tensor:
+        """The heads of queries, keys and (unless they are the keys) values, one behind the other."""
+        return self.qkv_proj(x_TW).unflatten(-1, (-1, self.config.head_dim))
+
+    def store(self, heads: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], step: Step, kv: KV) -> torch.Tensor:
+        """The queries, ready for `attend`; keys and values go into the pages."""
+        config, (k_pages, v_pages), slot_T = self.config, kv, step.slots[self.kv_group]
+        q, k = heads[:, : config.num_heads], heads[:, config.num_heads :][:, : config.num_kv_heads]
+        v = k if config.value_is_key else heads[:, config.num_heads + config.num_kv_heads :]
+        q_weight = k_weight = None
+        if config.qk_norm != "none":
+            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        if config.clip:
+            # The clamp stands between norm and rope.
+            q, k = (norm(x.flatten(1)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+            q, k, v = (x.clamp(-config.clip, config.clip) for x in (q, k, v))
+            q_weight = k_weight = None
+        return ops.rope_store(q, k, v, *rope, q_weight, k_weight, config.v_norm, self.eps, k_pages, v_pages, slot_T)
+
+    def attend(self, q_THD: torch.Tensor, step: Step, kv: KV) -> torch.Tensor:
+        return ops.attention(
             q_THD,
-            k_pages,
-            v_pages,
+            *kv,
             step.page_tables[self.kv_group],
             step.query_start_R,
             step.context_len_R,
@@ -52,24 +67,6 @@ class Attention(nn.Module):
             self.config.window,
             step.max_query,
         )
-        return self.o_proj(out_THD.flatten(1))
 
-    def _project(
-        self, x_TW: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        config = self.config
-        heads = self.qkv_proj(x_TW).unflatten(-1, (-1, config.head_dim))
-        q, k = heads[:, : config.num_heads], heads[:, config.num_heads :][:, : config.num_kv_heads]
-        v = k if config.value_is_key else heads[:, config.num_heads + config.num_kv_heads :]
-        if config.v_norm:
-            v = ops.rms_norm(v, None, self.eps)
-        q_weight = k_weight = None
-        if config.qk_norm != "none":
-            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
-        if config.clip:
-            # The clamp stands between norm and rope, so they cannot be one op here.
-            q, k = (norm(x.flatten(1)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-            q, k, v = (x.clamp(-config.clip, config.clip) for x in (q, k, v))
-            q_weight = k_weight = None
-        q, k = ops.qk_norm_rope(q, k, cos_TF, sin_TF, q_weight, k_weight, self.eps)
-        return q, k, v
+    def output(self, attended_THD: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(attended_THD.flatten(1))

@@ -18,6 +18,8 @@ class Piece:
     """Checkpoint name, relative to the module that holds the packing one."""
     index: Index = ()
     """Which part of the parameter it fills; () is all of it."""
+    part: tuple[slice, ...] = ()
+    """Which part of the checkpoint's tensor that is; () is all of it. Pieces of one tensor together are all of it."""
 
 
 Layout = tuple[Piece, ...]

@@ -32,8 +32,8 @@ class Step:
     """int32 [R, M], one for each KVGroup of the model."""
     slots: tuple[torch.Tensor, ...]
     """Where each token's key and value go, one tensor [T] for each KVGroup; −1: nowhere (padding)."""
-    logit_row: torch.Tensor
-    """The rows whose logits are wanted."""
+    logit_row: torch.Tensor | None
+    """The rows whose logits are wanted; None: all."""
     max_query: int = 0
     """The most tokens of one request, or more; 0: not known. A captured step with max_query 1 serves decoding alone."""
     num_tokens: torch.Tensor | None = None

@@ -168,11 +168,12 @@ class Keys:
             raise self.fail(f"{name!r} = {self.raw[name]!r}: {reason}")
 
 
-def read_config(folder: str | Path) -> ModelConfig:
-    """Read `config.json` (and end-of-text ids from `generation_config.json`) in a model folder."""
+def read_config(folder: str | Path, *, quantized: bool = False) -> ModelConfig:
+    """Read `config.json` (and end-of-text ids from `generation_config.json`) in a model folder. `quantized`: whoever
+    asks reads packed weights too."""
     path = Path(folder) / "config.json"
     keys = Keys(_read_json(path), path)
-    if "quantization_config" in {**keys.raw, **keys.mapping("text_config")}:
+    if not quantized and "quantization_config" in {**keys.raw, **keys.mapping("text_config")}:
         raise keys.fail("'quantization_config': quantised checkpoints are not supported yet; use the original weights")
     model_type = keys.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -6,11 +6,12 @@ T token rows, D hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from anabranch import ops
 from anabranch.layers.attention import KV, Attention
 from anabranch.layers.linear import Linear
 from anabranch.layers.mlp import MLP
@@ -39,20 +40,38 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MLP(width, layer.mlp_width, model.activation, model.mlp_bias)
 
-    def forward(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, rope: Rope, step: Step, kv: KV
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def before(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
-        x_TD = self.self_attn(x_TD, rope, step, kv)
+        return self.self_attn.project(x_TD), residual_TD
+
+    def after(
+        self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x_TD = self.self_attn.output(attended_THD)
         x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
-        x_TD = self.mlp(x_TD, step.num_tokens) if isinstance(self.mlp, MoELayer) else self.mlp(x_TD)
+        x_TD = self.mlp(x_TD, num_tokens) if isinstance(self.mlp, MoELayer) else self.mlp(x_TD)
         return x_TD, residual_TD
+
+
+class Layer(Protocol):
+    """What the decoder asks of a layer."""
+
+    self_attn: Attention
+
+    def before(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Up to attention: (heads of queries, keys and values; residual)."""
+
+    def after(
+        self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """From attention on: (x, residual) for the next layer. Rows from `num_tokens` on are padding."""
 
 
 class Decoder(nn.Module):
     """Parameters are named as Hugging Face names them, but for what is packed; see `layers/packing`."""
 
     layer_class: type[nn.Module] = DecoderLayer
+    layers: Sequence[Layer]
     prefixes: tuple[str, ...] = ("model.",)
     """What a checkpoint may put before the names of this module."""
     renames: tuple[tuple[str, str], ...] = ((".mlp.router.", ".mlp.gate."),)
@@ -67,7 +86,7 @@ class Decoder(nn.Module):
         group_of = {layer_id: g for g, group in enumerate(config.kv_groups) for layer_id in group.layers}
         ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=_empty(config))
-        self.layers = nn.ModuleList(
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
             self.layer_class(config, layer, group_of[layer_id], side_stream)
             for layer_id, layer in enumerate(config.layers)
         )
@@ -79,19 +98,47 @@ class Decoder(nn.Module):
 
     def forward(self, step: Step, kv: Sequence[KV]) -> torch.Tensor:
         """Hidden rows x_TD after the last norm. Keys and values of the step's tokens are left in `kv`, one a layer."""
-        x_TD = self.embed_tokens(step.token_T)
+        x_TD, ropes = self.enter(step.token_T, step.position_T)
+        residual_TD = None
+        for layer_id, layer_kv in enumerate(kv):
+            heads, residual_TD = self.before(layer_id, x_TD, residual_TD)
+            q_THD = self.store(layer_id, heads, ropes[self.rope_of_layer[layer_id]], step, layer_kv)
+            attended_THD = self.attend(layer_id, q_THD, step, layer_kv)
+            x_TD, residual_TD = self.after(layer_id, attended_THD, residual_TD, step.num_tokens)
+        return self.leave(x_TD, residual_TD)
+
+    # The parts of `forward`, for those who run what is between attentions in one piece. Only `store` and `attend` know
+    # more of a step than its tokens.
+
+    def enter(self, token_T: torch.Tensor, position_T: torch.Tensor) -> tuple[torch.Tensor, list[Rope]]:
+        x_TD = self.embed_tokens(token_T)
         if self.config.embedding_scale != 1.0:
             # As the families do it: the scale is rounded to the model's dtype first.
             x_TD = x_TD * torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype)
-        ropes = [rotary(step.position_T) for rotary in self.rotaries]
-        residual_TD = None
-        for layer, layer_kv, rope_id in zip(self.layers, kv, self.rope_of_layer, strict=True):
-            x_TD, residual_TD = layer(x_TD, residual_TD, ropes[rope_id], step, layer_kv)
+        return x_TD, [rotary(position_T) for rotary in self.rotaries]
+
+    def before(
+        self, layer_id: int, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers[layer_id].before(x_TD, residual_TD)
+
+    def store(self, layer_id: int, heads: torch.Tensor, rope: Rope, step: Step, kv: KV) -> torch.Tensor:
+        return self.layers[layer_id].self_attn.store(heads, rope, step, kv)
+
+    def attend(self, layer_id: int, q_THD: torch.Tensor, step: Step, kv: KV) -> torch.Tensor:
+        return self.layers[layer_id].self_attn.attend(q_THD, step, kv)
+
+    def after(
+        self, layer_id: int, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.layers[layer_id].after(attended_THD, residual_TD, num_tokens)
+
+    def leave(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> torch.Tensor:
         return self.norm.add(x_TD, residual_TD)[0]
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """fp32 logits_TV of hidden rows; pick the rows first, the vocabulary is large."""
-        logits = F.linear(x_TD, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x_TD)
+        logits = ops.linear(x_TD, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x_TD)
         logits = logits.float()
         if self.config.logit_softcap:
             logits = torch.tanh(logits / self.config.logit_softcap) * self.config.logit_softcap

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.layers.attention import KV, Attention
+from anabranch.layers.attention import Attention
 from anabranch.layers.linear import Linear
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import RMSNorm
-from anabranch.layers.step import Step
 from anabranch.models.config import LayerConfig, ModelConfig, MoEConfig
-from anabranch.models.decoder import Decoder, Rope
+from anabranch.models.decoder import Decoder
 from anabranch.moe.experts import Experts
 from anabranch.moe.layer import RoutedExperts
 from anabranch.moe.shared_expert import beside
@@ -61,19 +60,21 @@ class Gemma4Layer(nn.Module):
             self.post_feedforward_layernorm_2 = RMSNorm(width, eps)
         self.side_stream = side_stream
 
-    def forward(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, rope: Rope, step: Step, kv: KV
+    def before(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer before ended in a scale of the whole stream, so there is no residual beside x."""
+        return self.self_attn.project(self.input_layernorm(x_TD)), x_TD
+
+    def after(
+        self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer ends in a scale of the whole stream, so no residual is carried on beside x."""
-        attended = self.self_attn(self.input_layernorm(x_TD), rope, step, kv)
-        x_TD = x_TD + self.post_attention_layernorm(attended)
+        x_TD = residual_TD + self.post_attention_layernorm(self.self_attn.output(attended_THD))
         if self.moe is None:
             y_TD = self._dense(x_TD)
         else:
             routed_TD, dense_TD = beside(
                 self.side_stream,
                 x_TD,
-                main=lambda x: self._routed(x, step.num_tokens),
+                main=lambda x: self._routed(x, num_tokens),
                 side=lambda x: self.post_feedforward_layernorm_1(self._dense(x)),
             )
             y_TD = dense_TD + routed_TD

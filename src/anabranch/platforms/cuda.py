@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -55,6 +56,9 @@ class CudaPlatform(Platform):
     def fetch(self, tensor: torch.Tensor) -> CudaFetch:
         return CudaFetch(tensor)
 
+    def make_staging(self, num_bytes: int) -> CudaStaging:
+        return CudaStaging(num_bytes, torch.cuda.Stream(self.device))
+
     def make_side_stream(self) -> CudaSideStream:
         return CudaSideStream(torch.cuda.Stream(self.device))
 
@@ -62,10 +66,23 @@ class CudaPlatform(Platform):
         return torch.cuda.graph_pool_handle()
 
     def capture(self, function: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+        # Not torch.cuda.graph(): it collects garbage and empties the allocator before every capture, which takes long.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            function()
+        main = torch.cuda.current_stream(self.device)
+        stream = self._capture_stream()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        main.wait_stream(stream)
         return graph
+
+    @functools.cache  # noqa: B019 (a platform lives as long as the process)
+    def _capture_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
 
 
 class CudaSideStream:
@@ -99,6 +116,28 @@ class CudaFork:
         main.wait_stream(self.stream)
         for tensor in results:
             tensor.record_stream(main)
+
+
+class CudaStaging:
+    """Page-locked memory and a stream of its own: copies run beside each other and beside the host."""
+
+    def __init__(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
+        self.buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.stream = stream
+
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, tuple[slice, ...]]]) -> None:
+        with torch.cuda.stream(self.stream):
+            (target, part), *others = places
+            if not others and not part and target.dtype == source.dtype and target.is_contiguous():
+                target.copy_(source, non_blocking=True)
+                return
+            # What is not a plain copy is done on the device: torch would do it on the host, and wait.
+            arrived = source.to(self.stream.device, non_blocking=True)
+            for target, part in places:
+                target.copy_(arrived[part])
+
+    def wait(self) -> None:
+        self.stream.synchronize()
 
 
 class CudaFetch:

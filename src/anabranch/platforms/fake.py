@@ -5,7 +5,7 @@ Tests use it to see the order of forks, joins and captures; plugins may read it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -57,6 +57,9 @@ class FakePlatform(Platform):
         self.log.append("fetch")
         return super().fetch(tensor)
 
+    def make_staging(self, num_bytes: int) -> FakeStaging:
+        return FakeStaging(num_bytes)
+
     def make_side_stream(self) -> FakeSideStream:
         return FakeSideStream(self.log)
 
@@ -68,6 +71,23 @@ class FakePlatform(Platform):
         self.log.append("capture")
         function()
         return FakeGraph(function, self.log)
+
+
+class FakeStaging:
+    """As late as the contract allows: nothing is copied before somebody waits."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.late: list[tuple[torch.Tensor, torch.Tensor, tuple[slice, ...]]] = []
+
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, tuple[slice, ...]]]) -> None:
+        assert source.is_contiguous() and source.untyped_storage().data_ptr() == self.buffer.data_ptr()
+        self.late += [(target, source, part) for target, part in places]
+
+    def wait(self) -> None:
+        for target, source, part in self.late:
+            target.copy_(source[part])
+        self.late.clear()
 
 
 class FakeGraph:

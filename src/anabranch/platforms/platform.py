@@ -7,7 +7,7 @@ What this file does not know: models, kernels, batches.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -58,6 +58,20 @@ class Fetch(Protocol):
     def wait(self) -> torch.Tensor: ...
 
 
+class Staging(Protocol):
+    """A buffer on the host from which the device takes copies by itself."""
+
+    buffer: torch.Tensor
+    """Bytes."""
+
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, tuple[slice, ...]]]) -> None:
+        """Start copying `source`, a contiguous view of the buffer: each place's tensor becomes that part of it. dtypes
+        may differ."""
+
+    def wait(self) -> None:
+        """Until all that was put has arrived, and the buffer may be written again."""
+
+
 class Platform(abc.ABC):
     """What a machine can do. Subclass it in one file; `fake` implements all of it without hardware."""
 
@@ -69,6 +83,8 @@ class Platform(abc.ABC):
     """Kernel providers, best first: name → module whose import registers its kernels."""
     runner: ClassVar[str] = "anabranch.engine.runner:TorchRunner"
     """`module:class` of the Runner that executes steps here."""
+    reads_quantized: ClassVar[bool] = False
+    """Whether that Runner takes checkpoints with a `quantization_config`."""
     page_size: ClassVar[int] = 16
     """Tokens in one KV page."""
     graph_mode: ClassVar[GraphMode] = "none"
@@ -113,6 +129,10 @@ class Platform(abc.ABC):
     def fetch(self, tensor: torch.Tensor) -> Fetch:
         """Start copying to the host what the tensor will hold once the work enqueued so far has run."""
         return InlineFetch(tensor)
+
+    def make_staging(self, num_bytes: int) -> Staging | None:
+        """A buffer through which weights go to the device; None where the host's memory is the device's."""
+        return None
 
     def make_side_stream(self) -> SideStream:
         """A new side stream; without streams, one that runs side work in line."""

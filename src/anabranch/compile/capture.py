@@ -1,0 +1,83 @@
+"""Captured work by kind and padded size, made when it pays; and the plainest such work, one graph."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from anabranch.compile import sizes
+from anabranch.platforms import Graph, Platform
+
+log = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind", bound=str)
+Made = TypeVar("Made")
+Output = TypeVar("Output")
+
+PATIENCE = 8
+"""How often a larger one stands in for one that was not made yet."""
+STAND_IN = 2
+"""How many times as large it may be."""
+
+
+class BySize(Generic[Kind, Made]):
+    def __init__(self, all_sizes: list[int], make: Callable[[Kind, int], Made]) -> None:
+        self.sizes = all_sizes
+        self.make = make
+        self.made: dict[tuple[Kind, int], Made] = {}
+        self.missed: Counter[tuple[Kind, int]] = Counter()
+
+    def find(self, kind: Kind, num_rows: int) -> Made | None:
+        """For so many rows. None: there are more than the largest size has."""
+        size = sizes.fitting(self.sizes, num_rows)
+        if size is None:
+            return None
+        found = self.made.get((kind, size))
+        if found is not None:
+            return found
+        self.missed[kind, size] += 1
+        if self.missed[kind, size] <= PATIENCE:
+            larger = [other for of, other in self.made if of == kind and size < other <= STAND_IN * size]
+            if larger:
+                return self.made[kind, min(larger)]
+        return self.add(kind, size)
+
+    def add(self, kind: Kind, size: int) -> Made:
+        found = self.made[kind, size] = self.make(kind, size)
+        log.debug("captured: %s, %d rows", kind, size)
+        return found
+
+
+def capture(platform: Platform, work: Callable[[], None], pool: Any) -> Graph:
+    """`work` as a graph, on a platform that has them."""
+    graph = platform.capture(work, pool)
+    assert graph is not None, f"platform {platform.name} says that it captures graphs, and does not"
+    return graph
+
+
+class Captured(Generic[Output]):
+    """One graph. It replays the same work on the same buffers: what it reads is put into `input` before, and what it
+    computed stands in `output` until the next replay of any graph of the pool."""
+
+    def __init__(
+        self, platform: Platform, pool: Any, input: torch.Tensor, body: Callable[[torch.Tensor], Output]
+    ) -> None:
+        """`input`, on the device, is padding alone. The body is run before it is captured, for kernels are compiled and
+        libraries take their workspace when first used; with padding it must change nothing that others read."""
+        self.input = input
+        self.output = body(input)
+
+        def work() -> None:
+            self.output = body(input)
+
+        self.graph = capture(platform, work, pool)
+
+    def replay(self, input: torch.Tensor) -> Output:
+        """`input` lies in (pinned) host memory; nothing waits for the device."""
+        self.input.copy_(input, non_blocking=True)
+        self.graph.replay()
+        return self.output

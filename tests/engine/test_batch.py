@@ -1,0 +1,115 @@
+"""Steps spelled out and steps packed say the same, and so do the device's own page tables and the host's."""
+
+import random
+from dataclasses import fields
+
+import torch
+
+from anabranch.engine.batch import StepMaker
+from anabranch.engine.scheduler import Sequence, Share
+from anabranch.layers.step import Step
+from anabranch.request import Request
+from anabranch.sampling_params import SamplingParams
+
+NUM_SLOTS, MAX_LENGTH, PAGE_SIZE = 6, 40, 4
+
+
+def assert_same(found: Step, expected: Step) -> None:
+    for field in fields(Step):
+        mine, other = getattr(found, field.name), getattr(expected, field.name)
+        for a, b in zip(mine, other, strict=True) if isinstance(mine, tuple) else ((mine, other),):
+            if isinstance(a, torch.Tensor):
+                assert a.dtype == b.dtype and torch.equal(a, b), field.name
+            else:
+                assert a == b, field.name
+
+
+class Walk:
+    """Sequences that take slots, get pages and tokens, and leave."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.running: list[Sequence] = []
+        self.pages: dict[str, list[list[int]]] = {}
+        self.free = list(range(NUM_SLOTS))
+        self.num_made = 0
+
+    def move(self, makers: list[StepMaker]) -> None:
+        if self.running and self.rng.random() < 0.2:
+            gone = self.running.pop(self.rng.randrange(len(self.running)))
+            self.free.append(gone.slot)
+        if self.free and self.rng.random() < 0.4:
+            length = self.rng.randrange(1, 9)
+            prompt = tuple(self.rng.randrange(100) for _ in range(length))
+            one = Sequence(Request(id=str(self.num_made), prompt_ids=prompt, params=SamplingParams()), self.num_made)
+            one.slot = self.free.pop(self.rng.randrange(len(self.free)))
+            self.pages[one.id] = [[], []]
+            self.num_made += 1
+            self.running.append(one)
+            for maker in makers:
+                maker.join(one.slot)
+
+    def share(self, one: Sequence, count: int) -> Share:
+        begin, one.num_computed = one.num_computed, one.num_computed + count
+        for table in self.pages[one.id]:
+            while len(table) * PAGE_SIZE < one.num_computed:
+                table.append(self.rng.randrange(1, 1000))
+        return Share(one, begin, one.num_computed, one.num_computed == len(one.tokens))
+
+    def step(self, single: bool) -> list[Share]:
+        shares = []
+        for one in self.running:
+            missing = len(one.tokens) - one.num_computed
+            if not missing and len(one.tokens) < MAX_LENGTH:
+                one.tokens.append(self.rng.randrange(100))
+                missing = 1
+            if missing and self.rng.random() < 0.8:
+                shares.append(self.share(one, 1 if single else self.rng.randrange(1, missing + 1)))
+        return shares
+
+
+def test_packed_and_mirrored_steps_are_those_spelled_out() -> None:
+    cpu = torch.device("cpu")
+    plain, mirrored, spelled = (
+        StepMaker(2, NUM_SLOTS, MAX_LENGTH, PAGE_SIZE, cpu, mirror=mirror) for mirror in (False, True, False)
+    )
+    num_packed = 0
+    for seed in range(5):
+        walk = Walk(seed)
+        for number in range(200):
+            walk.move([plain, mirrored, spelled])
+            shares = walk.step(single=number % 3 > 0)
+            if not shares:
+                continue
+            if number % 2:
+                last = torch.randint(100, (NUM_SLOTS + 1,))
+                for maker in (plain, mirrored, spelled):
+                    maker.last_token_S.copy_(last)
+                for sequence, _, end, _ in shares:
+                    if end == len(sequence.tokens) > sequence.num_prompt:
+                        sequence.tokens.pop()  # the host does not know it yet
+            expected = spelled._spell_out(shares, walk.pages.__getitem__)
+            if all(share.end - share.begin == 1 for share in shares):
+                num_packed += 1
+                if all(share.samples for share in shares):  # None says it
+                    assert expected.logit_row is not None and len(expected.logit_row) == len(shares)
+                    expected = Step(**{f.name: getattr(expected, f.name) for f in fields(Step)} | {"logit_row": None})
+            for maker in (plain, mirrored):
+                assert_same(maker.make(shares, walk.pages.__getitem__), expected)
+            for sequence, _, end, _ in shares:
+                if end > len(sequence.tokens):
+                    sequence.tokens.append(int(spelled.last_token_S[sequence.slot]))
+    assert num_packed > 100
+
+
+def test_padding_owns_nothing() -> None:
+    maker = StepMaker(2, NUM_SLOTS, MAX_LENGTH, PAGE_SIZE, torch.device("cpu"))
+    walk = Walk(0)
+    while not walk.running:
+        walk.move([maker])
+    shares = [walk.share(walk.running[0], 1)]
+    packed_3R = maker.pack(shares, walk.pages.__getitem__, 4)
+    step = maker.unpack(packed_3R, maker.width, padded=True)
+    assert step.num_tokens is not None and int(step.num_tokens) == 1
+    assert step.slots[0].tolist()[1:] == [-1, -1, -1] and step.context_len_R.tolist() == [1, 0, 0, 0]
+    assert torch.equal(maker.padding(3)[0], torch.full((3,), -1, dtype=torch.int32))

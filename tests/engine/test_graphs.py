@@ -1,0 +1,194 @@
+"""Captured decode steps give what uncaptured ones give, whoever joins and leaves. The fake platform captures by writing
+down what to run again, so buffers that a replay reads and writes are the real ones."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch import platforms
+from anabranch.config import EngineConfig
+from anabranch.engine.engine import Engine, make_engine
+from anabranch.platforms.fake import FakePlatform
+from anabranch.request import Request, Update
+from anabranch.sampling_params import SamplingParams
+from tests.models import tiny
+
+FAMILIES = {case.model_type: case for case in reversed(tiny.CASES)}
+FAMILIES |= {case.name: case for case in tiny.CASES if "sliding" in case.name}
+DEFAULTS = {"dtype": "float32", "num_pages": 256, "page_size": 4, "max_num_seqs": 16, "max_model_len": 128}
+
+MODES: list[dict[str, Any]] = [
+    {"graph_mode": "none"},
+    {"graph_mode": "none", "prefill_graph": "breakable"},
+    {"graph_mode": "none", "prefill_graph": "piecewise", "compiler": "none"},
+    {"graph_mode": "full", "prefill_graph": "none"},
+    {"graph_mode": "full"},
+]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=1.2, seed=1, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=2, top_k=20, top_p=0.9, min_p=0.01, max_tokens=17, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=13, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=21),
+    SamplingParams(temperature=0, max_tokens=12, min_tokens=12, logit_bias={3: 4.0}),
+    SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=1, return_routed_experts=True, ignore_eos=True),
+]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePlatform]:
+    platform = FakePlatform()
+    monkeypatch.setattr(platforms, "current", lambda: platform)
+    yield platform
+
+
+def requests(kinds: list[int], seed: int) -> list[tuple[int, Request]]:
+    """(the step before which it comes, request)"""
+    rng = random.Random(seed)
+    found = []
+    for i, kind in enumerate(kinds):
+        prompt = tuple(rng.randrange(tiny.VOCAB_SIZE) for _ in range(rng.randrange(1, 30)))
+        found.append((rng.randrange(20), Request(id=str(i), prompt_ids=prompt, params=PARAMS[kind])))
+    return found
+
+
+def serve(engine: Engine, arrivals: list[tuple[int, Request]], aborted: dict[str, int]) -> dict[str, list[Update]]:
+    updates: dict[str, list[Update]] = {request.id: [] for _, request in arrivals}
+    waiting, step = sorted(arrivals, key=lambda one: one[0]), 0
+    while waiting or engine.has_work:
+        while waiting and waiting[0][0] <= step:
+            engine.add(waiting.pop(0)[1])
+        for id, when in aborted.items():
+            if when == step:
+                engine.abort(id)
+        for update in engine.step():
+            updates[update.id].append(update)
+        step += 1
+        engine.scheduler.check()
+        engine.runner.sampler.check()
+    return updates
+
+
+def flat(updates: list[Update]) -> tuple[Any, ...]:
+    return (
+        [token for update in updates for token in update.token_ids],
+        [round(one.logprob, 4) for update in updates for one in update.logprobs],
+        [None if one is None else round(one.logprob, 4) for update in updates for one in update.prompt_logprobs or []],
+        [update.routed_experts for update in updates if update.routed_experts],
+        updates[-1].finish_reason if updates else None,
+    )
+
+
+def compare(folder: Path, fake: FakePlatform, arrivals: list[tuple[int, Request]], **options: Any) -> Engine:
+    aborted = {"1": 12, "4": 25}
+    found = []
+    for modes in MODES:
+        engine = make_engine(EngineConfig(model=str(folder), **(DEFAULTS | options | modes)))
+        fake.log.clear()
+        found.append(serve(engine, arrivals, aborted))
+        assert ("replay" in fake.log) == (modes is not MODES[0])
+        load = engine.runner.expert_load()
+        engine.close()
+        assert engine.kv.usage() == 0
+    for other in found[1:]:
+        for id in found[0]:
+            if id not in aborted:
+                assert flat(found[0][id]) == flat(other[id]), id
+    assert bool(load) == any(layer.moe is not None for layer in engine.model.layers)
+    for _, request in arrivals:
+        updates = found[1][request.id]
+        if request.params.prompt_logprobs is not None:
+            assert any(update.prompt_logprobs for update in updates)
+            assert any(update.routed_experts for update in updates) == bool(load)
+    return engine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_is_uncaptured(family: str, tmp_path: Path, fake: FakePlatform) -> None:
+    folder = tiny.save(FAMILIES[family], tmp_path)
+    every_kind = [*range(len(PARAMS)), 0, 2, 3, 0]
+    engine = compare(folder, fake, requests(every_kind, 0))
+    runner = engine.runner
+    assert runner.decodes is not None and {kind for kind, _ in runner.decodes.made} == {"greedy", "drawn", "any"}
+    assert runner.prefills is not None and len(runner.prefills.made) > 1
+
+
+def test_captured_is_uncaptured_when_preempted(tmp_path: Path, fake: FakePlatform) -> None:
+    folder = tiny.save(FAMILIES["qwen3_moe"], tmp_path)
+    engine = compare(folder, fake, requests([0, 1, 2, 3] * 4, 1), num_pages=36, max_model_len=72)
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_every_graph_is_captured_before_ready_or_when_it_is_missed(tmp_path: Path, fake: FakePlatform) -> None:
+    folder = tiny.save(FAMILIES["qwen2_moe"], tmp_path)
+    engine = make_engine(EngineConfig(model=str(folder), **DEFAULTS))
+    assert engine.config.graph_mode == "full" and fake.log.count("pool") == 1
+    captured = [size for kind, size in engine.runner.decodes.made if kind == "greedy"]
+    assert captured == [16, 8, 4, 2, 1]
+    before = fake.log.count("capture")
+    serve(engine, [(0, request) for _, request in requests([0] * 12, 2)], {})
+    assert fake.log.count("capture") == before, "sixteen rows stand in for twelve"
+    assert fake.log.count("replay") > 20
+    # A padded step writes nothing: all pages that nobody holds are as they were.
+    engine.close()
+
+
+def test_the_histogram_leaves_padding_out(tmp_path: Path, fake: FakePlatform) -> None:
+    folder = tiny.save(FAMILIES["mixtral"], tmp_path)
+    loads = []
+    for modes in MODES:
+        options = DEFAULTS | modes | {"expert_load_interval": 1, "async_scheduling": False}
+        engine = make_engine(EngineConfig(model=str(folder), **options))
+        serve(engine, [(0, request) for _, request in requests([0, 0, 0], 3)], {})
+        loads.append(engine.runner.expert_load())
+        engine.close()
+    assert all(load == loads[0] for load in loads) and sum(map(sum, loads[0])) > 0
+
+
+def test_full_graphs_where_there_are_none_are_refused(tmp_path: Path) -> None:
+    folder = tiny.save(FAMILIES["llama"], tmp_path)
+    for modes in ({"graph_mode": "full"}, {"prefill_graph": "breakable"}, {"prefill_graph": "piecewise"}):
+        with pytest.raises(ValueError, match="captures no graphs"):
+            make_engine(EngineConfig(model=str(folder), **(DEFAULTS | modes)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "gemma4_text", "mixtral"])
+def test_captured_logits_are_those_of_an_eager_run_bit_for_bit(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same padded sizes, over a long run with requests that join and leave."""
+    import torch
+
+    from anabranch.compile.capture import Captured
+    from anabranch.platforms.fake import FakeGraph
+
+    made = platforms.make("cuda")
+    folder = tiny.save(FAMILIES[family], tmp_path)
+    logits: list[torch.Tensor] = []
+    replay = Captured.replay
+
+    def kept(self: Captured[Any], input: torch.Tensor) -> Any:
+        output = replay(self, input)
+        logits.append(output.logits_RV[: int((input[0] >= 0).sum())].clone())
+        return output
+
+    monkeypatch.setattr(Captured, "replay", kept)
+    monkeypatch.setattr(platforms, "current", lambda: made)
+    found: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+    for captured in (True, False):
+        if not captured:  # the same work, launched kernel by kernel
+            monkeypatch.setattr(type(made), "capture", lambda self, function, pool=None: FakeGraph(function, []))
+        options = DEFAULTS | {"dtype": "bfloat16", "moe_combine": "ordered", "graph_mode": "full", "page_size": 16, "tune": "off"}
+        engine = make_engine(EngineConfig(model=str(folder), **options))
+        logits = []
+        updates = serve(engine, requests([0, 0, 4, 2, 3, 0, 1, 0] * 4, 5), {"3": 9, "8": 14})
+        engine.close()
+        found.append(({id: flat(one) for id, one in updates.items()}, logits))
+    assert found[0][0] == found[1][0]
+    assert len(found[0][1]) == len(found[1][1]) > 50
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
