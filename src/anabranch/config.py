@@ -7,15 +7,34 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import argparse
+
     from anabranch.models.config import ModelConfig
     from anabranch.platforms import Platform
 
 log = logging.getLogger(__name__)
 
 AUTO = 0  # of a number: to be resolved
+CHOICES = {
+    "graph_mode": ("auto", "full", "none"),
+    "prefill_graph": ("auto", "breakable", "piecewise", "none"),
+    "compiler": ("inductor", "none"),
+    "moe_combine": ("auto", "fused", "ordered", "unfused"),
+    "shared_expert": ("auto", "stream", "packed", "inline"),
+    "tune": ("off", "fast", "full"),
+}
+"""Fields of EngineConfig that have one of a few values."""
+FLAG_HELP = {
+    "graph_mode": "whether decode steps are captured as graphs",
+    "prefill_graph": "whether other steps are captured, in pieces between attentions: as they are, or compiled",
+    "compiler": "who compiles the pieces of --prefill-graph piecewise",
+    "moe_combine": "how experts' rows are summed; ordered: the same bits every time",
+    "shared_expert": "where a shared expert runs",
+    "tune": "measure the experts' tiles at start if no table fits",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +55,21 @@ class EngineConfig:
     prefix_cache: bool = True
     async_scheduling: bool = True
     """Launch the next step before the last one's tokens are read."""
+    graph_mode: str = "auto"
+    """full: decode steps are captured and replayed; none: every kernel is launched by itself."""
+    prefill_graph: str = "auto"
+    """breakable: other steps are captured in pieces, between attentions; piecewise: they are traced, split there,
+    compiled and captured; none: they are not."""
+    compiler: str = "inductor"
+    """Of piecewise steps. inductor: simple ops are fused; none: the pieces run our kernels as they stand."""
+    moe_combine: str = "auto"
+    """How experts' rows come back to their token. fused: added where they are computed, in any order; ordered: the same
+    bits every time for the same batch; unfused: written, then summed; auto: whichever is fastest."""
+    shared_expert: str = "auto"
+    """stream: beside the routed experts, on a second stream; inline: after them; packed: as experts that every token
+    visits, where its width is a multiple of theirs; auto: stream."""
+    tune: str = "fast"
+    """Where no table of measured tiles fits model and GPU, measure at start: for 15 seconds, or in full; off: never."""
     expert_load_interval: int = 16
     """Steps between two copies of the expert histogram to the host; 0: no histogram."""
     seed: int = 0
@@ -52,8 +86,27 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be an integer of at least {low}, not {value!r}")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if not 0 <= self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction!r}")
+
+
+def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
+    """--moe-combine and the like, for commands that run an engine; without names, all of CHOICES."""
+    for name in names or CHOICES:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            choices=CHOICES[name],
+            default=EngineConfig.__dataclass_fields__[name].default,
+            help=f"{FLAG_HELP[name]} (default %(default)s)",
+        )
+
+
+def flags(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_flags` was given on the command line, as fields of EngineConfig."""
+    return {name: getattr(options, name) for name in CHOICES if hasattr(options, name)}
 
 
 def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> EngineConfig:
@@ -63,6 +116,15 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
         chosen["page_size"] = platform.page_size
     if config.memory_fraction == 0.0:
         chosen["memory_fraction"] = platform.memory_fraction
+    if config.graph_mode == "auto":
+        chosen["graph_mode"] = platform.graph_mode
+    if config.prefill_graph == "auto":
+        chosen["prefill_graph"] = "none" if "none" in (platform.graph_mode, config.graph_mode) else "breakable"
+    for name in ("graph_mode", "prefill_graph"):
+        if getattr(config, name) not in ("auto", "none") and not platform.has("graphs"):
+            raise ValueError(
+                f"{name} {getattr(config, name)}: platform {platform.name!r} captures no graphs; use auto or none"
+            )
     if config.max_model_len == AUTO:
         chosen["max_model_len"] = model.max_position
     elif config.max_model_len > model.max_position:

@@ -15,7 +15,7 @@ from anabranch.layers.linear import Linear
 from anabranch.moe.dispatch import Dispatcher, LocalDispatcher
 from anabranch.moe.experts import Experts
 from anabranch.moe.router import Router
-from anabranch.moe.shared_expert import SharedExpert, beside
+from anabranch.moe.shared_expert import SharedExpert, always_on, beside
 
 if TYPE_CHECKING:
     from anabranch.models.config import MoEConfig
@@ -40,19 +40,46 @@ class RoutedExperts(nn.Module):
         weight_TK, expert_TK = self.router(x_TD if router_input_TD is None else router_input_TD, num_tokens)
         if self.watch is not None:
             self.watch(expert_TK)
+        weight_TK, expert_TK = self.visited(x_TD, weight_TK, expert_TK)
         rows_MD, plan = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK)
         rows_MD = self.experts(rows_MD, plan)
         return self.dispatcher.combine(rows_MD, plan)
 
+    def visited(
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All experts that the tokens visit, given those that the router chose."""
+        return weight_TK, expert_TK
+
 
 class MoELayer(RoutedExperts):
-    """Routed experts and, where the family has one, the shared expert on the side stream."""
+    """Routed experts and, where the family has one, the shared expert: on the side stream, in line or packed."""
 
     def __init__(self, config: MoEConfig, width: int, activation: str, side_stream: SideStream) -> None:
         super().__init__(Router(config, width), Experts(config.num_experts, width, config.width, activation))
         self.shared_expert = SharedExpert(width, config.shared_width, activation) if config.shared_width else None
         self.shared_expert_gate = Linear(width, 1) if config.shared_gate else None
         self.side_stream = side_stream
+
+    def pack_shared_expert(self) -> None:
+        """Make the shared expert some of the experts, visited by every token. Before weights are loaded."""
+        assert self.shared_expert is not None
+        width, inner = self.shared_expert.down_proj.weight.shape[1], self.experts.down_EDI.shape[2]
+        if width % inner:
+            raise ValueError(
+                f"shared_expert packed: its width, {width}, is not a multiple of an expert's, {inner}; use stream"
+            )
+        self.experts.add_shared(width // inner)
+        self.shared_expert = None
+
+    def visited(
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        experts, gate = self.experts, self.shared_expert_gate
+        if not experts.num_shared:
+            return weight_TK, expert_TK
+        weight_T1 = None if gate is None else torch.sigmoid(gate(x_TD).float())
+        return always_on(experts.num_experts, experts.num_shared, weight_T1, weight_TK, expert_TK)
 
     def forward(
         self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None = None, router_input_TD: torch.Tensor | None = None

@@ -1,7 +1,11 @@
-"""The always-on expert that every token visits, and the side stream it runs on. T tokens, D hidden width."""
+"""The always-on expert that every token visits: on a side stream, or as some of the experts.
+
+T tokens, D hidden width, K experts per token.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,6 +29,27 @@ class SharedExpert(MLP):
         return y_TD if gate is None else torch.sigmoid(gate(x_TD)) * y_TD
 
 
+def always_on(
+    first: int, count: int, weight_T1: torch.Tensor | None, weight_TK: torch.Tensor, expert_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight, expert) of the routed experts and then of experts first .. first + count, which every token visits.
+
+    Padding rows (expert −1) visit nobody. Then one launch does all, and the shared weights stream with the others'.
+    """
+    real_T1 = expert_TK[:, :1] >= 0
+    ids = _ids.__wrapped__ if torch.compiler.is_compiling() else _ids  # a compiler sees no caches
+    expert_TS = torch.where(real_T1, ids(first, count, expert_TK.device), -1)
+    weight_T1 = real_T1.float() if weight_T1 is None else torch.where(real_T1, weight_T1, 0.0)
+    weight_TS = weight_T1.expand(-1, count)
+    return torch.cat([weight_TK, weight_TS], dim=1), torch.cat([expert_TK, expert_TS], dim=1)
+
+
+@functools.cache
+def _ids(first: int, count: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # it may be used outside of inference mode too
+        return torch.arange(first, first + count, dtype=torch.int32, device=device)
+
+
 def beside(
     side_stream: SideStream,
     x_TD: torch.Tensor,
@@ -34,7 +59,10 @@ def beside(
     """(main(x), side(x)) at the same time where the platform has streams. Neither may write into x.
 
     The main work is enqueued first: the other way round a captured graph spreads over dozens of streams.
+    To a compiler it is one after the other: what it makes of them runs on one stream.
     """
+    if torch.compiler.is_compiling():
+        return main(x_TD), side(x_TD)
     fork = side_stream.fork(x_TD)
     main_TD = main(x_TD)
     with fork.side():

@@ -15,6 +15,8 @@ import torch
 from anabranch.ops.activation import gated_activation
 from anabranch.ops.op import Sample, op
 
+COMBINES = ("auto", "fused", "ordered", "unfused")
+
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     def draw(*shape: int) -> torch.Tensor:
@@ -26,6 +28,9 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         ("scaled, biased", 5, 4, 2, 16, 16, {"scaling": 2.5, "bias": True}),
         ("uncombined", 6, 4, 3, 16, 8, {"combined": False, "scaling": 0.5}),
         ("all tokens to one expert", 9, 5, 1, 16, 16, {"same": True}),
+        ("fused", 12, 6, 3, 16, 16, {"combine": "fused"}),
+        ("ordered", 12, 6, 3, 16, 16, {"combine": "ordered", "scaling": 0.5}),
+        ("unfused", 3, 6, 3, 16, 16, {"combine": "unfused"}),
         ("no tokens", 0, 4, 2, 16, 8, {}),
     ):
         expert = torch.rand(tokens, num_experts, generator=generator).argsort(-1)[:, :top_k].int()
@@ -48,11 +53,29 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
                 "down_bias_ED": draw(num_experts, width).to(dtype) if biased else None,
                 "scaling": options.get("scaling", 1.0),
                 "combined": options.get("combined", True),
+                "combine": options.get("combine", "auto"),
             },
         )
 
 
-@op(samples=samples)
+def fake(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    gate_up_EFD: torch.Tensor,
+    down_EDI: torch.Tensor,
+    activation: str,
+    gate_up_bias_EF: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    scaling: float = 1.0,
+    combined: bool = True,
+    combine: str = "auto",
+) -> torch.Tensor:
+    tokens, width = x_TD.shape
+    return x_TD.new_empty(tokens, width) if combined else x_TD.new_empty(tokens, expert_TK.shape[1], width)
+
+
+@op(samples=samples, fake=fake)
 def experts(
     x_TD: torch.Tensor,
     weight_TK: torch.Tensor,
@@ -64,12 +87,18 @@ def experts(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
+    combine: str = "auto",
 ) -> torch.Tensor:
     """y_TD[t] = scaling · Σ_k weight[t, k] · FFN of expert expert_TK[t, k] on x[t]; id −1 adds nothing.
 
     F = 2 · I: gate rows first, then up rows. With `combined=False`: y_TKD, the weighted rows before the sum.
+    `combine` says how a kernel brings rows back to their token, always in fp32: `fused` adds into the token's row where
+    they are computed, in any order; `ordered` gives the same bits every time for the same batch; `unfused` writes all
+    rows and sums them; `auto` is whichever is fastest. Here all of them are the same.
     Never writes over x: a shared expert on a side stream may still be reading it.
     """
+    if combine not in COMBINES:
+        raise ValueError(f"combine {combine!r} is none of {', '.join(COMBINES)}")
     tokens, top_k = expert_TK.shape
     y_TKD = torch.zeros(tokens, top_k, x_TD.shape[1], device=x_TD.device)
     for t, experts_of_token in enumerate(expert_TK.tolist()):

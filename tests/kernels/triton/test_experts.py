@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.triton import experts_plan, experts_tiles
 from anabranch.kernels.triton.experts_tiles import GroupedTiles, HopperTiles, Machine, SmallTiles, Tile, Tiles
+from anabranch.ops.experts import COMBINES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="in test_in_the_interpreter")
@@ -202,13 +203,12 @@ def test_rows_of_a_wider_tensor_in_the_interpreter(poison: None) -> None:
 
 
 @interpreter
-@pytest.mark.parametrize("mode", kernel.COMBINES)
-def test_the_op_in_the_interpreter(mode: str, poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "combine_mode", mode)
+@pytest.mark.parametrize("mode", COMBINES)
+def test_the_op_in_the_interpreter(mode: str, poison: None) -> None:
     for tokens in (0, 2, 9):
         arguments = draw(tokens, 4, 2, 16, 8)
         assert kernel.accepts(**arguments)
-        assert distance(kernel.experts(**arguments), exact(arguments)) <= 1e-5
+        assert distance(kernel.experts(**arguments, combine=mode), exact(arguments)) <= 1e-5
 
 
 @interpreter
@@ -268,7 +268,7 @@ def test_chosen_tiles_fit(machine: str, dtype: str) -> None:
     for tokens in (1, 7, 8, 9, 16, 17, 64, 65, 300, 2048, 100_000):
         for num_experts, width, inner, top_k in ((128, 2048, 768, 8), (60, 2048, 1408, 4), (8, 4096, 14336, 2)):
             size = (tokens, num_experts, width, inner, top_k, DTYPES[dtype])
-            for combine in kernel.COMBINES:
+            for combine in COMBINES:
                 tiles = experts_tiles.choose(*size, combine, MACHINES[machine])
                 if isinstance(tiles, SmallTiles):
                     assert tokens <= experts_tiles.SMALL_TOKENS
@@ -299,10 +299,10 @@ def test_what_it_does_not_accept() -> None:
         assert not kernel.accepts(**arguments | {name: value}), name
 
 
-def test_an_unknown_combine_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "combine_mode", "fussed")
-    with pytest.raises(ValueError, match="fussed"):
-        kernel.experts(**draw(4, 4, 2, 16, 8))
+@pytest.mark.parametrize("function", [kernel.experts, ops.experts.reference])
+def test_an_unknown_combine_mode_is_refused(function: Any) -> None:
+    with pytest.raises(ValueError, match="'fussed' is none of auto, fused"):
+        function(**draw(4, 4, 2, 16, 8), combine="fussed")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -371,10 +371,9 @@ def test_uncombined_on_a_gpu(tiles: Tiles, poison: None) -> None:
 
 @pytest.mark.gpu
 @compiler
-@pytest.mark.parametrize("mode", kernel.COMBINES)
+@pytest.mark.parametrize("mode", COMBINES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_op_on_a_gpu(mode: str, dtype: str, poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "combine_mode", mode)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     for tokens in (0, 1, 8, 12, 50, 222, 1100):
         for biased in (False, True):
@@ -387,31 +386,29 @@ def test_the_op_on_a_gpu(mode: str, dtype: str, poison: None, monkeypatch: pytes
                     if x_TD is arguments["x_TD"]
                     else arguments | {"x_TD": x_TD.nan_to_num_()}
                 )
-                error = distance(kernel.experts(**given), exact(given))
+                error = distance(kernel.experts(**given, combine=mode), exact(given))
                 assert error <= TOLERANCE[DTYPES[dtype]], f"{tokens} tokens, biased {biased}: off by {error:.1e}"
 
 
 @pytest.mark.gpu
 @compiler
 @pytest.mark.parametrize("mode", ["ordered", "unfused", "auto"])
-def test_same_bits_every_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "combine_mode", mode)
+def test_same_bits_every_time(mode: str) -> None:
     for tokens in (1, 6, 14, 40, 200, 1500):
         arguments = draw(tokens, 60, 4, 512, 704, torch.bfloat16, "cuda")
-        first = kernel.experts(**arguments)
+        first = kernel.experts(**arguments, combine=mode)
         for _ in range(10):
-            assert torch.equal(kernel.experts(**arguments), first), f"{tokens} tokens"
+            assert torch.equal(kernel.experts(**arguments, combine=mode), first), f"{tokens} tokens"
 
 
 @pytest.mark.gpu
 @compiler
-def test_fused_is_no_less_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_is_no_less_exact() -> None:
     for tokens in (4, 40, 600):
         arguments = draw(tokens, 60, 8, 512, 704, torch.bfloat16, "cuda")
         error = {}
         for mode in ("fused", "unfused"):
-            monkeypatch.setattr(kernel, "combine_mode", mode)
-            error[mode] = distance(kernel.experts(**arguments), exact(arguments))
+            error[mode] = distance(kernel.experts(**arguments, combine=mode), exact(arguments))
         assert error["fused"] <= error["unfused"] * 1.01
 
 

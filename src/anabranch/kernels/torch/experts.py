@@ -22,6 +22,7 @@ def experts(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
+    combine: str = "auto",
 ) -> torch.Tensor:
     tokens, top_k = expert_TK.shape
     if tokens == 1 and combined and gate_up_bias_EF is None and down_bias_ED is None and x_TD.dtype == torch.float32:
@@ -41,11 +42,14 @@ def experts(
             begin += count
     h_NF = _products(x_ND, gate_up_EFD, gate_up_bias_EF, spans)
     rows_ND = _products(ops.gated_activation(h_NF, activation), down_EDI, down_bias_ED, spans)
-    y = torch.zeros(tokens if combined else tokens * top_k, x_TD.shape[1], device=x_TD.device)
-    weight_N = weight_TK.flatten()[order_N, None] * scaling
-    y.index_add_(0, token_N if combined else order_N, rows_ND * weight_N)
-    y = y.to(x_TD.dtype)
-    return y if combined else y.view(tokens, top_k, x_TD.shape[1])
+    weighted_ND = rows_ND * (weight_TK.flatten()[order_N, None] * scaling)
+    if combined and combine in ("auto", "fused"):
+        y_TD = torch.zeros(tokens, x_TD.shape[1], device=x_TD.device)
+        return y_TD.index_add_(0, token_N, weighted_ND).to(x_TD.dtype)
+    # A row of its own for every pair: on a GPU index_add_ adds in any order.
+    y_ND = torch.zeros(tokens * top_k, x_TD.shape[1], device=x_TD.device).index_copy_(0, order_N, weighted_ND)
+    y_TKD = y_ND.view(tokens, top_k, x_TD.shape[1])
+    return (y_TKD.sum(1) if combined else y_TKD).to(x_TD.dtype)
 
 
 def _one_token(

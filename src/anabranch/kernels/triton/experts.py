@@ -3,13 +3,15 @@
 T tokens, D hidden width, K experts per token, E experts, I expert width (`inner`), N = T · K pairs.
 
 A few tokens: experts_small. More: experts_grouped, or on Hopper experts_hopper; both after experts_plan. Three ways
-to bring rows back to their token (ANABRANCH_MOE_COMBINE):
+to bring rows back to their token (`combine`):
 
 * fused: the down kernel adds into the token's row, in fp32. In registers where one program sees all experts of a
   token, otherwise by atomics, whose order, and so the last bits, changes from run to run.
 * ordered: the same bits every time for the same batch.
 * unfused: the down kernel writes a row per pair; another sums them, in fp32 and always in the same order.
 * auto: whichever is fastest for the number of tokens.
+
+Tiles come from a table that was measured for this shape on this device (kernels/tuning), else from experts_tiles.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -29,6 +30,7 @@ from anabranch.kernels.triton.experts_grouped import down_grouped, gate_up_group
 from anabranch.kernels.triton.experts_plan import make_plan
 from anabranch.kernels.triton.experts_small import down_pair, down_token, gate_up_small
 from anabranch.kernels.triton.experts_sum import sum_rows
+from anabranch.kernels.triton.experts_tables import Shape, table_for
 from anabranch.kernels.triton.experts_tiles import (
     CHUNK,
     GroupedTiles,
@@ -37,17 +39,16 @@ from anabranch.kernels.triton.experts_tiles import (
     SmallTiles,
     Tile,
     Tiles,
+    adapt,
     choose,
 )
 from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.ops.experts import COMBINES
 
 log = logging.getLogger(__name__)
 
 GLUON_TRIED = ("3.6.",)
 """Versions of Triton with which experts_hopper was run."""
-COMBINES = ("auto", "fused", "ordered", "unfused")
-combine_mode = os.environ.get("ANABRANCH_MOE_COMBINE", "auto")
-"""One of COMBINES, for all calls. To be set before anything is captured."""
 
 
 def accepts(
@@ -61,6 +62,7 @@ def accepts(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
+    combine: str = "auto",
 ) -> bool:
     return (
         x_TD.dtype == gate_up_EFD.dtype == down_EDI.dtype
@@ -87,6 +89,7 @@ def experts(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
+    combine: str = "auto",
 ) -> torch.Tensor:
     call = Call(
         x_TD,
@@ -102,12 +105,7 @@ def experts(
     )
     if x_TD.shape[0] == 0:
         return call.result()
-    if combine_mode not in COMBINES:
-        raise ValueError(f"ANABRANCH_MOE_COMBINE: {combine_mode!r} is none of {', '.join(COMBINES)}")
-    num_experts, D, inner = down_EDI.shape
-    tokens, top_k = expert_TK.shape
-    mode = combine_mode if combined else "unfused"
-    return run(call, choose(tokens, num_experts, D, inner, top_k, x_TD.dtype, mode, machine_for(call)))
+    return run(call, tiles_for(call, combine if combined else "unfused"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +127,23 @@ class Call:
         """Room for y_TD, or y_TKD."""
         (tokens, top_k), width = self.expert_TK.shape, self.x_TD.shape[1]
         return self.x_TD.new_empty((tokens, width) if self.combined else (tokens, top_k, width))
+
+
+def tiles_for(call: Call, combine: str) -> Tiles:
+    if combine not in COMBINES:
+        raise ValueError(f"combine {combine!r} is none of {', '.join(COMBINES)}")
+    (tokens, top_k), (num_experts, D, inner) = call.expert_TK.shape, call.down_EDI.shape
+    shape = Shape(num_experts, D, inner, top_k, call.x_TD.dtype)
+    return chosen(tokens, shape, combine, machine_for(call), call.x_TD.device)
+
+
+@functools.lru_cache(4096)
+def chosen(tokens: int, shape: Shape, combine: str, machine: Machine, device: torch.device) -> Tiles:
+    """As measured on this device, else by the rule."""
+    size = (shape.num_experts, shape.D, shape.inner, shape.top_k, shape.dtype)
+    rule = choose(tokens, *size, combine, machine)
+    table = table_for(device, shape)
+    return rule if table is None else table.pick(tokens, rule, lambda tiles: adapt(tiles, tokens, combine, machine))
 
 
 def run(call: Call, tiles: Tiles) -> torch.Tensor:

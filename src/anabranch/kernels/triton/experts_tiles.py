@@ -1,9 +1,9 @@
-"""Tiles of the experts' kernels: what can be chosen, and what is chosen for a shape when nothing was tuned.
+"""Tiles of the experts' kernels: what can be chosen, and what is chosen for a shape when nothing was measured.
 
 D hidden width, I expert width (`inner`), K experts per token, E experts. Nothing here touches a device.
 
-The table was measured on an H200 with the shapes of Qwen3-30B-A3B, Gemma-4-26B-A4B and Qwen1.5-MoE-A2.7B
-(benchmarks/experts.py --sweep).
+The rule was made from sweeps on an H200 with the shapes of Qwen3-30B-A3B, Gemma-4-26B-A4B and Qwen1.5-MoE-A2.7B
+(benchmarks/results/experts_h200.json).
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ SMALL_TOKENS = 8
 """Up to here experts_small is fastest."""
 MATCH_TOKENS = 16
 """Up to here a plan costs more than computing rows for nothing."""
+MOST_SMALL_TOKENS = 64
+"""Beyond, experts_small would only be slow."""
 HOPPER_TOKENS = 64
 """Above, experts_hopper is at least as fast as experts_grouped."""
 
@@ -170,39 +172,32 @@ def fit(tiles: GroupedTiles, dtype: torch.dtype, machine: Machine) -> GroupedTil
     return replace(tiles, gate_up=fitted(tiles.gate_up, 2), down=fitted(tiles.down, 1))
 
 
-def candidates(num_tokens: int, num_experts: int, D: int, inner: int, top_k: int, dtype: torch.dtype) -> list[Tiles]:
-    """What a tuner should time for one token count on Hopper."""
-    found: list[Tiles] = []
-    if num_tokens <= 8:
-        chunks = -(-inner // CHUNK)
-        for rows, warps in ((4, 8), (2, 4)):
-            for ahead in sorted({max(1, loads // chunks) for loads in (6, 9, 12)}):
-                found.append(SmallTiles(rows, warps, ahead=ahead))
-        if num_tokens == 1:
-            found += [SmallTiles(2, 2, ahead=max(1, 12 // chunks)), SmallTiles(2, 4, 2, 2, ahead=max(1, 12 // chunks))]
-        else:
-            found.append(SmallTiles(4, 4, share=True, ahead=max(1, 9 // chunks)))
-    if 4 <= num_tokens <= 16:
-        for gate_up, down in (
-            (Tile(64, 128, 4, 3, True), Tile(128, 64, 4, 4, True)),
-            (Tile(64, 64, 4, 5, True), Tile(128, 64, 4, 5, True)),
-            (Tile(32, 128, 4, 4, True), Tile(64, 64, 4, 6, True)),
-        ):
-            found.append(GroupedTiles(16, gate_up, down, match=True))
-    if 16 < num_tokens <= 512:
-        rows = 16 if num_tokens <= 64 else 32
-        found.append(GroupedTiles(rows, Tile(64, 64, 4, 5, True), Tile(128, 64, 4, 5, True)))
-        found.append(GroupedTiles(rows, Tile(32, 128, 4, 4, True), Tile(64, 64, 4, 6, True)))
-    if num_tokens >= 32:
-        found.append(HopperTiles(1, 1, 1, Tile(64, 64, 4, 8), Tile(128, 64, 4, 8)))
-    if num_tokens >= 128:
-        found.append(HopperTiles(2, 2, 1, Tile(128, 64, 4, 4, group=4), Tile(256, 64, 4, 4, group=4)))
-        found.append(HopperTiles(2, 2, 1, Tile(64, 64, 4, 6, group=4), Tile(128, 64, 4, 6, group=4)))
-    if num_tokens >= 1024:
-        for group in (2, 4):
-            gate_up, down = Tile(128, 64, 4, 4, group=group), Tile(256, 64, 4, 4, group=group)
-            found.append(HopperTiles(2, 2, 1, gate_up, down, extra=16))
-            if group == 2:
-                found.append(HopperTiles(2, 2, 1, gate_up, down))
-        found.append(HopperTiles(2, 4, 1, Tile(64, 64, 4, 4, group=2), Tile(128, 64, 4, 4, group=2)))
-    return found
+def adapt(tiles: Tiles, num_tokens: int, combine: str, machine: Machine) -> Tiles | None:
+    """What tiles that were measured with combine `auto` become in a call; None if they cannot do it."""
+    if isinstance(tiles, SmallTiles):
+        if num_tokens > MOST_SMALL_TOKENS:
+            return None
+        return replace(tiles, by_token=False) if combine == "unfused" else tiles
+    if isinstance(tiles, HopperTiles):
+        return tiles if machine.hopper and combine != "fused" else None
+    if (tiles.match and num_tokens > tiles.rows) or (tiles.add and combine not in ("auto", "fused")):
+        return None
+    return replace(tiles, add=True) if combine == "fused" else tiles
+
+
+def label(tiles: Tiles) -> str:
+    """In a few words, for people."""
+
+    def one(tile: Tile) -> str:
+        group = "" if tile.group == MANY else f" g{tile.group}"
+        return f"{tile.columns}x{tile.depth} s{tile.stages} w{tile.warps}{' swap' if tile.swap else ''}{group}"
+
+    if isinstance(tiles, SmallTiles):
+        how = ("token" if tiles.by_token else "pair") + (" share" if tiles.share else "")
+        gate, down = f"{tiles.gate_rows}/{tiles.gate_warps}", f"{tiles.down_columns}/{tiles.down_warps}"
+        return f"small gate {gate} down {down} ahead {tiles.ahead} {how}"
+    if isinstance(tiles, HopperTiles):
+        rows = f"{64 * tiles.slabs}{f'+{tiles.extra}' if tiles.extra else ''}/{tiles.groups}"
+        return f"hopper {rows} p{tiles.programs}: {one(tiles.gate_up)} | {one(tiles.down)}"
+    how = (" match" if tiles.match else "") + (" add" if tiles.add else "")
+    return f"grouped {tiles.rows}{how}: {one(tiles.gate_up)} | {one(tiles.down)}"

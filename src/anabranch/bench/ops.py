@@ -1,0 +1,285 @@
+"""Each op by itself, as the engine calls it: µs, GB/s or TFLOP/s, and the share of what the machine can do.
+
+    anabranch bench ops                                      every op, shapes of three MoE models
+    anabranch bench ops experts --combine all --json FILE    fused against ordered against unfused
+    anabranch bench ops experts --zipf                       some experts far more popular than others
+    anabranch bench ops route --compile                      against eager torch and torch.compile
+
+Calls are made in turn over several sets of weights, so that no cache holds them, and replayed as one captured graph
+where the platform has graphs. First results are compared with a reference. The floor is the larger of the bytes that
+must be moved and the arithmetic that must be done, at the rates measured on that machine (known: H200). Without an
+accelerator: one tiny model, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import platform as host
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch import kernels, ops, platforms
+from anabranch.bench import op_cases_moe  # noqa: F401  registers
+from anabranch.bench.offline import commit
+from anabranch.bench.op_cases import CASES, Case, Setting
+from anabranch.bench.op_shapes import MODELS, TINY
+from anabranch.kernels.timing import microseconds
+from anabranch.ops.experts import COMBINES
+
+SHORT = {
+    "sort": "expert_sort",
+    "norm": "add_rms_norm",
+    "rope": "rope_store",
+    "activation": "gated_activation",
+}
+CEILINGS = {"NVIDIA H200": (4.6e12, 777e12)}
+"""Bytes a second of a read-only stream, and bf16 FLOP a second of a large product, both measured."""
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ENOUGH_CALLS = 48
+"""In one captured graph, so that what lies between two replays does not count."""
+
+Row = dict[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    named = f"{', '.join(CASES)}; also {', '.join(SHORT)} (default: all)"
+    parser.add_argument("ops", nargs="*", metavar="OP", help=named)
+    parser.add_argument("--models", nargs="+", metavar="NAME", help=f"of {', '.join(MODELS)}, tiny")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="N", help="default: each op's own list")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--zipf", action="store_true", help="skewed routing")
+    parser.add_argument("--combine", default="auto", choices=[*COMBINES, "all"], help="of the experts")
+    parser.add_argument("--compile", action="store_true", help="route: also eager torch and torch.compile (a minute)")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="timings of which the median counts")
+    parser.add_argument("--no-check", action="store_true", help="do not compare with the reference")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib: pip install 'anabranch[plot]'")
+
+
+def make_setting(options: argparse.Namespace) -> Setting:
+    platform = platforms.current()
+    kernels.bind(platform)
+    usual = [TINY.name] if platform.device.type == "cpu" else list(MODELS)
+    known = {**MODELS, TINY.name: TINY}
+    for name in options.models or ():
+        if name not in known:
+            raise ValueError(f"--models: {name!r} is none of {', '.join(known)}")
+    if any(tokens < 1 for tokens in options.tokens):
+        raise ValueError("--tokens: at least 1")
+    return Setting(
+        platform,
+        tuple(known[name] for name in options.models or usual),
+        platform.compute_dtype(DTYPES[options.dtype]),
+        tuple(options.tokens),
+        options.zipf,
+        COMBINES if options.combine == "all" else (options.combine,),
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    wanted = [SHORT.get(name, name) for name in options.ops] or list(CASES)
+    for name in wanted:
+        if name not in CASES:
+            raise ValueError(f"no benchmark of {name!r} (known: {', '.join((*CASES, *SHORT))})")
+    setting = make_setting(options)
+    if options.plot is not None:
+        plotting()
+    compared = compare_route(setting) if options.compile and "route" in wanted else {}
+    compile_first(wanted, setting)
+    rows: list[Row] = []
+    wrong = 0
+    for name in wanted:
+        print(f"\n{name} on {setting.platform.describe()}\n{HEAD}", flush=True)
+        with torch.inference_mode():
+            for case in CASES[name](setting):
+                row = measure(name, case, setting, options)
+                row |= against(name, case, row, setting, compared)
+                wrong += not row["right"]
+                rows.append(row)
+                print(shown(row), flush=True)
+                if options.json is not None:  # after each row: what is measured is not lost
+                    options.json.parent.mkdir(parents=True, exist_ok=True)
+                    options.json.write_text(json.dumps({**about(setting), "rows": rows}, indent=1))
+    if options.plot is not None:
+        plot(rows, options.plot)
+    if wrong:
+        print(f"\n{wrong} results differ from the reference", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def compile_first(wanted: list[str], setting: Setting) -> None:
+    """All kernels at once, on all cores, instead of one after the other as they come up."""
+    if setting.platform.device.type == "cpu" or "triton" not in setting.platform.providers:
+        return
+    from anabranch.kernels.triton.precompile import precompile, recording
+
+    with contextlib.suppress(RuntimeError):  # whatever goes wrong will do so again where it is said which op it was
+        with torch.inference_mode(), recording() as jobs:
+            for name in wanted:
+                for case in CASES[name](setting):
+                    case.calls[0]()
+        precompile(jobs)
+
+
+def measure(name: str, case: Case, setting: Setting, options: argparse.Namespace) -> Row:
+    error = math.nan if options.no_check or case.expected is None else distance(case.calls[0](), case.expected())
+    us, how = timed(case, setting, options.repeats)
+    bandwidth, flops = ceilings(setting)
+    floor = 1e6 * max(case.num_bytes / bandwidth, case.flops / flops)
+    return {
+        "op": name,
+        "model": case.model,
+        "size": case.size,
+        "label": case.label,
+        "us": round(us, 3),
+        "gb_s": round(case.num_bytes / us / 1e3, 1),
+        "tflop_s": round(case.flops / us / 1e6, 2),
+        "floor_us": round(floor, 3) if floor else None,
+        "error": None if math.isnan(error) else error,
+        "right": math.isnan(error) or error <= ops.OPS[name].tolerance.get(setting.dtype, 1e-2),
+        "kernel": provider(case),
+        "how": how,
+        **case.more,
+    }
+
+
+def timed(case: Case, setting: Setting, repeats: int) -> tuple[float, str]:
+    """µs of a call, and whether that was in a replayed graph or called from Python."""
+    if setting.platform.has("graphs"):
+        calls = list(case.calls) * max(1, ENOUGH_CALLS // len(case.calls))
+        # Where the kernel that is bound asks the device in the middle, no graph can hold it.
+        with contextlib.suppress(RuntimeError):
+            return microseconds(setting.platform, calls, repeats=repeats), "graph"
+    return microseconds(setting.platform, list(case.calls), repeats=repeats, graph=False), "called"
+
+
+def ceilings(setting: Setting) -> tuple[float, float]:
+    """(bytes, FLOP) a second; infinite where nothing is known."""
+    machine = setting.platform.describe()
+    known = next((rates for name, rates in CEILINGS.items() if name in machine), (math.inf, math.inf))
+    return known if setting.dtype.itemsize == 2 else (known[0], math.inf)
+
+
+def provider(case: Case) -> str:
+    """Whose kernel serves the call."""
+    call: Any = case.calls[0]
+    for kernel in call.func.bound:
+        if kernel.accepts is None or kernel.accepts(*call.args, **call.keywords):
+            return str(kernel.provider)
+    return "reference"
+
+
+def distance(found: Any, expected: Any) -> float:
+    """‖found − expected‖ / ‖expected‖, the largest of several results; of integers, the share that differs."""
+    if isinstance(expected, tuple):
+        return max(distance(a, b) for a, b in zip(found, expected, strict=True))
+    found = found[: expected.shape[0]]
+    if not expected.is_floating_point():
+        return (found != expected).float().mean().item()
+    scale = expected.double().norm().item()
+    error = (found.double() - expected.double()).norm().item()
+    return error / scale if scale else error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against others
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def compare_route(setting: Setting) -> dict[str, Any]:
+    from anabranch.bench.op_compile import compare
+
+    return compare(setting)
+
+
+def against(name: str, case: Case, row: Row, setting: Setting, compared: dict[str, Any]) -> Row:
+    """How many times longer others take: replayed graph against replayed graph, and calls against calls."""
+    if name != "route" or not compared:
+        return {}
+    called = microseconds(setting.platform, list(case.calls), repeats=3, graph=False)
+    eager = {
+        "graph": microseconds(setting.platform, list(case.also["eager"]), repeats=3),
+        "called": microseconds(setting.platform, list(case.also["eager"]), repeats=3, graph=False),
+    }
+    dtype = case.label.rpartition(" ")[2]
+    others: dict[str, dict[str, float]] = {"eager": eager, **compared.get(f"{case.model} {case.size} {dtype}", {})}
+    ours = {"graph": row["us"], "called": called}
+    ratios = {who: {how: us / ours[how] for how, us in times.items()} for who, times in others.items()}
+    return {"called_us": called, "others_us": others, "ratios": ratios}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What people see
+# ---------------------------------------------------------------------------------------------------------------------
+
+HEAD = (
+    f"{'model':<18}{'size':>8}  {'':<34}{'µs':>10}{'GB/s':>9}{'TFLOP/s':>9}{'floor':>9}{'%':>5}{'target':>8}"
+    f"{'error':>9}  kernel"
+)
+
+
+def shown(row: Row) -> str:
+    floor, target, error = row["floor_us"], row.get("target_us"), row["error"]
+    line = f"{row['model']:<18}{row['size']:>8}  {row['label']:<34}{row['us']:>10.2f}{row['gb_s']:>9.0f}"
+    line += f"{row['tflop_s']:>9.1f}" if row["tflop_s"] else f"{'':>9}"
+    line += f"{floor:>9.2f}{100 * floor / row['us']:>5.0f}" if floor else f"{'-':>9}{'-':>5}"
+    line += f"{target:>8g}" if target else f"{'':>8}"
+    line += f"{error:>9.1e}" if error is not None else f"{'':>9}"
+    line += f"  {row['kernel']}, {row['how']}{'' if row['right'] else '  WRONG'}"
+    for who, how in row.get("ratios", {}).items():
+        line += f"\n{'':>28}{who}: " + ", ".join(f"{ratio:.1f} × {kind}" for kind, ratio in how.items())
+    return line
+
+
+def about(setting: Setting) -> Row:
+    accelerated = setting.platform.device.type != "cpu"
+    return {
+        "commit": commit(),
+        "command": shlex.join(["anabranch", *sys.argv[1:]]),
+        "machine": setting.platform.describe() if accelerated else f"{host.machine()}, {setting.platform.describe()}",
+        "torch": torch.__version__,
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "routing": "zipf" if setting.zipf else "uniform",
+        "unit": "µs",
+    }
+
+
+def plotting() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'anabranch[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot(rows: list[Row], file: Path) -> None:
+    """A picture for each op: µs over size, a line for each model and kind, dashed where the machine's limit is."""
+    pyplot = plotting()
+    names = list(dict.fromkeys(row["op"] for row in rows))
+    figure, axes = pyplot.subplots(len(names), 1, figsize=(9, 5 * len(names)), squeeze=False)
+    for name, axis in zip(names, axes[:, 0], strict=True):
+        lines: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["op"] == name:
+                lines.setdefault(f"{row['model']}, {row['label']}", []).append(row)
+        for label, line in lines.items():
+            sizes = [row["size"] for row in line]
+            drawn = axis.plot(sizes, [row["us"] for row in line], marker="o", markersize=3, label=label)
+            if all(row["floor_us"] for row in line):
+                axis.plot(sizes, [row["floor_us"] for row in line], "--", linewidth=0.8, color=drawn[0].get_color())
+        axis.set(title=name, xlabel="tokens or requests", ylabel="µs", xscale="log", yscale="log")
+        axis.legend(fontsize=6)
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
+    pyplot.close(figure)

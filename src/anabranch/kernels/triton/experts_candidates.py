@@ -1,0 +1,122 @@
+"""What a tuner should time: tiles of the experts' kernels that have won somewhere, for each number of tokens.
+
+D hidden width, I expert width (`inner`), K experts per token, E experts. Nothing here touches a device.
+
+A short list on purpose: each entry is a pair of kernels to compile. Where one wins is in
+benchmarks/results/experts_h200.json; a device that wants something else gets it by a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from anabranch.kernels.triton.experts_tiles import (
+    CHUNK,
+    MATCH_TOKENS,
+    SMALL_TOKENS,
+    GroupedTiles,
+    HopperTiles,
+    Machine,
+    Tile,
+    Tiles,
+    choose,
+    choose_small,
+    fit,
+)
+from anabranch.kernels.tuning import Search
+
+
+def searches(
+    num_tokens: int,
+    num_experts: int,
+    D: int,
+    inner: int,
+    top_k: int,
+    dtype: torch.dtype,
+    machine: Machine,
+    full: bool = False,
+) -> list[Search[Tiles]]:
+    """For one number of tokens, the rule's own choice first; with `full` also what has rarely won."""
+    rule = choose(num_tokens, num_experts, D, inner, top_k, dtype, machine=machine)
+    found = [*small_searches(num_tokens, D, inner, top_k, dtype, full)]
+    rows_per_expert = num_tokens * top_k / num_experts
+    if dtype != torch.float32:
+        found += grouped_searches(num_tokens, rows_per_expert, dtype, machine, full)
+        if machine.hopper:
+            found += hopper_searches(num_tokens, rows_per_expert, full)
+    if full and isinstance(rule, GroupedTiles) and top_k > 2:
+        found.append(Search(replace(rule, add=True)))
+    return [Search(rule), *found]
+
+
+def small_searches(
+    num_tokens: int, D: int, inner: int, top_k: int, dtype: torch.dtype, full: bool
+) -> Iterator[Search[Tiles]]:
+    small = choose_small(D, inner, top_k, dtype)
+    if small is None or num_tokens > (4 if full else 2) * SMALL_TOKENS:
+        return
+    gates = [{"gate_rows": 4, "gate_warps": 8}, {"gate_rows": 2, "gate_warps": 4}]
+    if full:
+        gates += [{"gate_rows": 2, "gate_warps": 2}, {"gate_rows": 4, "gate_warps": 4}]
+    chunks = -(-inner // CHUNK)
+    downs: list[dict[str, int]] = []
+    if small.by_token:
+        downs += [{"ahead": ahead} for ahead in sorted({min(top_k, max(1, n // chunks)) for n in (6, 9, 12)})]
+        if full:
+            downs += [{"down_columns": 2, "down_warps": 2}]
+    yield Search(small, (tuple(gates), tuple(downs)))
+    if full and num_tokens > 1:
+        yield Search(replace(small, gate_rows=4, gate_warps=4, share=True))
+
+
+def grouped_searches(
+    num_tokens: int, rows_per_expert: float, dtype: torch.dtype, machine: Machine, full: bool
+) -> Iterator[Search[Tiles]]:
+    """Portable; from about a thousand tokens on a Hopper has something better."""
+    if num_tokens < 4 or (machine.hopper and num_tokens > (512 if full else 256)):
+        return
+    swap = machine.hopper
+    if num_tokens <= 64 or rows_per_expert <= 96:
+        all_rows = [16] if num_tokens <= 64 else [32, 64]
+        gates = [Tile(64, 64, 4, 5, swap), Tile(32, 128, 4, 4, swap), Tile(64, 128, 4, 3, swap)]
+        downs = [Tile(128, 64, 4, 5, swap), Tile(64, 64, 4, 6, swap), Tile(128, 64, 4, 4, swap)]
+    else:
+        all_rows = [64, 128]
+        gates = [Tile(128, 64, 8, 3, group=8), Tile(128, 64, 4, 4, group=4), Tile(64, 64, 4, 4, group=8)]
+        downs = [Tile(256, 64, 8, 3, group=8), Tile(128, 64, 8, 3, group=8), Tile(128, 64, 4, 4, group=4)]
+    for rows in all_rows if full or rows_per_expert > 16 else all_rows[:1]:
+        base = fit(GroupedTiles(rows, gates[0], downs[0], match=num_tokens <= MATCH_TOKENS), dtype, machine)
+        yield Search(
+            base,
+            (
+                tuple({"gate_up": fit(replace(base, gate_up=tile), dtype, machine).gate_up} for tile in gates[1:]),
+                tuple({"down": fit(replace(base, down=tile), dtype, machine).down} for tile in downs[1:]),
+            ),
+        )
+
+
+def hopper_searches(num_tokens: int, rows_per_expert: float, full: bool) -> Iterator[Search[Tiles]]:
+    def bands(tile: Tile, name: str) -> tuple[dict[str, Tile], ...]:
+        return tuple({name: replace(tile, group=group)} for group in ((2, 4, 8) if full else (2, 4)))
+
+    if num_tokens >= 32 and rows_per_expert <= 64:
+        yield Search(HopperTiles(1, 1, 1, Tile(64, 64, 4, 8), Tile(128, 64, 4, 8)))
+    if num_tokens < 128:
+        return
+    narrow, wide = Tile(64, 64, 4, 6, group=4), Tile(128, 64, 4, 6, group=4)
+    yield Search(HopperTiles(2, 2, 1, narrow, wide), (bands(narrow, "gate_up"), bands(wide, "down")) if full else ())
+    gate_up, down = Tile(128, 64, 4, 4, group=4), Tile(256, 64, 4, 4, group=4)
+    stages = (bands(gate_up, "gate_up"), bands(down, "down")) if num_tokens >= 512 else ()
+    yield Search(HopperTiles(2, 2, 1, gate_up, down), stages)
+    if rows_per_expert >= 48:
+        gate_up, down = replace(gate_up, group=2), replace(down, group=2)
+        stages = (bands(gate_up, "gate_up"), bands(down, "down")) if full else ()
+        yield Search(HopperTiles(2, 2, 1, gate_up, down, extra=16), stages)
+    if rows_per_expert >= 128:
+        gate_up, down = Tile(64, 64, 4, 4, group=2), Tile(128, 64, 4, 4, group=2)
+        yield Search(
+            HopperTiles(2, 4, 1, gate_up, down), (bands(gate_up, "gate_up"), bands(down, "down")) if full else ()
+        )

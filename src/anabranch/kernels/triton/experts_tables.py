@@ -1,0 +1,134 @@
+"""Which table of measured tiles is good for a call of the experts, and how tiles are written in it.
+
+D hidden width, I expert width (`inner`), K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from anabranch.kernels import tuning
+from anabranch.kernels.triton.experts_tiles import MANY, GroupedTiles, HopperTiles, SmallTiles, Tile, Tiles
+
+TILES_VERSION = 1
+"""To be raised when a field of the tiles changes its meaning, or a kernel so much that shipped times mislead."""
+KINDS: dict[str, type[SmallTiles | GroupedTiles | HopperTiles]] = {
+    "small": SmallTiles,
+    "grouped": GroupedTiles,
+    "hopper": HopperTiles,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """What tiles are tuned for."""
+
+    num_experts: int
+    D: int
+    inner: int
+    top_k: int
+    dtype: torch.dtype
+
+    def good_for(self, device: torch.device) -> tuning.Facts:
+        arch, num_processors = device_facts(device)
+        return {
+            "op": "experts",
+            "arch": arch,
+            "sm": num_processors,
+            "E": self.num_experts,
+            "D": self.D,
+            "I": self.inner,
+            "k": self.top_k,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+
+@functools.cache
+def device_facts(device: torch.device) -> tuple[str, int]:
+    """(architecture, multiprocessors)."""
+    properties = torch.cuda.get_device_properties(device)
+    arch = f"sm_{properties.major}{properties.minor}" if torch.version.hip is None else properties.gcnArchName
+    return arch, properties.multi_processor_count
+
+
+def made_with() -> tuning.Facts:
+    """The code that is timed: every file of the op, and the compiler."""
+    return {"sources": sources(), "triton": triton.__version__}
+
+
+@functools.cache
+def sources() -> str:
+    here = Path(__file__).parent
+    return tuning.hash_files([*here.glob("experts*.py"), here / "gated.py", here / "launch.py"])
+
+
+class TilesCodec:
+    """{"kind": "grouped", "rows": 16, "gate_up": [64, 64, 4, 5, true], "down": [...], ...}; defaults are left out."""
+
+    def encode(self, choice: Tiles) -> dict[str, Any]:
+        written: dict[str, Any] = {"kind": next(kind for kind, cls in KINDS.items() if type(choice) is cls)}
+        for field in dataclasses.fields(choice):
+            value = getattr(choice, field.name)
+            if isinstance(value, Tile):
+                value = [value.columns, value.depth, value.warps, value.stages, value.swap, value.group]
+            if value != field.default:
+                written[field.name] = value
+        return written
+
+    def decode(self, written: dict[str, Any]) -> Tiles:
+        values = dict(written)
+        cls = KINDS.get(values.pop("kind", None))
+        if cls is None:
+            raise ValueError(f"no tiles: {written}")
+        for field in dataclasses.fields(cls):
+            if field.name in values:
+                values[field.name] = self._value(field, values[field.name])
+        return cls(**values)
+
+    def _value(self, field: dataclasses.Field[Any], value: Any) -> Any:
+        if field.type == "Tile":
+            columns, depth, warps, stages, swap, group = value
+            numbers = (columns, depth, warps, group)
+            if all(map(_is_power, numbers)) and type(stages) is int and 0 < stages <= 16 and type(swap) is bool:
+                if 16 <= columns <= 512 and 16 <= depth <= 512 and warps <= 16 and group <= MANY:
+                    return Tile(*value)
+        elif field.type == "bool":
+            if type(value) is bool:
+                return value
+        elif type(value) is int and 0 <= value <= 256 and (_is_power(value) or field.name in ("ahead", "extra")):
+            return value
+        raise ValueError(f"{field.name} = {value!r}")
+
+
+def _is_power(value: object) -> bool:
+    return type(value) is int and value > 0 and value & (value - 1) == 0
+
+
+CODEC = TilesCodec()
+_installed: dict[tuple[torch.device, Shape], tuning.Table[Tiles] | None] = {}
+
+
+def table_for(device: torch.device, shape: Shape) -> tuning.Table[Tiles] | None:
+    """Looked up on disk once per process. Two models of one shape share it: it is a fact about the device."""
+    if (device, shape) not in _installed:
+        table = None
+        if device.type == "cuda":
+            table = tuning.find(CODEC, shape.good_for(device), made_with(), TILES_VERSION)
+        _installed[device, shape] = table
+    return _installed[device, shape]
+
+
+def install(device: torch.device, shape: Shape, table: tuning.Table[Tiles]) -> None:
+    """Use this table from now on. Not for graphs that were captured before."""
+    _installed[device, shape] = table
+
+
+def forget() -> None:
+    """Look tables up again."""
+    _installed.clear()

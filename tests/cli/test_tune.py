@@ -1,0 +1,103 @@
+"""`anabranch tune`, and the flags that say how experts are computed, as a person meets them."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch import platforms
+from anabranch.cli import generate, main, tune
+from anabranch.config import CHOICES
+from anabranch.kernels import tuning
+from anabranch.moe import tuning as moe_tuning
+from tests.models import tiny
+
+pytest.importorskip("triton")
+from anabranch.kernels.triton import experts_tables, experts_tuner
+from tests.kernels.triton.test_experts_tuner import FakeBench, OnH200, fake, h200
+
+__all__ = ["fake", "h200"]  # fixtures
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.save(next(case for case in tiny.CASES if case.model_type == "qwen2_moe"), tmp_path / "model")
+
+
+def test_a_platform_without_tiles_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["tune", str(folder)]) == 1
+    said = capsys.readouterr().err
+    assert "platform 'cpu' has no kernels with tiles to choose" in said and said.count("\n") == 1
+
+
+@pytest.fixture
+def on_h200(fake: type[FakeBench], monkeypatch: pytest.MonkeyPatch) -> type[FakeBench]:
+    monkeypatch.setattr(platforms, "current", OnH200)
+    monkeypatch.setattr(moe_tuning, "can_be_tuned", lambda: True)
+    monkeypatch.setattr(tune, "draw", lambda shape, device: None)
+    return fake
+
+
+def test_the_table_is_printed_kept_and_written(
+    on_h200: type[FakeBench], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "table.json"
+    assert (
+        main.main(["tune", str(folder), "--tune", "fast", "--max-num-batched-tokens", "100", "--out", str(file)]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert "60 experts of 32 × 12, 4 per token" in printed
+    for words in ("tokens", "small gate", "grouped 16", "4 token counts measured", f"written to {file}"):
+        assert words in printed, printed
+    shape = experts_tuner.Shape(60, 32, 12, 4, torch.float32)
+    good_for = shape.good_for(OnH200().device)
+    kept = tuning.find(experts_tables.CODEC, good_for, experts_tables.made_with(), experts_tables.TILES_VERSION)
+    assert kept is not None and sorted(kept.times) == [1, 8, 16, 64]
+    shipped = tuning.read(file, experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
+    assert shipped is not None and shipped.times == kept.times
+    assert json.loads(file.read_text())["for"]["arch"] == "sm_90"
+
+
+def test_by_hand_it_measures_again_unless_told_to_keep(on_h200: type[FakeBench], folder: Path) -> None:
+    arguments = ["tune", str(folder), "--tune", "fast"]
+    for more, benches in (([], 1), ([], 2), (["--keep"], 2), (["--keep", "--tokens", "48"], 3)):
+        assert main.main([*arguments, *more]) == 0
+        assert len(on_h200.made) == benches
+    assert {size for size, _ in on_h200.made[-1].asked} == {48}
+
+
+def test_mistakes_are_one_line(
+    on_h200: type[FakeBench], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = tiny.save(next(case for case in tiny.CASES if case.model_type == "llama"), tmp_path / "dense")
+    for arguments, message in (
+        ([str(dense)], "a model without experts"),
+        ([str(folder), "--tokens", "0"], "at least 1 token"),
+        ([str(folder), "--out", "/dev/null/x"], "cannot be written"),
+    ):
+        assert main.main(["tune", *arguments]) == 1
+        said = capsys.readouterr().err
+        assert message in said, said
+
+
+def test_flags_reach_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Opened:
+        def __init__(self, model: str, **options: Any) -> None:
+            seen.append(options)
+
+    monkeypatch.setattr("anabranch.llm.LLM", Opened)
+    parser = argparse.ArgumentParser()
+    generate.add_options(parser)
+    flags = ["--moe-combine", "ordered", "--tune", "off", "--shared-expert", "inline"]
+    generate.open_model(parser.parse_args([str(folder), "x", *flags]))
+    generate.open_model(parser.parse_args([str(folder), "x"]))
+    names = ("moe_combine", "tune", "shared_expert")
+    assert set(names) <= set(CHOICES)
+    chosen = [{name: options[name] for name in names} for options in seen]
+    assert chosen[0] == {"moe_combine": "ordered", "tune": "off", "shared_expert": "inline"}
+    assert chosen[1] == {"moe_combine": "auto", "tune": "fast", "shared_expert": "auto"}
