@@ -23,5 +23,5 @@ def kv_store(
     if slot_T.numel() and int(slot_T.min()) < 0:  # padding; a look at the values is free on the host
         ops.kv_store.reference(k_TGD, v_TGD, k_PSGD, v_PSGD, slot_T)
         return
-    k_PSGD.view(-1, *k_PSGD.shape[2:]).index_copy_(0, slot_T, k_TGD)
-    v_PSGD.view(-1, *v_PSGD.shape[2:]).index_copy_(0, slot_T, v_TGD)
+    k_PSGD.flatten(0, 1).index_copy_(0, slot_T, k_TGD)
+    v_PSGD.flatten(0, 1).index_copy_(0, slot_T, v_TGD)

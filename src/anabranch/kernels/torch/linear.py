@@ -1,0 +1,31 @@
+"""Products whose sum is wanted in fp32, without copies of the operands in fp32: the library sums in fp32 anyway.
+
+T tokens, D inputs, F outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from anabranch import ops
+
+
+def accepts(
+    x_TD: torch.Tensor,
+    weight_FD: torch.Tensor,
+    bias_F: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> bool:
+    short = x_TD.dtype in (torch.bfloat16, torch.float16) and weight_FD.dtype == x_TD.dtype
+    return short and out_dtype == torch.float32 and x_TD.dim() == 2 and x_TD.shape[0] > 0
+
+
+@ops.linear.kernel("torch", on=("cuda",), accepts=accepts)
+def linear(
+    x_TD: torch.Tensor,
+    weight_FD: torch.Tensor,
+    bias_F: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    y_TF = torch.mm(x_TD, weight_FD.T, out_dtype=torch.float32)
+    return y_TF if bias_F is None else y_TF.add_(bias_F)

@@ -1,0 +1,278 @@
+"""Dense projections of a handful of tokens: weights stream from memory once, and nothing else should take time.
+
+T tokens, D inputs, F outputs; a program owns a few outputs and all inputs.
+
+`stream_rows` multiplies on ordinary cores. W warps share its outputs, R for each, and `across` warps share the inputs
+of an output; a thread loads 16 bytes at a time. So x is read once for R outputs, and where one warp has all inputs of
+an output no sum goes through shared memory. All weight loads are issued before the first is used; with dependent launch
+before the wait, since weights are parameters and only x is somebody's result.
+
+With more tokens those cores become the limit. `multiply_rows` takes the matrix units: outputs are the rows of the
+product, tokens (padded) its columns, and each of K warps has inputs of its own. Its weights come through a pipeline,
+which begins behind the wait; before it they are only asked for, so that they are in L2 by then.
+
+Sums are fp32 and in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch import ops
+from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.route import _pack as pack
+
+STREAM_TOKENS, MULTIPLY_TOKENS = 4, 16
+"""Up to how many tokens each kernel is taken; beyond, the vendor's library."""
+EARLY = False
+"""Let the successor in before this kernel's own wait. It may then read nothing but parameters before *its* wait."""
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+NUM_LANES, NUM_STAGES, LEAST_COLUMNS = (64, 2, 16) if torch.version.hip else (32, 4, 8)
+"""Of a warp; of a pipeline that fits in half of the shared memory; of a product on the matrix units."""
+MAX_LOADS = 16
+"""16-byte loads of weights that a thread of `stream_rows` may have under way: they are its registers."""
+
+
+@triton.jit
+def enter(DEPENDENT: tl.constexpr, EARLY: tl.constexpr):
+    """Wait for the kernel before and let in the one behind."""
+    if DEPENDENT:
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+
+
+@triton.jit
+def load_inside(row, d, c: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, EVICT: tl.constexpr):
+    """Inputs c · STEP + d of rows; zeros beyond the last."""
+    if (c + 1) * STEP <= D:
+        return tl.load(row + (c * STEP + d), eviction_policy=EVICT)
+    else:
+        return tl.load(row + (c * STEP + d), mask=c * STEP + d < D, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def add_to(sums, I: tl.constexpr, value):
+    return sums[:I] + (sums[I] + value,) + sums[I + 1 :]
+
+
+@triton.jit
+def stream_rows(
+    x_TD, weight_FD, bias_F, y_TF, x_stride, weight_stride, num_outputs,
+    T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr, V: tl.constexpr,
+    LOG: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """R tiles [W, L · V] of weights: outputs r · W .. (r + 1) · W, and L · V inputs at a time. 2^LOG ≥ T · R."""
+    STEP: tl.constexpr = L * V
+    CHUNKS: tl.constexpr = (D + STEP - 1) // STEP
+    first = tl.program_id(0) * (R * W)
+    output_W = first + tl.arange(0, W)
+    d = tl.arange(0, STEP)[None, :]
+    w = ()
+    bias = ()
+    for c in tl.static_range(CHUNKS):
+        for r in tl.static_range(R):
+            row_W = tl.minimum(output_W + r * W, num_outputs - 1).to(tl.int64)
+            w = w + (load_inside(weight_FD + (row_W * weight_stride)[:, None], d, c, STEP, D, "evict_first"),)
+    if bias_F is not None:
+        for r in tl.static_range(R):
+            bias = bias + (tl.load(bias_F + tl.minimum(output_W + r * W, num_outputs - 1)).to(tl.float32),)
+    # All weight loads are to be under way before the first is used; the assembler would save registers instead.
+    tl.debug_barrier()
+    enter(DEPENDENT, EARLY)
+    # A copy of x for each warp: it arrives in the registers where the weights are, without a detour.
+    x_W = x_TD + tl.zeros((W, 1), tl.int32)
+    sums = ()
+    for _ in tl.static_range(T * R):
+        sums = sums + (tl.zeros((W, L), tl.float32),)
+    for c in tl.static_range(CHUNKS):
+        for t in tl.static_range(T):
+            x = load_inside(x_W + t * x_stride, d, c, STEP, D, "").to(tl.float32)
+            for r in tl.static_range(R):
+                products = tl.reshape(w[c * R + r].to(tl.float32) * x, (W, L, V))
+                sums = add_to(sums, t * R + r, tl.sum(products, 2))
+    y = ()
+    for i in tl.static_range(1 << LOG):
+        y_W = tl.sum(sums[i % (T * R)], 1)
+        if bias_F is not None:
+            y_W += bias[i % R]
+        y = y + (y_W,)
+    # One store for all: each takes a way through shared memory.
+    y_WN = pack(y, LOG)
+    n = tl.arange(0, 1 << LOG)[None, :]
+    output = first + n % R * W + tl.arange(0, W)[:, None]
+    is_output = (n < T * R) & (output < num_outputs)
+    tl.store(y_TF + (n // R * num_outputs + output), y_WN.to(y_TF.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def ask_for(weight_FD, row_R, weight_stride, D: tl.constexpr, LINES: tl.constexpr, PER_LINE: tl.constexpr):
+    """Rows are fetched into L2, without anybody waiting for them."""
+    line = tl.minimum(tl.arange(0, LINES) * PER_LINE, D - 1)
+    place = weight_FD + (row_R * weight_stride)[:, None] + line[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def multiply_rows(
+    x_TD, weight_FD, bias_F, y_TF, x_stride, weight_stride, num_outputs, num_tokens,
+    TP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
+    LINES: tl.constexpr, PER_LINE: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """R outputs of up to TP tokens; each of K warps has C inputs of every K · C."""
+    STEP: tl.constexpr = K * C
+    output_R = tl.program_id(0) * R + tl.arange(0, R)
+    row_R = tl.minimum(output_R, num_outputs - 1).to(tl.int64)
+    if DEPENDENT:
+        ask_for(weight_FD, row_R, weight_stride, D, LINES, PER_LINE)
+    if bias_F is not None:
+        bias_R = tl.load(bias_F + row_R).to(tl.float32)
+    enter(DEPENDENT, EARLY)
+    t = tl.arange(0, TP)
+    k = tl.arange(0, K)[:, None, None] * C
+    d_w = k + tl.arange(0, C)[None, None, :]
+    d_x = k + tl.arange(0, C)[None, :, None]
+    w_ptr = weight_FD + (row_R * weight_stride)[None, :, None] + d_w
+    x_ptr = x_TD + (t * x_stride)[None, None, :] + d_x
+    is_token = (t < num_tokens)[None, None, :]
+    sum_KRT = tl.zeros((K, R, TP), tl.float32)
+    for begin in tl.range(0, D, STEP, num_stages=STAGES):
+        if D % STEP == 0:
+            w = tl.load(w_ptr + begin, eviction_policy="evict_first")
+            x = tl.load(x_ptr + begin, mask=is_token, other=0.0)
+        else:
+            w = tl.load(w_ptr + begin, mask=begin + d_w < D, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr + begin, mask=is_token & (begin + d_x < D), other=0.0)
+        sum_KRT = tl.dot(w, x, sum_KRT, input_precision="ieee")
+    y_RT = tl.sum(sum_KRT, 0)
+    if bias_F is not None:
+        y_RT += bias_R[:, None]
+    place = t[None, :] * num_outputs + output_R[:, None]
+    mask = (t < num_tokens)[None, :] & (output_R < num_outputs)[:, None]
+    tl.store(y_TF + place, y_RT.to(y_TF.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTiles:
+    rows: int
+    """R, outputs of a warp."""
+    warps: int
+    """W, that share a program's outputs."""
+    across: int = 1
+    """Warps that share the inputs of an output."""
+
+
+@dataclass(frozen=True, slots=True)
+class MultiplyTiles:
+    rows: int
+    """R, outputs of a program."""
+    warps: int
+    """K."""
+    depth: int
+    """C, inputs of a warp at a time."""
+    stages: int
+
+
+Tiles = StreamTiles | MultiplyTiles
+
+
+@functools.cache
+def choose(tokens: int, D: int, F: int, itemsize: int) -> Tiles | None:
+    """None: too many tokens, or more inputs than a thread could hold."""
+    if tokens > STREAM_TOKENS:
+        if tokens > MULTIPLY_TOKENS or itemsize != 2:
+            return None
+        return MultiplyTiles(16, 8 if D >= 2048 else 4, 64, NUM_STAGES)
+    chunks = triton.cdiv(D * itemsize, 16 * NUM_LANES)  # loads of one warp for one output
+    across = min(triton.next_power_of_2(triton.cdiv(chunks, 8)), 8)
+    if F <= 512:
+        # So few outputs leave most of the chip idle: all that counts is that each is quickly done.
+        across = min(triton.next_power_of_2(chunks), 8)
+    loads = triton.cdiv(chunks, across)
+    if loads > MAX_LOADS:
+        return None
+    rows = 2 if F >= 4096 and 2 * loads <= MAX_LOADS else 1
+    return StreamTiles(rows, max(1, 4 // across) if F > 512 else 1, across)
+
+
+def run(
+    x_TD: torch.Tensor, weight_FD: torch.Tensor, bias_F: torch.Tensor | None, out_dtype: torch.dtype, tiles: Tiles
+) -> torch.Tensor:
+    (tokens, D), F = x_TD.shape, weight_FD.shape[0]
+    y_TF = torch.empty(tokens, F, dtype=out_dtype, device=x_TD.device)
+    if y_TF.numel() == 0:
+        return y_TF
+    dependent = dependent_launch(x_TD.device)
+    launch = {"DEPENDENT": dependent, "EARLY": EARLY, **({"launch_pdl": True} if dependent else {})}
+    common = (x_TD, weight_FD, bias_F, y_TF, x_TD.stride(0), weight_FD.stride(0), F)
+    if isinstance(tiles, StreamTiles):
+        stream_rows[(triton.cdiv(F, tiles.rows * tiles.warps),)](
+            *common,
+            T=tokens,
+            D=D,
+            R=tiles.rows,
+            W=tiles.warps,
+            L=NUM_LANES * tiles.across,
+            V=16 // x_TD.element_size(),
+            LOG=(tokens * tiles.rows - 1).bit_length(),
+            num_warps=tiles.warps * tiles.across,
+            **launch,
+        )
+        return y_TF
+    per_line = 128 // x_TD.element_size()
+    multiply_rows[(triton.cdiv(F, tiles.rows),)](
+        *common,
+        tokens,
+        TP=max(LEAST_COLUMNS, triton.next_power_of_2(tokens)),
+        D=D,
+        R=tiles.rows,
+        K=tiles.warps,
+        C=tiles.depth,
+        STAGES=tiles.stages,
+        LINES=triton.next_power_of_2(triton.cdiv(D, per_line)),
+        PER_LINE=per_line,
+        num_warps=tiles.warps,
+        **launch,
+    )
+    return y_TF
+
+
+def accepts(
+    x_TD: torch.Tensor,
+    weight_FD: torch.Tensor,
+    bias_F: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> bool:
+    return (
+        x_TD.dim() == 2
+        and x_TD.shape[0] <= MULTIPLY_TOKENS
+        and x_TD.dtype in FLOATS
+        and x_TD.dtype == weight_FD.dtype
+        and out_dtype in (None, x_TD.dtype, torch.float32)
+        and x_TD.stride(1) == 1
+        and weight_FD.stride(1) == 1
+        and (bias_F is None or bias_F.is_contiguous())
+        and choose(*x_TD.shape, weight_FD.shape[0], x_TD.element_size()) is not None
+    )
+
+
+@ops.linear.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+def linear(
+    x_TD: torch.Tensor,
+    weight_FD: torch.Tensor,
+    bias_F: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    tiles = choose(*x_TD.shape, weight_FD.shape[0], x_TD.element_size())
+    assert tiles is not None
+    return run(x_TD, weight_FD, bias_F, out_dtype or x_TD.dtype, tiles)

@@ -1,0 +1,130 @@
+"""RMSNorm, with and without the addition before it: a row is read once and stays in registers.
+
+T tokens, D width of what is normalised, R rows of a program; a row may be one head of a token.
+
+The weight is a parameter, so with dependent launch it is fetched before the wait.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch import ops
+from anabranch.kernels.triton.launch import dependent_launch
+
+MAX_WIDTH = 16384
+"""Above, a row would not fit in the registers of a program."""
+NARROW = 512
+"""Elements that a program of one warp takes: several rows where they are narrow."""
+EARLY = False
+"""Let the successor in before this kernel's own wait. It may then read nothing but parameters before *its* wait."""
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@triton.jit(do_not_specialize=["num_rows", "eps"])
+def norm_kernel(
+    x, residual, weight, y, total, num_rows, x_stride, x_head_stride, residual_stride, eps,
+    D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Row r of x is head r % HEADS of token r // HEADS; y and total lie close. EARLY: see `launch`."""
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < D
+    if weight is not None:
+        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token_R = (row_R // HEADS).to(tl.int64)
+    start_R = token_R * x_stride + (row_R % HEADS) * x_head_stride
+    mask = (row_R < num_rows)[:, None] & inside
+    value = tl.load(x + start_R[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    place = row_R.to(tl.int64)[:, None] * D + column
+    if residual is not None:
+        value += tl.load(residual + (token_R * residual_stride)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, 1) * (1.0 / D) + eps)[:, None]
+    if weight is not None:
+        normed *= scale
+    tl.store(y + place, normed.to(y.dtype.element_ty), mask=mask)
+
+
+def launch(
+    x: torch.Tensor,
+    residual_TD: torch.Tensor | None,
+    weight_D: torch.Tensor | None,
+    eps: float,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(norm, sum); x is [T, D] or [T, G, D] with any strides but the last."""
+    heads, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total_TD = None if residual_TD is None else torch.empty_like(y)
+    num_rows = x.shape[0] * heads
+    if num_rows == 0:
+        return y, total_TD
+    block = triton.next_power_of_2(width)
+    rows = max(1, NARROW // block)
+    dependent = dependent_launch(x.device)
+    norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        residual_TD,
+        weight_D,
+        y,
+        total_TD,
+        num_rows,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        0 if residual_TD is None else residual_TD.stride(0),
+        eps,
+        D=width,
+        HEADS=heads,
+        ROWS=rows,
+        BLOCK=block,
+        DEPENDENT=dependent,
+        EARLY=EARLY,
+        num_warps=num_warps or choose_warps(block),
+        **({"launch_pdl": True} if dependent else {}),
+    )
+    return y, total_TD
+
+
+def choose_warps(block: int) -> int:
+    """8 elements a lane and more where that would take more than 8 warps."""
+    return min(max(block // 256, 1), 8 if block <= 8192 else 16)
+
+
+def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> bool:
+    return x.dim() in (2, 3) and _fits(x) and (weight_D is None or weight_D.is_contiguous())
+
+
+@ops.rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return launch(x, None, weight_D, eps)[0]
+
+
+def accepts_add(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> bool:
+    same = x_TD.shape == residual_TD.shape and x_TD.dtype == residual_TD.dtype
+    return x_TD.dim() == 2 and same and _fits(x_TD) and _fits(residual_TD) and weight_D.is_contiguous()
+
+
+@ops.add_rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_add)
+def add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y_TD, total_TD = launch(x_TD, residual_TD, weight_D, eps)
+    assert total_TD is not None
+    return y_TD, total_TD
+
+
+def _fits(x: torch.Tensor) -> bool:
+    return x.dtype in FLOATS and x.stride(-1) == 1 and 0 < x.shape[-1] <= MAX_WIDTH

@@ -1,0 +1,139 @@
+"""RMSNorm in Triton against its reference: in the interpreter, on a GPU, ahead of time."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch import ops
+
+pytest.importorskip("triton")
+from anabranch.kernels.triton import norm as kernel
+from tests.kernels.triton import ahead_of_time
+from tests.kernels.triton.ahead_of_time import compile_for, recorded
+from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, run_interpreted
+from tests.ops.test_every_kernel import copy, faults
+
+WIDTHS = (1, 7, 24, 128, 300, 512, 2816)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def judge(op: Any, arguments: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+    found = op.kernels["triton"]
+    arguments = copy(arguments, torch.device(device))
+    assert found.accepts(**arguments)
+    assert faults(op, found.function, arguments, dtype) == []
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_samples(name: str, device: str) -> None:
+    for dtype in dtypes(device):
+        for _, arguments in ops.OPS[name].samples(dtype, torch.Generator().manual_seed(0)):
+            judge(ops.OPS[name], arguments, dtype, device)
+
+
+@everywhere
+@pytest.mark.parametrize("width", [*WIDTHS, kernel.MAX_WIDTH])
+def test_widths(width: int, device: str) -> None:
+    for dtype in dtypes(device):
+        for rows in (3,) if device == "cpu" else (1, 5, 64, 1000):
+            x, residual = 3 * torch.randn(2, rows, width).to(dtype)
+            weight_D = torch.rand(width).to(dtype)
+            judge(ops.rms_norm, {"x": x, "weight_D": weight_D, "eps": 0.5}, dtype, device)
+            both = {"x_TD": x, "residual_TD": residual, "weight_D": weight_D, "eps": 0.5}
+            judge(ops.add_rms_norm, both, dtype, device)
+
+
+@everywhere
+def test_rows_that_do_not_lie_close(device: str) -> None:
+    """Heads of a packed projection, and columns of a wider tensor; what lies between is not read."""
+    for dtype in dtypes(device):
+        packed = torch.full((5, 9, 48), float("nan"))
+        packed[:, 6:8] = torch.randn(5, 2, 48)
+        packed = packed.to(dtype)
+        judge(ops.rms_norm, {"x": packed[:, 6:8], "weight_D": None, "eps": 1e-6}, dtype, device)
+        wide, other = torch.randn(3, 200).to(dtype), torch.randn(3, 120).to(dtype)
+        both = {"x_TD": wide[:, :96], "residual_TD": other[:, 20:116], "weight_D": torch.rand(96).to(dtype)}
+        judge(ops.add_rms_norm, {**both, "eps": 1e-6}, dtype, device)
+
+
+@everywhere
+def test_what_is_normalised_is_the_rounded_sum(device: str) -> None:
+    """As the next layer will find it: to the bit, but for the last one of a few."""
+    for dtype in dtypes(device):
+        x_TD, residual_TD = torch.randn(2, 4, 512, device=device).to(dtype)
+        weight_D = torch.rand(512, device=device).to(dtype)
+        y_TD, total_TD = kernel.add_rms_norm(x_TD, residual_TD, weight_D, 1e-6)
+        assert torch.equal(total_TD, x_TD + residual_TD)
+        same = y_TD == ops.rms_norm.reference(total_TD, weight_D, 1e-6)
+        assert dtype == torch.float32 or same.float().mean() > 0.97
+
+
+def test_what_it_does_not_accept() -> None:
+    x, weight_D = torch.randn(4, 16), torch.rand(16)
+    assert kernel.accepts(x, weight_D, 1e-6) and kernel.accepts(x, None, 1e-6)
+    assert not kernel.accepts(x.double(), weight_D, 1e-6)
+    assert not kernel.accepts(x.T, weight_D, 1e-6)
+    assert not kernel.accepts(torch.empty(1, kernel.MAX_WIDTH + 1), None, 1e-6)
+    assert kernel.accepts_add(x, x, weight_D, 1e-6)
+    assert not kernel.accepts_add(x, x.half(), weight_D, 1e-6)
+    assert not kernel.accepts_add(x, x[:1], weight_D, 1e-6)
+
+
+@pytest.mark.gpu
+@compiler
+@pytest.mark.parametrize("early", [False, True])
+def test_a_chain_that_overlaps(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel starts before its predecessor is done; the last result must be that of one after the other."""
+    monkeypatch.setattr(kernel, "EARLY", early)
+    for tokens in (1, 7, 64, 500):
+        x_TD, total_TD = torch.randn(2, tokens, 2048, device="cuda").bfloat16()
+        weight_D = torch.rand(2048, device="cuda").bfloat16()
+        expected_TD, expected_total_TD = x_TD, total_TD
+        for _ in range(30):
+            expected_TD, expected_total_TD = ops.add_rms_norm.reference(expected_TD, expected_total_TD, weight_D, 1e-6)
+        kernel.add_rms_norm(x_TD, total_TD, weight_D, 1e-6)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y_TD, y_total_TD = x_TD, total_TD
+            for _ in range(30):
+                y_TD, y_total_TD = kernel.add_rms_norm(y_TD, y_total_TD, weight_D, 1e-6)
+        for _ in range(5):
+            y_TD.fill_(float("nan"))
+            graph.replay()
+            for found, wanted in ((y_TD, expected_TD), (y_total_TD, expected_total_TD)):
+                assert (found.double() - wanted.double()).norm() <= 1e-2 * wanted.double().norm()
+
+
+CASES = {  # shape of x, with the addition
+    "one token": ((1, 2048), True),
+    "gemma": ((64, 2816), True),
+    "heads": ((64, 8, 128), False),
+    "widest": ((3, kernel.MAX_WIDTH), True),
+}
+
+
+@pytest.mark.slow
+@compiler
+@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dependent = target in ahead_of_time.DEPENDENT
+    monkeypatch.setattr(kernel, "dependent_launch", lambda device: dependent)
+    shape, add = CASES[case]
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    with recorded(kernel, "norm_kernel") as launches:
+        kernel.launch(x, torch.empty_like(x) if add else None, torch.empty(shape[-1], dtype=torch.bfloat16), 1e-6)
+    compiled = compile_for(target, launches[0])
+    if target == "sm_90":
+        assert ahead_of_time.loads(compiled)["wide"] >= 2
+        assert ahead_of_time.resources(compiled)["LOCAL"] == 0
+    if dependent:
+        before, after = ahead_of_time.loads_around_wait(compiled)
+        assert before >= 1, "the weight is a parameter"
+        assert after >= 1 + add

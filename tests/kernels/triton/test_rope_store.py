@@ -1,0 +1,190 @@
+"""Head norms, rope and KV write in one Triton kernel: in the interpreter, on a GPU, ahead of time."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch import ops
+
+pytest.importorskip("triton")
+from anabranch.kernels.triton import rope_store as kernel
+from tests.kernels.triton import ahead_of_time
+from tests.kernels.triton.ahead_of_time import compile_for, recorded
+from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, run_interpreted
+from tests.ops.test_every_kernel import copy, faults
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"H": 32, "G": 4, "D": 128, "F": 64, "norm": "head"},
+    "qwen1.5": {"H": 16, "G": 16, "D": 128, "F": 64},
+    "gemma, sliding": {"H": 16, "G": 8, "D": 256, "F": 128, "norm": "head", "v_norm": True},
+    "gemma, full": {"H": 16, "G": 2, "D": 512, "F": 256, "norm": "head", "v_norm": True, "value_is_key": True},
+    "olmoe": {"H": 16, "G": 16, "D": 128, "F": 64, "norm": "all"},
+    "partial": {"H": 5, "G": 3, "D": 80, "F": 10, "norm": "head"},
+    "partial, all": {"H": 6, "G": 3, "D": 40, "F": 12, "norm": "all"},
+}
+PAGES, PAGE_SIZE = 6, 16
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def draw(
+    tokens: int,
+    dtype: torch.dtype,
+    H: int,
+    G: int,
+    D: int,
+    F: int,
+    norm: str = "none",
+    v_norm: bool = False,
+    value_is_key: bool = False,
+) -> dict[str, Any]:
+    angle = 100 * torch.rand(tokens, F)
+    qkv = torch.randn(tokens, H + 2 * G, D).to(dtype)
+    k_TGD = qkv[:, H : H + G]
+    width = {"none": (0, 0), "head": (D, D), "all": (H * D, G * D)}[norm]
+    weights = [torch.rand(n).to(dtype) if n else None for n in width]
+    slot_T = torch.randperm(max(tokens, PAGES * PAGE_SIZE))[:tokens]
+    slot_T[slot_T >= PAGES * PAGE_SIZE] = -1
+    slot_T[1::5] = -1
+    return {
+        "q_THD": qkv[:, :H],
+        "k_TGD": k_TGD,
+        "v_TGD": k_TGD if value_is_key else qkv[:, H + G :],
+        "cos_TF": angle.cos(),
+        "sin_TF": angle.sin(),
+        "q_weight": weights[0],
+        "k_weight": weights[1],
+        "v_norm": v_norm,
+        "eps": 0.1,
+        "k_PSGD": torch.randn(PAGES, PAGE_SIZE, G, D).to(dtype),
+        "v_PSGD": torch.randn(PAGES, PAGE_SIZE, G, D).to(dtype),
+        "slot_T": slot_T,
+    }
+
+
+def judge(arguments: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+    arguments = copy(arguments, torch.device(device))
+    assert kernel.accepts(**arguments)
+    assert faults(ops.rope_store, kernel.rope_store, arguments, dtype) == []
+
+
+@everywhere
+def test_samples(device: str) -> None:
+    for dtype in dtypes(device):
+        for _, arguments in ops.rope_store.samples(dtype, torch.Generator().manual_seed(0)):
+            judge(arguments, dtype, device)
+
+
+@everywhere
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_geometries(geometry: str, device: str) -> None:
+    # The interpreter takes milliseconds for each program.
+    for dtype in (torch.float32,) if device == "cpu" else dtypes(device):
+        for tokens in (2,) if device == "cpu" else (1, 3, 64, 65, 300):
+            judge(draw(tokens, dtype, **GEOMETRIES[geometry]), dtype, device)
+
+
+@everywhere
+def test_many_tokens_take_larger_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "FEW_TOKENS", 1)
+    judge(draw(2, torch.float32, **GEOMETRIES["qwen3"]), torch.float32, device)
+    judge(draw(3, torch.float32, **GEOMETRIES["partial"]), torch.float32, device)
+
+
+@everywhere
+def test_padding_alone_writes_nothing(device: str) -> None:
+    arguments = copy(draw(3, torch.float32, **GEOMETRIES["partial"]), torch.device(device))
+    arguments["slot_T"].fill_(-1)
+    before = arguments["k_PSGD"].clone(), arguments["v_PSGD"].clone()
+    kernel.rope_store(**arguments)
+    assert torch.equal(arguments["k_PSGD"], before[0]) and torch.equal(arguments["v_PSGD"], before[1])
+
+
+@everywhere
+def test_heads_are_rounded_before_they_turn(device: str) -> None:
+    """As by the ops one after the other: to the bit, but for the last one of a few."""
+    arguments = copy(draw(2, torch.float16, **GEOMETRIES["partial"]), torch.device(device))
+    same = kernel.rope_store(**arguments) == ops.rope_store.reference(**copy(arguments))
+    assert same.float().mean() > 0.97
+
+
+def test_what_it_does_not_accept() -> None:
+    arguments = draw(4, torch.float32, **GEOMETRIES["qwen3"])
+    assert kernel.accepts(**arguments)
+    for name, value in (
+        ("q_THD", arguments["q_THD"].double()),
+        ("k_TGD", arguments["k_TGD"].half()),
+        ("q_THD", torch.randn(4, 128, 32).transpose(1, 2)),
+        ("cos_TF", arguments["cos_TF"].half()),
+        ("k_weight", None),
+        ("v_PSGD", torch.zeros(PAGES, 2, PAGE_SIZE, 4, 128)[:, 0]),
+    ):
+        assert not kernel.accepts(**arguments | {name: value}), name
+
+
+@pytest.mark.gpu
+@compiler
+def test_pages_beyond_two_gigabytes() -> None:
+    """Offsets have 64 bits: 3 · 2^30 elements lie before the page that is written."""
+    arguments = copy(draw(2, torch.bfloat16, 4, 1, 128, 64), torch.device("cuda"))
+    num_pages = (3 << 30) // (PAGE_SIZE * 128) + 2
+    k_PSGD, v_PSGD = torch.empty(2, num_pages, PAGE_SIZE, 1, 128, dtype=torch.bfloat16, device="cuda")
+    k_PSGD[-2:].zero_(), v_PSGD[-2:].zero_()
+    arguments["slot_T"].copy_(torch.tensor([num_pages * PAGE_SIZE - 1, -1]))
+    kernel.rope_store(**arguments | {"k_PSGD": k_PSGD, "v_PSGD": v_PSGD})
+    arguments["slot_T"].copy_(torch.tensor([PAGES * PAGE_SIZE - 1, -1]))
+    ops.rope_store.reference(**arguments)
+    assert torch.equal(v_PSGD[-1, -1], arguments["v_PSGD"][-1, -1])
+    torch.testing.assert_close(k_PSGD[-1, -1], arguments["k_PSGD"][-1, -1])
+    for pages in (k_PSGD, v_PSGD):
+        assert not pages[-2].any() and not pages[-1, :-1].any()
+
+
+@pytest.mark.gpu
+@compiler
+def test_a_graph_follows_its_inputs() -> None:
+    for tokens in (1, 40):
+        arguments = copy(draw(tokens, torch.bfloat16, **GEOMETRIES["qwen3"]), torch.device("cuda"))
+        kernel.rope_store(**arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            q_THD = kernel.rope_store(**arguments)
+        for _ in range(3):
+            changed = draw(tokens, torch.bfloat16, **GEOMETRIES["qwen3"])
+            for name in ("q_THD", "k_TGD", "v_TGD", "cos_TF", "sin_TF", "slot_T"):
+                arguments[name].copy_(changed[name])
+            expected = copy(arguments)
+            expected_q_THD = ops.rope_store.reference(**expected)
+            q_THD.fill_(float("nan"))
+            graph.replay()
+            for found, wanted in (
+                (q_THD, expected_q_THD),
+                (arguments["k_PSGD"], expected["k_PSGD"]),
+                (arguments["v_PSGD"], expected["v_PSGD"]),
+            ):
+                assert (found.double() - wanted.double()).norm() <= 1e-2 * wanted.double().norm()
+
+
+@pytest.mark.slow
+@compiler
+@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_compiles_ahead_of_time(geometry: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dependent = target in ahead_of_time.DEPENDENT
+    monkeypatch.setattr(kernel, "dependent_launch", lambda device: dependent)
+    for tokens in (1, 100):
+        with recorded(kernel, "rope_store_kernel") as launches:
+            kernel.rope_store(**draw(tokens, torch.bfloat16, **GEOMETRIES[geometry]))
+        compiled = compile_for(target, launches[0])
+        if target == "sm_90":
+            assert ahead_of_time.resources(compiled)["LOCAL"] == 0
+            if not geometry.startswith("partial"):
+                assert ahead_of_time.loads(compiled)["wide"] >= 5, "two halves of q and k, and v"
+        if dependent:
+            # Every kind of program waits before it lets the next kernel in: attention relies on it.
+            order = [part.split(";")[0] for part in compiled.asm["ptx"].split("griddepcontrol.")[1:]]
+            assert order in (["wait", "launch_dependents"] * 2, ["wait", "launch_dependents"] * 3)
