@@ -18,11 +18,14 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from anabranch.config import EngineConfig
+from anabranch.kernels import compile_server
 from anabranch.request import Completion, RequestOutput, TokenLogprobs
 from anabranch.sampling_params import Grammar, SamplingParams
+from anabranch.stages import Stages, stage
 
 if TYPE_CHECKING:
     from anabranch.engine.chat_template import ChatTemplate
+    from anabranch.engine.engine import Engine
     from anabranch.engine.output import Answer, Delta
     from anabranch.request import Update
 
@@ -33,20 +36,28 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    def __init__(self, model: str, *, show_progress: bool | None = None, **options: Any) -> None:
-        """`options` are EngineConfig's fields: dtype, max_model_len, max_num_seqs, ..."""
+    def __init__(
+        self, model: str, *, show_progress: bool | None = None, stages: Stages | None = None, **options: Any
+    ) -> None:
+        """`options` are EngineConfig's fields: dtype, max_model_len, max_num_seqs, ...
+
+        `show_progress` (default: on a terminal) also shows where the time of the start went; a program that began for
+        this LLM hands in `Stages.of_process()`, so that its imports count.
+        """
         known = [field.name for field in fields(EngineConfig)]
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
                 raise ValueError(f"unknown option {name!r}{hint}")
-        from anabranch.engine.engine import make_engine
-        from anabranch.engine.progress import Bar
-
-        self.show_progress = sys.stderr.isatty() if show_progress is None else show_progress
         config = EngineConfig(model=str(model), **options)
-        self.engine = make_engine(config, Bar("loading weights") if self.show_progress else None)
+        self.show_progress = sys.stderr.isatty() if show_progress is None else show_progress
+        self.stages = stages or Stages()
+        with self.stages.shared():
+            self.engine = self._start(config)
+        self.stages.finish()
+        if self.show_progress:
+            print(self.stages.table(), file=sys.stderr, flush=True)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
         self._streams: dict[str, asyncio.Queue[Any]] = {}
@@ -58,6 +69,16 @@ class LLM:
         self._leaving: list[str] = []
         """Requests to abort when the step that runs has ended."""
         self._template: ChatTemplate | None = None
+
+    def _start(self, config: EngineConfig) -> Engine:
+        compile_server.start_early()  # before torch is imported: its own import runs beside
+        with stage("import"):
+            from anabranch.engine.engine import make_engine
+            from anabranch.engine.progress import Bar
+        try:
+            return make_engine(config, Bar("loading weights") if self.show_progress else None)
+        finally:
+            compile_server.close()
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -216,8 +237,9 @@ class LLM:
                 self._stepping.release()
 
     def stats(self) -> dict[str, Any]:
+        """The engine's numbers, and where the time of the start went."""
         self._settle()
-        return self.engine.stats()
+        return {**self.engine.stats(), "startup": self.stages.as_dict()}
 
     def close(self) -> None:
         self.engine.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -45,8 +46,16 @@ def test_generate_writes_text(model: Path) -> None:
     done = anabranch("generate", str(model), "Once upon", "--max-tokens", "12")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Once upon") and len(done.stdout) > len("Once upon\n")
-    assert "12 tokens" in done.stderr
+    assert "12 tokens" in done.stderr and "weights" not in done.stderr
     assert done.stdout == anabranch("generate", str(model), "Once upon", "--max-tokens", "12").stdout
+
+
+def test_verbose_says_where_the_time_of_the_start_went(model: Path) -> None:
+    done = anabranch("generate", str(model), "Once upon", "--max-tokens", "2", "--verbose")
+    assert done.returncode == 0, done.stderr
+    table = {name: float(seconds) for name, seconds in re.findall(r"^(\w+) +([\d.]+) s\b", done.stderr, re.M)}
+    assert {"import", "config", "weights", "other", "ready"} <= set(table) and list(table)[-1] == "ready"
+    assert sum(table.values()) == pytest.approx(2 * table["ready"], abs=0.05)
 
 
 def test_reference_kernels_write_the_same_text(model: Path) -> None:

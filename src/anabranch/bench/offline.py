@@ -1,49 +1,124 @@
-"""The offline workloads that engines are compared by: time to first token, decode at several batch sizes, throughput.
+"""The offline workloads that engines are compared by: start, time to first token, decode at several batch sizes,
+throughput.
 
-Token-id prompts, each distinct, uniform in [1000, 100000) from random.Random(0); greedy, no end-of-text, nothing
-detokenised, prefix cache off. TTFT: one request, one token, median of 5. Decode at batch B: prompts of 128 tokens,
-(best of 2 full runs − best of 2 one-token runs) / (N − 1). Throughput: 512 requests handed over at once.
+CONFIG is the name of a bundled config (qwen3-30b-a3b, qwen1.5-moe-a2.7b, gemma4-26b-a4b; with --load-format dummy), a
+folder or a hub id. Token-id prompts, each distinct, uniform in [1000, 100000) from random.Random(0); greedy, no
+end-of-text, nothing detokenised, prefix cache off. TTFT: one request, one token, median of 5 after a warm-up. Decode at
+batch B: prompts of 128 tokens, (best of 2 full runs − best of 2 one-token runs) / (N − 1), N = 129 (65 from batch 128
+on). Throughput: 512 requests handed over at once. Start: a process of its own with empty caches (import_s, startup_s),
+then this one (import_warm_s, startup_warm_s).
+
+Figures are written to the JSON file one by one. Parts may be run in several calls with the same file, as long as
+commit, model and machine stay the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import random
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch import __version__
+from anabranch.config import EngineConfig, add_flags, flags
+from anabranch.kernels import compile_server
 from anabranch.sampling_params import SamplingParams
+from anabranch.stages import Stages
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from anabranch.llm import LLM
 
-PROMPT_LENGTHS = (128, 1024, 4096, 8192)
-BATCHES = (1, 4, 16, 64, 128, 256)
-THROUGHPUT = {"thr_1024_128": (512, 1024, 128), "thr_256_256": (512, 256, 256)}
+KINDS = ("startup", "ttft", "decode", "throughput")
+CONFIGS = Path(__file__).with_name("configs")
+SAME = ("engine", "model", "version", "commit", "load_format", "dtype", "options", "shrink")
+"""What two calls must agree in to share a file, beside the machine."""
+CACHES = {"TRITON_CACHE_DIR": "triton", "ANABRANCH_CACHE": "anabranch", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Where kernels and tables are kept between starts: the environment variable, and a folder for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workloads:
+    lengths: tuple[int, ...] = (128, 1024, 4096, 8192)
+    """Prompts of the time to first token."""
+    batches: tuple[int, ...] = (1, 4, 16, 64, 128, 256)
+    decode_length: int = 128
+    decode_tokens: tuple[int, int] = (129, 65)
+    """Up to LARGE requests, and beyond."""
+    throughput: tuple[tuple[int, int, int], ...] = ((512, 1024, 128), (512, 256, 256))
+    """Requests, tokens in, tokens out."""
+    repeats: int = 5
+
+    def shrunk(self, by: int) -> Workloads:
+        """To see that everything runs: lengths, batches and counts divided. Nothing to be compared with."""
+
+        def divide(*numbers: int, least: int = 1) -> tuple[int, ...]:
+            return tuple(dict.fromkeys(max(least, number // by) for number in numbers))
+
+        first, last = self.decode_tokens
+        return Workloads(
+            lengths=divide(*self.lengths),
+            batches=divide(*self.batches),
+            decode_length=max(1, self.decode_length // by),
+            decode_tokens=(max(3, first // by), max(3, last // by)),
+            throughput=tuple(
+                (max(1, count // by), max(1, length // by), max(1, tokens // by))
+                for count, length, tokens in self.throughput
+            ),
+            repeats=2,
+        )
+
+
+LARGE = 64
+"""The largest batch that decodes for the longer time."""
+NUMBERS = {"max_num_seqs": "requests that run at the same time", "max_num_batched_tokens": "tokens of a step"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder or a hub id; with dummy weights config.json is enough")
+    parser.add_argument("model", metavar="CONFIG")
     parser.add_argument("--load-format", default="safetensors", choices=["safetensors", "dummy"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
     parser.add_argument("--max-model-len", type=int, default=16384, metavar="N", help="default 16384")
     parser.add_argument("--memory-fraction", type=float, default=0.85, metavar="F", help="default 0.85")
-    parser.add_argument("--only", default="ttft,decode,throughput", metavar="KINDS", help="ttft, decode, throughput")
+    parser.add_argument("--only", default=",".join(KINDS), metavar="KINDS", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--batches", metavar="N,N", help="decode at these sizes only")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, after each one")
+    parser.add_argument(
+        "--shrink", type=int, default=1, metavar="N", help="workloads N times smaller, to see that everything runs"
+    )
+    for name, what in NUMBERS.items():
+        usual = EngineConfig.__dataclass_fields__[name].default
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=usual, metavar="N", help=f"{what} (default {usual})"
+        )
+    add_flags(parser)
+    parser.set_defaults(tune="off")  # figures are taken with the tables that are there
 
 
 class Bench:
-    def __init__(self, llm: LLM, result: dict[str, Any], json_file: str | None) -> None:
+    def __init__(self, llm: LLM, workloads: Workloads, result: Result, total: int) -> None:
+        from anabranch.engine.progress import Line
+
         self.llm = llm
+        self.workloads = workloads
         self.result = result
-        self.json_file = json_file
         self.random = random.Random(0)
         self.vocabulary = llm.engine.model.vocab_size
+        self.line = Line("measuring")
+        self.num_done, self.total = 0, total
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
         low, high = (1000, 100_000) if self.vocabulary >= 100_000 else (0, self.vocabulary)
@@ -60,57 +135,150 @@ class Bench:
         assert all(len(output.token_ids) == num_tokens for output in outputs)
         return seconds
 
-    def save(self) -> None:
-        if self.json_file:
-            Path(self.json_file).write_text(json.dumps(self.result, indent=1))
+    @contextmanager
+    def figure(self, name: str) -> Iterator[Callable[[str], None]]:
+        """Around one figure: what is being measured is shown before, the figure and its place in the file after."""
+        self.line.draw(self.num_done / max(self.total, self.num_done + 1), name)
+        said: list[str] = []
+        yield said.append
+        self.num_done += 1
+        self.line.clear()
+        print(f"{name:>16}  {said[0]}", flush=True)
+        self.result.save()
+
+    def warm_up(self) -> None:
+        longest = self.llm.engine.config.max_model_len - 8
+        self.seconds(min(8, self.workloads.batches[-1]), self.workloads.decode_length, 16)
+        self.seconds(1, min(1024, longest, max(self.workloads.lengths)), 4)
 
     def ttft(self) -> None:
-        found = self.result.setdefault("ttft_ms", {})
-        for length in PROMPT_LENGTHS:
+        found = self.result.part("ttft_ms")
+        for length in self.workloads.lengths:
             if length + 8 > self.llm.engine.config.max_model_len:
                 continue
-            self.seconds(1, length, 1)
-            found[str(length)] = 1e3 * statistics.median(self.seconds(1, length, 1) for _ in range(5))
-            self.show(f"ttft {length}", f"{found[str(length)]:.2f} ms")
+            with self.figure(f"ttft {length}") as say:
+                self.seconds(1, length, 1)
+                times = [self.seconds(1, length, 1) for _ in range(self.workloads.repeats)]
+                found[str(length)] = 1e3 * statistics.median(times)
+                say(f"{found[str(length)]:.2f} ms")
 
     def decode(self) -> None:
-        found = self.result.setdefault("decode_ms", {})
-        for batch in BATCHES:
-            num_tokens = 129 if batch <= 64 else 65
-            self.seconds(batch, 128, 2)
-            one = min(self.seconds(batch, 128, 1) for _ in range(2))
-            full = min(self.seconds(batch, 128, num_tokens) for _ in range(2))
-            found[str(batch)] = 1e3 * (full - one) / (num_tokens - 1)
-            self.show(f"decode {batch}", f"{found[str(batch)]:.3f} ms")
+        found = self.result.part("decode_ms")
+        length = self.workloads.decode_length
+        for batch in self.workloads.batches:
+            with self.figure(f"decode {batch}") as say:
+                num_tokens = self.workloads.decode_tokens[batch > LARGE]
+                self.seconds(batch, length, 2)
+                one = min(self.seconds(batch, length, 1) for _ in range(2))
+                full = min(self.seconds(batch, length, num_tokens) for _ in range(2))
+                found[str(batch)] = 1e3 * (full - one) / (num_tokens - 1)
+                say(f"{found[str(batch)]:.3f} ms")
 
     def throughput(self) -> None:
-        for name, (count, length, num_tokens) in THROUGHPUT.items():
-            seconds = self.seconds(count, length, num_tokens)
-            self.result[name] = {
-                "s": seconds,
-                "out_tok_s": count * num_tokens / seconds,
-                "total_tok_s": count * (length + num_tokens) / seconds,
-            }
-            self.show(name, f"{self.result[name]['total_tok_s']:.0f} tok/s, {self.result[name]['out_tok_s']:.0f} out")
+        for count, length, num_tokens in self.workloads.throughput:
+            name = f"thr_{length}_{num_tokens}"
+            with self.figure(name) as say:
+                seconds = self.seconds(count, length, num_tokens)
+                total, out = count * (length + num_tokens) / seconds, count * num_tokens / seconds
+                self.result.values[name] = {"s": seconds, "out_tok_s": out, "total_tok_s": total}
+                say(f"{total:.0f} tok/s, {out:.0f} out")
 
-    def show(self, name: str, figure: str) -> None:
-        print(f"{name:>16}  {figure}", flush=True)
-        self.save()
+
+class Result:
+    """What is in the JSON file."""
+
+    def __init__(self, about: dict[str, Any], file: str | None) -> None:
+        self.file = Path(file) if file else None
+        earlier = self._read()
+        if earlier:
+            for key in SAME:
+                self._must_agree(key, earlier.get(key), about.get(key))
+        self.values = {**earlier, **about}
+
+    def _read(self) -> dict[str, Any]:
+        """Figures of a call before, if there are any."""
+        if self.file is None or not self.file.exists():
+            return {}
+        try:
+            return dict(json.loads(self.file.read_text()))
+        except (ValueError, TypeError):
+            raise ValueError(f"--json {self.file}: holds something else; give another file, or remove it") from None
+
+    def _must_agree(self, key: str, before: object, now: object) -> None:
+        if before != now:
+            raise ValueError(
+                f"--json {self.file}: its figures are of {key} {before!r}, these are of {now!r}; "
+                "give another file, or remove it"
+            )
+
+    def set_machine(self, machine: str) -> None:
+        self._must_agree("machine", self.values.get("machine", machine), machine)
+        self.values["machine"] = machine
+
+    def part(self, name: str) -> dict[str, float]:
+        found: dict[str, float] = self.values.setdefault(name, {})
+        return found
+
+    def save(self) -> None:
+        """Whole or not at all, whenever the process may be ended."""
+        if self.file is not None:
+            part = self.file.with_name(self.file.name + ".part")
+            part.write_text(json.dumps(self.values, indent=1) + "\n")
+            part.replace(self.file)
 
 
 def run(options: argparse.Namespace) -> int:
     kinds = [kind.strip() for kind in options.only.split(",")]
     for kind in kinds:
-        if kind not in ("ttft", "decode", "throughput"):
-            raise ValueError(f"--only: {kind!r} is none of ttft, decode, throughput")
-    started = time.perf_counter()
-    import torch  # noqa: F401  the bulk of the import time
+        if kind not in KINDS:
+            raise ValueError(f"--only: {kind!r} is none of {', '.join(KINDS)}")
+    workloads = chosen_workloads(options)
+    folder = bundled(options.model, options.load_format)
+    stages = Stages.of_process()
+    result = Result(about(options, folder), options.json)
+    if "startup" not in kinds:
+        return measure(options, folder, stages, result, kinds, workloads)
+    with tempfile.TemporaryDirectory(prefix="anabranch-bench-") as caches:
+        os.environ.update({name: os.path.join(caches, place) for name, place in CACHES.items()})
+        began = time.perf_counter()
+        first = first_start(options, folder)
+        stages.skip(time.perf_counter() - began)
+        result.values |= first
+        print(f"{'first start':>16}  {first['import_s']:.1f} + {first['startup_s']:.1f} s", flush=True)
+        result.save()
+        return measure(options, folder, stages, result, kinds, workloads)
 
-    from anabranch.llm import LLM
-    from anabranch.models.config import read_config
 
-    imported = time.perf_counter()
-    folder = options.model
+def measure(
+    options: argparse.Namespace, folder: str, stages: Stages, result: Result, kinds: list[str], workloads: Workloads
+) -> int:
+    llm, start = open_llm(options, folder, stages)
+    result.set_machine(llm.engine.runner.platform.describe())
+    print(f"{'start':>16}  {start['import_s']:.1f} + {start['startup_s']:.1f} s", flush=True)
+    if "startup" in kinds:
+        warm = {"import_s": "import_warm_s", "startup_s": "startup_warm_s", "stages": "stages_warm"}
+        result.values |= {warm[name]: figure for name, figure in start.items()}
+    elif "startup_warm_s" not in result.values:  # of caches as they are; never in the place of a first start
+        result.values |= start
+    result.save()
+    counts = {"ttft": len(workloads.lengths), "decode": len(workloads.batches), "throughput": len(workloads.throughput)}
+    asked = [kind for kind in kinds if kind in counts]
+    bench = Bench(llm, workloads, result, sum(counts[kind] for kind in asked))
+    if asked:
+        bench.warm_up()
+    for kind in asked:
+        getattr(bench, kind)()
+    llm.close()
+    return 0
+
+
+def open_llm(options: argparse.Namespace, folder: str, stages: Stages) -> tuple[LLM, dict[str, Any]]:
+    """An engine for the workloads; seconds of importing, from the beginning of the process, and of starting."""
+    compile_server.start_early()
+    with stages("import"):
+        import anabranch.engine.engine  # noqa: F401  and torch, the bulk of it
+        from anabranch.llm import LLM
+        from anabranch.models.config import read_config
     limit = read_config(folder).max_position if Path(folder).is_dir() else options.max_model_len
     llm = LLM(
         folder,
@@ -120,26 +288,92 @@ def run(options: argparse.Namespace) -> int:
         memory_fraction=options.memory_fraction,
         prefix_cache=False,
         show_progress=False,
+        stages=stages,
+        **engine_options(options),
     )
-    result: dict[str, Any] = {
+    assert stages.ready is not None
+    imported = stages.seconds["import"]
+    return llm, {"import_s": imported, "startup_s": stages.ready - imported, "stages": stages.as_dict()}
+
+
+FIRST = """
+import argparse, json, sys
+from anabranch.bench import offline
+from anabranch.stages import Stages
+llm, start = offline.open_llm(argparse.Namespace(**json.loads(sys.argv[1])), sys.argv[2], Stages.of_process())
+print(json.dumps(start), flush=True)
+llm.close()
+"""
+
+
+def first_start(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Import and start of a process whose caches are empty. It is gone before anything else takes the device."""
+    command = [sys.executable, "-c", FIRST, json.dumps(vars(options)), folder]
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    if done.returncode:
+        raise ValueError(f"the first start failed with exit code {done.returncode}; what it said stands above")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def chosen_workloads(options: argparse.Namespace) -> Workloads:
+    if options.shrink < 1:
+        raise ValueError(f"--shrink: at least 1, not {options.shrink}")
+    workloads = Workloads() if options.shrink == 1 else Workloads().shrunk(options.shrink)
+    if options.batches:
+        try:
+            batches = tuple(int(batch) for batch in options.batches.split(","))
+        except ValueError:
+            raise ValueError(f"--batches: {options.batches!r} is no list of numbers such as 1,16,64") from None
+        if min(batches) < 1:
+            raise ValueError("--batches: at least 1")
+        workloads = replace(workloads, batches=batches)
+    return workloads
+
+
+def bundled(model: str, load_format: str) -> str:
+    """The folder of a config that comes with the package, else the model as it is."""
+    folder = CONFIGS / model
+    if os.sep in model or not folder.is_dir() or Path(model).is_dir():
+        return model
+    if load_format != "dummy":
+        raise ValueError(
+            f"{model} is a config without weights: add --load-format dummy, or give a folder that has some"
+        )
+    return str(folder)
+
+
+def about(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    versions = {}
+    for name in ("torch", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
         "engine": "anabranch",
         "model": Path(folder).name,
         "version": __version__,
         "commit": commit(),
-        "machine": llm.engine.runner.platform.describe(),
-        "import_s": imported - started,
-        "startup_s": time.perf_counter() - imported,
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+        "load_format": options.load_format,
+        "dtype": options.dtype,
+        "options": engine_options(options),
+        **({"shrink": options.shrink} if options.shrink > 1 else {}),
     }
-    bench = Bench(llm, result, options.json)
-    bench.show("start-up", f"{result['import_s']:.1f} + {result['startup_s']:.1f} s")
-    bench.seconds(8, 128, 16)
-    bench.seconds(1, min(1024, llm.engine.config.max_model_len - 8), 4)
-    for kind in kinds:
-        getattr(bench, kind)()
-    llm.close()
-    return 0
+
+
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of EngineConfig that figures depend on."""
+    return {name: getattr(options, name) for name in NUMBERS} | flags(options)
 
 
 def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    """Of the sources; + if they have changed since."""
+
+    def git(*arguments: str) -> str:
+        found = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        return found.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "src")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "") or "unknown"

@@ -11,7 +11,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from anabranch.config import add_flags, flags
 from anabranch.sampling_params import SamplingParams
+from anabranch.stages import Stages
 
 if TYPE_CHECKING:
     from anabranch.llm import LLM
@@ -35,6 +37,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=["safetensors", "dummy"],
         help="dummy: random weights, only the config is read",
     )
+    add_flags(parser)
+    parser.add_argument("--verbose", action="store_true", help="say where the time of the start went")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int, temperature: float) -> None:
@@ -75,6 +79,9 @@ def open_model(options: argparse.Namespace) -> LLM:
         max_model_len=options.max_model_len,
         max_num_seqs=1,
         max_num_batched_tokens=2048,
+        show_progress=True if options.verbose else None,
+        stages=Stages.of_process(),
+        **flags(options),
     )
 
 

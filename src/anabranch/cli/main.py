@@ -11,11 +11,16 @@ from typing import NoReturn
 from anabranch import __version__
 
 COMMANDS = {
+    "serve": "OpenAI's API over HTTP",
     "generate": "write a continuation of a prompt",
     "chat": "talk to a model",
     "plan": "does it fit? weights by kind, KV cache, context × concurrency in a given memory",
+    "tune": "measure the best tiles of a model's experts on this GPU",
     "doctor": "this machine: versions, platform, and which kernel each op would use",
     "bench offline": "time to first token, decode and throughput, as other engines are measured",
+    "bench report": "result files, ours and other engines', as one table with ratios and targets",
+    "bench step": "one decode step, kernel by kernel: µs, share, floor, gaps",
+    "bench ops": "each op's kernel alone: µs, bytes or arithmetic a second, share of what the machine can do",
     "bench host": "µs of Python per step, without a model",
 }
 

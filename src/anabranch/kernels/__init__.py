@@ -1,6 +1,7 @@
 """How a machine does each op fast: one package per provider, files named as in `ops/`.
 
-Importing a provider's package registers its kernels; `bind` imports those a platform asks for.
+Importing a provider's package registers its kernels; `bind` imports those a platform asks for. Importing this one
+imports nothing heavy: the process that compiles kernels is started from here, before torch is imported.
 """
 
 from __future__ import annotations
@@ -8,21 +9,40 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from anabranch import ops
+from anabranch.stages import stage
 
 if TYPE_CHECKING:
     from anabranch.platforms import Platform
 
 log = logging.getLogger(__name__)
 
+COMPILED = "triton"
+"""The provider whose kernels are compiled when first launched."""
+
 
 def bind(platform: Platform) -> None:
     """Register the platform's kernels and choose one for each op. ANABRANCH_KERNELS overrides the choice."""
+    from anabranch import ops
+
     for provider, module in platform.providers.items():
         try:
-            importlib.import_module(module)
+            with stage("import"):
+                importlib.import_module(module)
         except ImportError as error:
             log.warning("kernels of provider %r are not used: %s", provider, error)
     ops.bind(platform, os.environ.get("ANABRANCH_KERNELS", ""))
+
+
+def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
+    """Compile what `work` would launch, on all cores at once, instead of one by one when it is launched. `work` is run,
+    but its compiled kernels do nothing. Where no kernels are compiled, nothing happens."""
+    if COMPILED not in platform.providers:
+        return
+    from anabranch.kernels.triton.precompile import precompile, recording
+
+    with recording() as jobs:
+        work()
+    precompile(jobs)

@@ -7,23 +7,22 @@ here), and only then memory and weights.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
 
 from anabranch import kernels, platforms
 from anabranch.loader import dummy, names
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
+from anabranch.loader.read import Progress, read_weights
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+from anabranch.moe.options import MoEOptions, apply
+from anabranch.stages import count, stage
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -35,20 +34,26 @@ def load_model(
     load_format: Literal["safetensors", "dummy"] = "safetensors",
     platform: platforms.Platform | None = None,
     progress: Progress | None = None,
+    moe: MoEOptions | None = None,
 ) -> Decoder:
     """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it."""
-    folder = locate(str(model), weights=load_format != "dummy")
-    config = read_config(folder)
-    platform = platform or platforms.current()
-    kernels.bind(platform)
-    decoder = build(config, platform, resolve_dtype(dtype, config, platform))
-    if load_format == "dummy":
+    with stage("config"):
+        folder = locate(str(model), weights=load_format != "dummy")
+        config = read_config(folder)
+        platform = platform or platforms.current()
+        kernels.bind(platform)
+        decoder = build(config, platform, resolve_dtype(dtype, config, platform))
+        apply(moe or MoEOptions(), decoder)
+        copies = [] if load_format == "dummy" else names.match(decoder, read_checkpoint(folder))
+    with stage("weights"):
         decoder.to_empty(device=platform.device)
-        dummy.fill(decoder)
-    else:
-        copies = names.match(decoder, read_checkpoint(folder))
-        decoder.to_empty(device=platform.device)
-        read_weights(decoder, copies, progress)
+        parameters = dict(decoder.named_parameters())
+        if load_format == "dummy":
+            dummy.fill(decoder)
+            platform.synchronize()
+            count(sum(parameter.nbytes for parameter in parameters.values()))
+        else:
+            count(read_weights(parameters, copies, platform, progress))
     return decoder
 
 
@@ -66,19 +71,6 @@ def build(config: ModelConfig, platform: platforms.Platform, dtype: torch.dtype)
     with torch.device("meta"), _default_dtype(dtype):
         model: Decoder = family.Model(config, platform)
     return model.eval()
-
-
-def read_weights(model: Decoder, copies: list[names.Copy], progress: Progress | None = None) -> None:
-    parameters = dict(model.named_parameters())
-    total = sum(copy.source.num_bytes for copy in copies)
-    done, opened = 0, None
-    for copy in copies:
-        if opened is None or opened[0] != copy.source.file:
-            opened = copy.source.file, safe_open(copy.source.file, framework="pt")
-        parameters[copy.parameter][copy.index].copy_(opened[1].get_tensor(copy.source.name))
-        done += copy.source.num_bytes
-        if progress is not None:
-            progress(done, total)
 
 
 @contextmanager

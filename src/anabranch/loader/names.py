@@ -5,6 +5,8 @@ Works on a model without memory behind it (meta device) and on headers: no weigh
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,11 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Put `source` into `parameter[index]`."""
+    """Put `source[part]` into `parameter[index]`."""
 
     source: TensorInfo
     parameter: str
     index: Index
+    part: tuple[slice, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is taken from the source."""
+        source = self.source
+        return source.num_bytes * math.prod(_part_shape(source.shape, self.part)) // max(1, source.num_elements)
 
 
 def match(model: Decoder, checkpoint: Checkpoint) -> list[Copy]:
@@ -30,17 +39,29 @@ def match(model: Decoder, checkpoint: Checkpoint) -> list[Copy]:
     copies: list[Copy] = []
     for parameter, layouts in parameter_layouts(model):
         chosen = _best(checkpoint, layouts)
-        copies += [Copy(_find(checkpoint, piece.name), parameter, piece.index) for piece in chosen]
+        copies += [Copy(_find(checkpoint, piece.name), parameter, piece.index, piece.part) for piece in chosen]
     parameters = dict(model.named_parameters())
+    taken: Counter[str] = Counter()
     for copy in copies:
         wanted = tuple(parameters[copy.parameter][copy.index].shape)
-        if copy.source.shape != wanted:
+        taken[copy.source.name] += math.prod(wanted)
+        if _part_shape(copy.source.shape, copy.part) != wanted:
             raise CheckpointError(
                 f"{copy.source.file}: tensor {copy.source.name!r} has shape {list(copy.source.shape)}, "
-                f"config.json asks for {list(wanted)}"
+                f"config.json asks for {list(wanted)}{' in a part of it' if copy.part else ''}"
+            )
+    for copy in copies:
+        if copy.part and taken[copy.source.name] != copy.source.num_elements:
+            raise CheckpointError(
+                f"{copy.source.file}: tensor {copy.source.name!r} has shape {list(copy.source.shape)}, "
+                f"config.json asks for {taken[copy.source.name]} elements"
             )
     _refuse_surplus(model, checkpoint, {copy.source.name for copy in copies})
     return sorted(copies, key=lambda copy: (copy.source.file, copy.source.begin))
+
+
+def _part_shape(shape: tuple[int, ...], part: tuple[slice, ...]) -> tuple[int, ...]:
+    return (*(len(range(size)[taken]) for size, taken in zip(shape, part)), *shape[len(part) :])
 
 
 def parameter_layouts(model: Decoder) -> Iterator[tuple[str, list[Layout]]]:
@@ -61,7 +82,7 @@ def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
     """The layout once for each of the model's ways to spell names."""
     names = [model.checkpoint_names(f"{parent}.{piece.name}") for piece in layout]
     return [
-        tuple(Piece(name, piece.index) for name, piece in zip(spelled, layout, strict=True))
+        tuple(Piece(name, piece.index, piece.part) for name, piece in zip(spelled, layout, strict=True))
         for spelled in zip(*names, strict=True)
     ]
 

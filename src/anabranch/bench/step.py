@@ -1,0 +1,319 @@
+"""One decode step, kernel by kernel: how often, how long, which share, how far from its floor, and the gaps between.
+
+    anabranch bench step qwen3-30b-a3b --load-format dummy --batch 1
+    anabranch bench step FOLDER --batch 64 --context 1024 --json FILE
+
+Requests are brought to the middle of their answers; then some steps are timed as they are and some under torch's
+profiler, which also sees the kernels inside a captured graph. The floor of a group is the bytes it must read at the
+rate of this machine's memory (known: H200; else --bandwidth). Without an accelerator the ops on the host are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anabranch.bench.offline import bundled, commit
+from anabranch.bench.step_bytes import step_bytes
+from anabranch.config import add_flags, flags
+from anabranch.request import Request
+from anabranch.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from anabranch.llm import LLM
+
+GROUPS = {
+    "experts": r"experts|gate_up|expert_matmul",
+    "attention": r"attention|attn|flash|fmha|scaled_dot_product",
+    "routing": r"route|expert_sort|topk|top_k",
+    "norm, rope, KV": r"norm|rope|rotary|kv_store|activation|silu|gelu",
+    "sampling": r"sample|argmax|draw|penal|logprob|mask_logits|softmax",
+    "dense": r"linear|gemm|gemv|cutlass|nvjet|cublas|splitk|matmul|::mm\b|::addmm\b|::bmm\b",
+    "inputs, copies": r"decode_inputs|memcpy|memset|copy|fill|index|elementwise|cat|gather|scatter|embedding",
+}
+"""What kind of work a kernel does, by its file (of ours) or name; the first that matches."""
+RANGE = "anabranch bench step"
+WARM_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kernel as it ran; µs from the beginning of its step."""
+
+    name: str
+    begin: float
+    end: float
+    busy: float
+    """µs of its own: of an op on the host, without those it called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Steps as the profiler saw them."""
+
+    steps: list[list[Call]]
+    on_device: bool
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+    def spans(self) -> list[float]:
+        """µs of each step from its first kernel to its last."""
+        return [max(call.end for call in calls) - min(call.begin for call in calls) for calls in self.steps]
+
+    def median(self) -> list[Call]:
+        """The step of median length."""
+        spans = self.spans()
+        return self.steps[spans.index(sorted(spans)[(len(spans) - 1) // 2])]
+
+
+def group_of(name: str) -> str:
+    return next((group for group, pattern in GROUPS.items() if re.search(pattern, name, re.I)), "other")
+
+
+def own_kernels() -> dict[str, str]:
+    """Triton kernels of this package that are in use: name → file.name."""
+    place = "anabranch.kernels.triton."
+    found: dict[str, str] = {}
+    for module in [module for name, module in sys.modules.items() if name.startswith(place)]:
+        for name, value in vars(module).items():
+            if hasattr(value, "arg_names") and value.__module__ == module.__name__:
+                file = module.__name__.removeprefix(place)
+                found[name] = f"{file}|{found[name]}" if name in found else f"{file}.{name}"
+    return found
+
+
+def gaps(calls: list[Call]) -> float:
+    """µs in which nothing ran, between the first and the last."""
+    total, reached = 0.0, min(call.begin for call in calls)
+    for call in sorted(calls, key=lambda call: call.begin):
+        total += max(0.0, call.begin - reached)
+        reached = max(reached, call.end)
+    return total
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a bundled config, a folder or a hub id")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="requests that decode (default 1)")
+    parser.add_argument("--context", type=int, default=128, metavar="L", help="tokens each has had (default 128)")
+    parser.add_argument("--load-format", default="safetensors", choices=["safetensors", "dummy"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps to profile (default 8)")
+    parser.add_argument("--top", type=int, default=25, metavar="N", help="kernels to show (default 25)")
+    parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of this machine's memory, for the floors")
+    parser.add_argument("--json", metavar="FILE", help="all of it, with the time line of one step")
+    add_flags(parser)
+    parser.set_defaults(tune="off")
+
+
+def run(options: argparse.Namespace) -> int:
+    for name in ("batch", "context", "steps"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name}: at least 1, not {getattr(options, name)}")
+    from anabranch.llm import LLM
+
+    folder = bundled(options.model, options.load_format)
+    room = options.context + 3 * options.steps + WARM_STEPS + 16
+    with LLM(
+        folder,
+        load_format=options.load_format,
+        dtype=options.dtype,
+        max_model_len=room,
+        max_num_seqs=max(256, options.batch),
+        prefix_cache=False,
+        show_progress=False,
+        **flags(options),  # type: ignore[arg-type]
+    ) as llm:
+        decode(llm, options.batch, options.context, room)
+        plain = timed_steps(llm, options.steps)
+        profile = profiled_steps(llm, options.steps)
+        result = summarize(llm, options, plain, profile)
+    print(show(result, options.top))
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def decode(llm: LLM, batch: int, context: int, room: int) -> None:
+    """Bring so many requests to where each step gives each of them a token."""
+    rng, vocabulary = random.Random(0), llm.engine.model.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
+    waiting = {str(i) for i in range(batch)}
+    for id in waiting:
+        prompt = tuple(rng.randrange(vocabulary) for _ in range(context))
+        llm.engine.add(Request(id=id, prompt_ids=prompt, params=params))
+    while waiting:
+        waiting -= {update.id for update in llm.engine.step()}
+    for _ in range(WARM_STEPS):
+        step(llm, batch)
+
+
+def step(llm: LLM, batch: int) -> None:
+    updates = llm.engine.step()
+    assert len(updates) == batch, f"{len(updates)} of {batch} requests had a token"
+
+
+def timed_steps(llm: LLM, num_steps: int) -> float:
+    """µs of a step as the engine makes them, one launched before the last is read."""
+    batch = len(llm.engine.step())
+    began = time.perf_counter()
+    for _ in range(num_steps):
+        step(llm, batch)
+    return 1e6 * (time.perf_counter() - began) / num_steps
+
+
+def profiled_steps(llm: LLM, num_steps: int) -> Profile:
+    """Each launched when the device is idle and waited for, so that its kernels are its own."""
+    from torch import profiler
+
+    platform = llm.engine.runner.platform
+    platform.synchronize()
+    with profiler.profile(activities=profiler.supported_activities()) as found:
+        for _ in range(num_steps):
+            with profiler.record_function(RANGE):
+                llm.engine.step()
+                platform.synchronize()
+    return read_profile(list(found.events()))
+
+
+def read_profile(events: list[Any]) -> Profile:
+    """Kernels by step; where there are none, the host's ops."""
+
+    def is_host(event: Any) -> bool:
+        return "CPU" in str(event.device_type)
+
+    ranges = sorted((e.time_range.start, e.time_range.end) for e in events if e.name == RANGE and is_host(e))
+    kernels = [e for e in events if not is_host(e) and e.name != RANGE]
+    on_device, ours = bool(kernels), own_kernels()
+    chosen = kernels if on_device else [e for e in events if e.name != RANGE and "::" in e.name]
+    steps: list[list[Call]] = []
+    for begin, end in ranges:
+        inside = [e for e in chosen if begin <= e.time_range.start < end]
+        inside.sort(key=lambda e: e.time_range.start)
+        first = inside[0].time_range.start if inside else 0.0
+        steps.append(
+            [
+                Call(
+                    ours.get(e.name, e.name),
+                    e.time_range.start - first,
+                    e.time_range.end - first,
+                    e.time_range.end - e.time_range.start if on_device else e.self_cpu_time_total,
+                )
+                for e in inside
+            ]
+        )
+    if not steps or not all(steps):
+        raise ValueError(
+            "the profiler saw no kernels: on a GPU it may need the permission to read performance counters"
+        )
+    return Profile(steps, on_device)
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def summarize(llm: LLM, options: argparse.Namespace, plain: float, profile: Profile) -> dict[str, Any]:
+    from anabranch.bench.ops import CEILINGS
+    from anabranch.loader.load import DTYPES
+
+    runner = llm.engine.runner
+    machine = runner.platform.describe()
+    dtype = next(name for name, value in DTYPES.items() if value == runner.dtype)
+    known = next((rate for name, (rate, _) in CEILINGS.items() if machine.startswith(name)), None)
+    rate = options.bandwidth * 1e12 if options.bandwidth else known
+    reads = step_bytes(llm.engine.model, options.batch, options.context, dtype)
+    return {
+        "engine": "anabranch",
+        "model": Path(options.model).name,
+        "commit": commit(),
+        "machine": machine,
+        "batch": options.batch,
+        "context": options.context,
+        "on_device": profile.on_device,
+        "step_us": plain,
+        "span_us": statistics.median(profile.spans()),
+        "gap_us": statistics.median(map(gaps, profile.steps)),
+        "bandwidth": rate,
+        "floor_us": None if rate is None else 1e6 * sum(reads.values()) / rate,
+        "groups": list(group_rows(profile, reads, rate)),
+        "kernels": list(kernel_rows(profile)),
+        "timeline": [[call.name, round(call.begin, 3), round(call.busy, 3)] for call in profile.median()],
+    }
+
+
+def group_rows(profile: Profile, reads: dict[str, int], rate: float | None) -> Iterator[dict[str, Any]]:
+    busy: dict[str, list[float]] = {}
+    for calls in profile.steps:
+        for call in calls:
+            busy.setdefault(group_of(call.name), []).append(call.busy)
+    for group in sorted({*busy, *reads}, key=lambda group: -sum(busy.get(group, ()))):
+        us = sum(busy.get(group, ())) / profile.num_steps
+        floor = 1e6 * reads[group] / rate if rate and group in reads else None
+        yield {
+            "group": group,
+            "count": len(busy.get(group, ())) / profile.num_steps,
+            "us": us,
+            "bytes": reads.get(group),
+            "floor_us": floor,
+        }
+
+
+def kernel_rows(profile: Profile) -> Iterator[dict[str, Any]]:
+    busy: dict[str, list[float]] = {}
+    for calls in profile.steps:
+        for call in calls:
+            busy.setdefault(call.name, []).append(call.busy)
+    for name in sorted(busy, key=lambda name: -sum(busy[name])):
+        us, count = sum(busy[name]) / profile.num_steps, len(busy[name]) / profile.num_steps
+        yield {"name": name, "group": group_of(name), "count": count, "us": us, "us_each": us / count}
+
+
+def show(result: dict[str, Any], top: int) -> str:
+    total = sum(row["us"] for row in result["groups"])
+    what, per = ("kernels", "on the device") if result["on_device"] else ("ops", "on the host")
+    lines = [
+        f"{result['model']}, batch {result['batch']}, context {result['context']}; {result['machine']}",
+        f"a step takes {result['step_us']:,.0f} µs; {per} {result['span_us']:,.0f} µs under the profiler: "
+        f"{what} {total:,.0f} µs, gaps {result['gap_us']:,.0f} µs",
+    ]
+    if result["floor_us"]:
+        share = result["floor_us"] / result["step_us"]
+        read = sum(row["bytes"] or 0 for row in result["groups"])
+        lines.append(f"it must read {read / 1e9:.3f} GB: {result['floor_us']:,.0f} µs, {share:.0%} of the step")
+    lines += ["", f"{'group':<16}{'count':>7}{'µs':>11}{'share':>8}{'MB read':>11}{'floor µs':>10}{'× floor':>9}"]
+    for row in result["groups"]:
+        floor = "" if row["floor_us"] is None else f"{row['floor_us']:,.1f}"
+        times = f"{row['us'] / row['floor_us']:.2f}" if row["floor_us"] and row["us"] else ""
+        read_mb = "" if row["bytes"] is None else f"{row['bytes'] / 1e6:,.1f}"
+        lines.append(
+            f"{row['group']:<16}{row['count']:>7.4g}{row['us']:>11,.1f}{row['us'] / total:>8.1%}"
+            f"{read_mb:>11}{floor:>10}{times:>9}"
+        )
+    width = max(len(_short(row["name"])) for row in result["kernels"][:top])
+    lines += ["", f"{what[:-1]:<{width}}{'count':>7}{'µs each':>10}{'µs':>11}{'share':>8}  group"]
+    for row in result["kernels"][:top]:
+        lines.append(
+            f"{_short(row['name']):<{width}}{row['count']:>7.4g}{row['us_each']:>10,.2f}{row['us']:>11,.1f}"
+            f"{row['us'] / total:>8.1%}  {row['group']}"
+        )
+    if left := result["kernels"][top:]:
+        lines.append(f"and {len(left)} more: {sum(row['us'] for row in left):,.1f} µs")
+    return "\n".join(lines)
+
+
+def _short(name: str, most: int = 60) -> str:
+    """Of a C++ template the beginning tells."""
+    return name if len(name) <= most else name[: most - 1] + "…"

@@ -1,0 +1,227 @@
+"""Bytes of tensors from files into parameters: several threads, each with one large read at a time.
+
+A span is a run of bytes in one file and where its parts go. On a device with memory of its own a span is read into
+staging buffers (page-locked, if the platform has such) and copied from there while the thread reads the next one; so
+the host holds two small buffers a thread and never the model. Where the parameters are in host memory, bytes are read
+to their place: no copy, no second model in memory.
+
+Whether the files are sound was asked before (`checkpoint`), as was what goes where (`names`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from anabranch.loader.checkpoint import CheckpointError, TensorInfo
+from anabranch.loader.names import Copy
+from anabranch.platforms import Platform, Staging
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), by the thread that reads weights."""
+
+ALIGNMENT = 256
+"""Of tensors in a buffer, whatever their place in the file."""
+MOST_PARTS = 512
+"""Of a span: the system takes 1024 at once."""
+SPAN = (16 << 20) - MOST_PARTS * ALIGNMENT
+"""Bytes of a read: large enough that Python does not matter, small enough that buffers stay in the host's cache. A
+buffer is then 16 MB, no more: page-locked memory comes in powers of two."""
+THREADS = 12
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+Place = tuple[torch.Tensor, tuple[slice, ...]]
+"""A view into a parameter, and which part of the checkpoint's tensor fills it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive elements of one tensor, and where they go."""
+
+    source: TensorInfo
+    first: int
+    """Element, not byte."""
+    count: int
+    places: tuple[Place, ...]
+    """If it is not the whole tensor: one, flat, of `count` elements."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * DTYPES[self.source.dtype].itemsize
+
+    @property
+    def is_plain(self) -> bool:
+        """Its bytes are the parameter's bytes."""
+        target, part = self.places[0]
+        plain = len(self.places) == 1 and not part and target.is_contiguous()
+        return plain and target.dtype == DTYPES[self.source.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Parts that follow each other in a file."""
+
+    file: Path
+    begin: int
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def room(self) -> int:
+        """Bytes it takes in a buffer."""
+        return sum(_aligned(part.num_bytes) for part in self.parts)
+
+
+def read_weights(
+    parameters: Mapping[str, torch.Tensor],
+    copies: Sequence[Copy],
+    platform: Platform,
+    progress: Progress | None = None,
+    *,
+    threads: int | None = None,
+    limit: int = SPAN,
+) -> int:
+    """Fill parameters as `copies` (in file order) say; the number of bytes read. `limit`: bytes of a span."""
+    spans = list(cut(parameters, copies, limit))
+    total = sum(span.num_bytes for span in spans)
+    if not spans:
+        return 0
+    reader = Reader(spans, platform)
+    platform.synchronize()  # memory that was just taken may have been in use by work that is still on its way
+    done = 0
+    pool = ThreadPoolExecutor(threads or max(2, min(THREADS, os.cpu_count() or 1)), "weights")
+    try:
+        for future in as_completed([pool.submit(reader.read, span) for span in spans]):
+            done += future.result()
+            if progress is not None:
+                progress(done, total)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        reader.close()
+    return total
+
+
+def cut(parameters: Mapping[str, torch.Tensor], copies: Sequence[Copy], limit: int = SPAN) -> Iterator[Span]:
+    """Spans of about `limit` bytes: small tensors together, large ones in pieces. What has no place is not read."""
+    open_parts: list[Part] = []
+    begin = end = num_bytes = 0
+    for source, group in groupby((copy for copy in copies if copy.source.num_bytes), key=lambda copy: copy.source):
+        places = tuple((parameters[copy.parameter][copy.index], copy.part) for copy in group)
+        for part in _pieces(source, places, limit):
+            at = source.begin + part.first * DTYPES[source.dtype].itemsize
+            follows = open_parts and open_parts[-1].source.file == source.file and at == end
+            if open_parts and not (follows and num_bytes + part.num_bytes <= limit and len(open_parts) < MOST_PARTS):
+                yield Span(open_parts[0].source.file, begin, tuple(open_parts))
+                open_parts, num_bytes = [], 0
+            if not open_parts:
+                begin = at
+            open_parts.append(part)
+            num_bytes += part.num_bytes
+            end = at + part.num_bytes
+    if open_parts:
+        yield Span(open_parts[0].source.file, begin, tuple(open_parts))
+
+
+def _pieces(source: TensorInfo, places: tuple[Place, ...], limit: int) -> Iterator[Part]:
+    (target, part), *others = places
+    if others or part or not target.is_contiguous() or source.num_bytes <= limit:
+        yield Part(source, 0, source.num_elements, places)
+        return
+    flat, most = target.view(-1), limit // DTYPES[source.dtype].itemsize
+    for first in range(0, source.num_elements, most):
+        count = min(most, source.num_elements - first)
+        yield Part(source, first, count, ((flat[first : first + count], ()),))
+
+
+class Reader:
+    """Open files, and buffers of each thread."""
+
+    def __init__(self, spans: Sequence[Span], platform: Platform) -> None:
+        self.platform = platform
+        self.room = max(span.room for span in spans)
+        self.files: dict[Path, int] = {}
+        self.mine = threading.local()
+        """Of each thread: two stagings (none where the platform has none), else a buffer."""
+        self.stagings: list[Staging] = []
+        for span in spans:
+            if span.file not in self.files:
+                self.files[span.file] = os.open(span.file, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, span: Span) -> int:
+        """Read it and see to it that it gets to its places; returns its bytes."""
+        stagings = self._stagings()
+        if stagings:
+            staging = stagings[0]
+            stagings.reverse()
+            staging.wait()  # for what was copied from it the time before last
+            for source, places in self._read_to(span, staging.buffer):
+                staging.put(source, places)
+        elif all(part.is_plain for part in span.parts):
+            self._fill(span, [_bytes_of(part.places[0][0]) for part in span.parts])
+        else:
+            if not hasattr(self.mine, "buffer"):
+                self.mine.buffer = torch.empty(self.room, dtype=torch.uint8)
+            for source, places in self._read_to(span, self.mine.buffer):
+                for target, part in places:
+                    target.copy_(source[part])
+        return span.num_bytes
+
+    def _stagings(self) -> list[Staging]:
+        if not hasattr(self.mine, "stagings"):
+            made = [self.platform.make_staging(self.room) for _ in range(2)]
+            self.mine.stagings = [staging for staging in made if staging is not None]
+            self.stagings += self.mine.stagings
+        found: list[Staging] = self.mine.stagings
+        return found
+
+    def _read_to(self, span: Span, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[Place, ...]]]:
+        """Read a span into a buffer: each tensor, and its places."""
+        offset, sources = 0, []
+        for part in span.parts:
+            source = buffer[offset : offset + part.num_bytes].view(DTYPES[part.source.dtype])
+            sources.append(source if part.count < part.source.num_elements else source.view(part.source.shape))
+            offset += _aligned(part.num_bytes)
+        self._fill(span, [_bytes_of(source) for source in sources])
+        for source, part in zip(sources, span.parts, strict=True):
+            yield source, part.places
+
+    def _fill(self, span: Span, targets: list[memoryview]) -> None:
+        offset = span.begin
+        while targets:
+            count = os.preadv(self.files[span.file], targets, offset)
+            if not count and any(target.nbytes for target in targets):
+                raise CheckpointError(f"{span.file}: became shorter while it was read; download it again")
+            offset += count
+            # A read may stop anywhere: go on behind what has come.
+            while targets and count >= targets[0].nbytes:
+                count -= targets.pop(0).nbytes
+            if targets:
+                targets[0] = targets[0][count:]
+
+    def close(self) -> None:
+        """When this returns, everything that was read is where it belongs."""
+        for staging in self.stagings:
+            staging.wait()
+        for file in self.files.values():
+            os.close(file)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, to be written to."""
+    assert tensor.is_contiguous()
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

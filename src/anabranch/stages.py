@@ -1,0 +1,153 @@
+"""Where the time of a start goes: import, config, weights, tune, capture, and what is left; as a table and as numbers.
+
+    stages = Stages.of_process()
+    with stages.shared():                # `stage("...")` anywhere below adds to this table
+        with stage("weights"):
+            ...
+            count(num_bytes)             # bytes of the stage that runs, for its GB/s
+
+A stage inside another stops the outer one's clock, so seconds add up to the whole. Outside `shared`, `stage` costs
+nothing and keeps nothing. This file knows the clock, not what a stage does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+ORDER = ("import", "config", "weights", "tune", "compile", "capture")
+"""As people read them; others come behind, in the order of their time."""
+
+_current: ContextVar[Stages | None] = ContextVar("stages", default=None)
+
+
+class Stages:
+    def __init__(self, since: float | None = None, on_begin: Callable[[str], None] | None = None) -> None:
+        """`since`: the time.perf_counter() the table begins at (default: now). `on_begin` hears each stage's name."""
+        self.began = time.perf_counter() if since is None else since
+        self.seconds: dict[str, float] = {}
+        self.num_bytes: dict[str, int] = {}
+        self.ready: float | None = None
+        """Seconds from the beginning to `finish`."""
+        self._on_begin = on_begin
+        self._running: list[str] = []
+        self._clock = self.began
+
+    @classmethod
+    def of_process(cls, on_begin: Callable[[str], None] | None = None) -> Stages:
+        """For a process that does nothing else: what it did up to now was importing."""
+        stages = cls(process_start(), on_begin)
+        stages.add("import", time.perf_counter() - stages.began)
+        return stages
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._advance()
+        self._running.append(name)
+        self.seconds.setdefault(name, 0.0)
+        if self._on_begin is not None:
+            self._on_begin(name)
+        try:
+            yield
+        finally:
+            self._advance()
+            self._running.pop()
+
+    def _advance(self) -> None:
+        """Give the time since the last look to the stage that ran."""
+        now = time.perf_counter()
+        if self._running:
+            self.seconds[self._running[-1]] += now - self._clock
+        self._clock = now
+
+    def add(self, name: str, seconds: float) -> None:
+        """Time that was measured elsewhere."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def skip(self, seconds: float) -> None:
+        """Leave out time that was not this start's."""
+        self.began += seconds
+
+    def count(self, num_bytes: int) -> None:
+        if self._running:
+            name = self._running[-1]
+            self.num_bytes[name] = self.num_bytes.get(name, 0) + num_bytes
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[Stages]:
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+    def finish(self) -> None:
+        """Ready to serve; what comes later is not the start's."""
+        self._advance()
+        self.ready = time.perf_counter() - self.began
+
+    def check(self) -> None:
+        assert not self._running, f"{self._running} have not ended"
+        assert all(seconds >= 0 for seconds in self.seconds.values())
+        assert self.ready is None or sum(self.seconds.values()) <= self.ready + 1e-6
+
+    def _rows(self) -> list[tuple[str, float]]:
+        names = sorted(self.seconds, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+        rows = [(name, self.seconds[name]) for name in names]
+        if self.ready is not None:
+            rows += [("other", max(0.0, self.ready - sum(self.seconds.values()))), ("ready", self.ready)]
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Seconds by stage, "other" and "ready" (the whole) among them; bytes and bytes a second where counted."""
+        found: dict[str, Any] = {"seconds": {name: round(seconds, 4) for name, seconds in self._rows()}}
+        if self.num_bytes:
+            found["bytes"] = dict(self.num_bytes)
+            found["bytes_per_second"] = {
+                name: round(count / max(self.seconds[name], 1e-9)) for name, count in self.num_bytes.items()
+            }
+        return found
+
+    def table(self) -> str:
+        """`weights    1.90 s   61.1 GB, 32.2 GB/s`, a line a stage."""
+        lines = []
+        for name, seconds in self._rows():
+            line = f"{name:<8} {seconds:8.2f} s"
+            if count := self.num_bytes.get(name):
+                line += f"   {count / 1e9:.2f} GB, {count / 1e9 / max(seconds, 1e-9):.1f} GB/s"
+            lines.append(line)
+        return "\n".join(lines)
+
+
+def stage(name: str) -> contextlib.AbstractContextManager[None]:
+    """A stage of whatever start is under way here."""
+    stages = _current.get()
+    return contextlib.nullcontext() if stages is None else stages(name)
+
+
+def count(num_bytes: int) -> None:
+    """So many bytes more were moved in the stage that runs."""
+    stages = _current.get()
+    if stages is not None:
+        stages.count(num_bytes)
+
+
+def process_start() -> float:
+    """When this process began, as a time.perf_counter(): what happened before Python ran a line of ours counts too.
+
+    Exact to a hundredth of a second on Linux; elsewhere the moment this is first asked.
+    """
+    if sys.platform == "linux":
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter() - max(0.0, age)
+    return _imported
+
+
+_imported = time.perf_counter()

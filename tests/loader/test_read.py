@@ -1,0 +1,200 @@
+"""Bytes get where they belong, whatever their place in the file, their size, dtype and target; files that shrink are
+refused; the host holds little."""
+
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from anabranch import platforms
+from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
+from anabranch.loader.names import Copy
+from anabranch.loader.read import MOST_PARTS, Reader, cut, read_weights
+from anabranch.platforms import Platform
+from anabranch.platforms.fake import FakePlatform, FakeStaging
+
+PLATFORMS = ["cpu", "fake", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+PARTS = slice(0, 3), slice(3, 7)
+
+
+@dataclass
+class Case:
+    """A checkpoint, parameters to fill from it, and what they must then hold."""
+
+    copies: list[Copy]
+    parameters: dict[str, torch.Tensor]
+    expected: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def draw(folder: Path, seed: int, device: torch.device) -> Case:
+    """Tensors of all sizes and dtypes in three files; each fills a parameter in one of the ways there are."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(high: int) -> int:
+        return int(torch.randint(high, (), generator=generator))
+
+    files: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+    for i in range(30):
+        rows = (1, 2, 7, 50, 1000)[pick(5)]
+        tensor = torch.randn(rows, 7, generator=generator).to(DTYPES[pick(4)])
+        files[pick(3)][f"t{i}"] = tensor[0, 0].clone() if pick(6) == 0 else tensor
+    files[0]["nothing"] = torch.empty(0, 7)
+    for i, tensors in enumerate(files):
+        save_file(tensors, folder / f"part{i}.safetensors", metadata={"x": "y" * pick(8)})
+    checkpoint = read_checkpoint(folder)
+    case = Case([], {})
+    loaded = {name: tensor for i in range(3) for name, tensor in load_file(folder / f"part{i}.safetensors").items()}
+    for name, tensor in loaded.items():
+        dtype = tensor.dtype if pick(3) else DTYPES[pick(4)]
+        way = pick(4) if tensor.dim() == 2 else 0
+        source = checkpoint.tensors[name]
+        if pick(8) == 0:  # not wanted: leaves a gap between its neighbours
+            continue
+        if way == 1:  # into rows of a packed parameter
+            pack(case, name, torch.zeros(3, *tensor.shape, dtype=dtype, device=device), [Copy(source, name, (1,))])
+        elif way == 2:  # into columns: not contiguous
+            wide = torch.zeros(tensor.shape[0], 20, dtype=dtype, device=device)
+            pack(case, name, wide, [Copy(source, name, (slice(None), slice(5, 12)))])
+        elif way == 3:  # columns of it into two places
+            target = torch.zeros(2, tensor.shape[0], 4, dtype=dtype, device=device)
+            indices = [(0, slice(None), slice(0, 3)), (1,)]
+            both = zip(indices, PARTS, strict=True)
+            pack(case, name, target, [Copy(source, name, index, (slice(None), part)) for index, part in both])
+        else:
+            pack(case, name, torch.zeros(tensor.shape, dtype=dtype, device=device), [Copy(source, name, ())])
+        case.expected[name] = torch.zeros(case.parameters[name].shape, dtype=dtype)
+        for copy in case.copies:
+            if copy.parameter == name:
+                case.expected[name][copy.index] = tensor[copy.part].to(dtype)
+    case.copies.sort(key=lambda copy: (copy.source.file, copy.source.begin))
+    return case
+
+
+def pack(case: Case, name: str, parameter: torch.Tensor, copies: list[Copy]) -> None:
+    case.parameters[name] = parameter
+    case.copies += copies
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+@pytest.mark.parametrize("limit", [64, 3000, 1 << 24])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_element_arrives(tmp_path: Path, name: str, limit: int, seed: int) -> None:
+    platform = platforms.make(name)
+    case = draw(tmp_path, seed, platform.device)
+    seen: list[tuple[int, int, int]] = []
+    num_bytes = read_weights(
+        case.parameters,
+        case.copies,
+        platform,
+        lambda done, total: seen.append((done, total, threading.get_ident())),
+        threads=3,
+        limit=limit,
+    )
+    for parameter, expected in case.expected.items():
+        assert torch.equal(case.parameters[parameter].cpu(), expected), parameter
+    wanted = {copy.source.name: copy.source.num_bytes for copy in case.copies}
+    assert num_bytes == sum(wanted.values())
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+    assert seen[-1][:2] == (num_bytes, num_bytes)
+    assert {thread for _, _, thread in seen} == {threading.get_ident()}, "a socket belongs to one thread"
+
+
+def test_spans_cover_each_byte_once_and_are_small(tmp_path: Path) -> None:
+    case = draw(tmp_path, 7, torch.device("cpu"))
+    for limit in (64, 3000, 1 << 24):
+        spans = list(cut(case.parameters, case.copies, limit))
+        read: dict[str, list[int]] = {}
+        for span in spans:
+            assert 0 < len(span.parts) <= MOST_PARTS
+            at = span.begin
+            for part in span.parts:
+                read.setdefault(part.source.name, []).append(part.num_bytes)
+                size = part.source.num_bytes // part.source.num_elements
+                assert at == part.source.begin + part.first * size and span.file == part.source.file
+                at += part.num_bytes
+            assert span.num_bytes <= limit or len(span.parts) == 1
+        assert {name: sum(sizes) for name, sizes in read.items()} == {
+            copy.source.name: copy.source.num_bytes for copy in case.copies if copy.source.num_bytes
+        }
+    whole = len(list(cut(case.parameters, case.copies, 1 << 24)))
+    assert whole < len(case.copies) / 2, "neighbours are read together"
+
+
+def test_many_small_tensors_are_not_too_many_for_one_read(tmp_path: Path) -> None:
+    tensors = {f"t{i:05}": torch.full((3,), float(i)) for i in range(3 * MOST_PARTS)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = read_checkpoint(tmp_path)
+    parameters = {name: torch.zeros(3) for name in tensors}
+    copies = [Copy(checkpoint.tensors[name], name, ()) for name in checkpoint.tensors]
+    read_weights(parameters, copies, platforms.make("cpu"))
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in tensors.items())
+
+
+class CountingPlatform(FakePlatform):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def make_staging(self, num_bytes: int) -> FakeStaging:
+        self.sizes.append(num_bytes)
+        return super().make_staging(num_bytes)
+
+
+def test_the_host_holds_two_small_buffers_a_thread(tmp_path: Path) -> None:
+    save_file({"large": torch.randn(300_000), "small": torch.randn(10)}, tmp_path / "model.safetensors")
+    checkpoint = read_checkpoint(tmp_path)
+    parameters = {"large": torch.zeros(300_000), "small": torch.zeros(10)}
+    copies = [Copy(checkpoint.tensors[name], name, ()) for name in checkpoint.tensors]
+    platform = CountingPlatform()
+    read_weights(parameters, copies, platform, threads=2, limit=10_000)
+    assert len(platform.sizes) <= 4 and max(platform.sizes) < 11_000
+    expected = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(parameters[name], expected[name]) for name in expected)
+
+
+def test_a_read_that_stops_early_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As reads of more than 2 GB do, and those that a signal interrupts."""
+    case = draw(tmp_path, 3, torch.device("cpu"))
+    preadv = os.preadv
+
+    def one_third(file: int, buffers: list[Any], offset: int) -> int:
+        size = sum(buffer.nbytes for buffer in buffers)
+        short = bytearray(max(1, size // 3))
+        count = preadv(file, [short], offset)
+        rest = memoryview(short)[:count]
+        for buffer in buffers:
+            taken = min(buffer.nbytes, rest.nbytes)
+            buffer[:taken] = rest[:taken]
+            rest = rest[taken:]
+        return count
+
+    monkeypatch.setattr(os, "preadv", one_third)
+    read_weights(case.parameters, case.copies, platforms.make("cpu"), limit=3000)
+    assert all(torch.equal(case.parameters[name], expected) for name, expected in case.expected.items())
+
+
+@pytest.mark.parametrize("platform", [platforms.make("cpu"), platforms.make("fake")], ids=["cpu", "fake"])
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, platform: Platform) -> None:
+    case = draw(tmp_path, 5, platform.device)
+    last = case.copies[-1].source
+    os.truncate(last.file, last.end - 1)
+    with pytest.raises(CheckpointError) as caught:
+        read_weights(case.parameters, case.copies, platform, limit=3000)
+    assert str(caught.value) == f"{last.file}: became shorter while it was read; download it again"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
+
+
+def test_files_are_closed_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = draw(tmp_path, 5, torch.device("cpu"))
+    monkeypatch.setattr(Reader, "read", lambda self, span: 1 / 0)
+    before = set(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else set()
+    with pytest.raises(ZeroDivisionError):
+        read_weights(case.parameters, case.copies, platforms.make("cpu"))
+    after = set(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else set()
+    assert len(after) <= len(before)
