@@ -1,0 +1,140 @@
+"""Serve a model over HTTP: OpenAI's API on http://127.0.0.1:8000/v1.
+
+MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from anabranch.config import EngineConfig
+
+ENGINE_FLAGS = {"memory_fraction": "--gpu-memory-utilization"}
+"""Where a field's flag is not its own name: users know these."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    own = parser.add_argument_group(conflict_handler="resolve")  # argparse's own --help takes no word
+    own.add_argument("-h", "--help", action=Help, nargs="?", const="core", metavar="all", help="all: every option")
+    parser.add_argument("model", metavar="MODEL", nargs="?")
+    _add_core(parser)
+    rare = Rare(parser.add_argument_group("more"))
+    _add_rare(rare)
+    parser.set_defaults(_rare=rare.actions)
+
+
+def _add_core(parser: argparse.ArgumentParser) -> None:
+    http = parser.add_argument_group("who may ask")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    http.add_argument("--port", type=int, default=8000, metavar="N", help="default 8000; 0: any free one")
+    http.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="may be repeated; ANABRANCH_API_KEY"
+    )
+    http.add_argument("--allow-no-api-key", action="store_true", help="serve other machines without a key")
+    http.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model")
+    model = parser.add_argument_group("the model")
+    model.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
+    model.add_argument("--max-model-len", type=int, default=0, metavar="N", help="tokens of context (default: all)")
+    model.add_argument("--gpu-memory-utilization", type=float, default=0.0, metavar="F", dest="memory_fraction",
+                       help="share of the device's memory to use")  # fmt: skip
+    model.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="requests that run at once")
+    model.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens in one step")
+    model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graph_mode",
+                       help="launch every kernel by itself, without captured graphs")  # fmt: skip
+    model.add_argument("--seed", type=int, default=0, metavar="N")
+    chat = parser.add_argument_group("chats")
+    chat.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    chat.add_argument("--tool-call-parser", default="auto", metavar="NAME", help="default: by the chat template")
+    chat.add_argument("--reasoning-parser", default="auto", metavar="NAME", help="default: by the chat template")
+    life = parser.add_argument_group("running it")
+    life.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="S",
+                      help="after SIGTERM, seconds for requests to finish (default 30)")  # fmt: skip
+    life.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait; then 429")
+    life.add_argument("--metrics-compat", default="", choices=["vllm"], help="vLLM's metric names too")
+    life.add_argument("--log-format", default="text", choices=["text", "json"])
+
+
+class Rare:
+    """Options that --help names only with =all."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.actions: list[tuple[argparse.Action, str]] = []
+
+    def add(self, flag: str, about: str, **options: Any) -> None:
+        self.actions.append((self.group.add_argument(flag, help=argparse.SUPPRESS, **options), about))
+
+
+def _add_rare(rare: Rare) -> None:
+    from anabranch.server.settings import Settings
+
+    about = {
+        "max_body_bytes": "a larger body gets 413",
+        "max_header_bytes": "larger headers get 431",
+        "header_timeout": "seconds for headers to arrive",
+        "body_timeout": "seconds for a body to arrive",
+        "prepare_timeout": "seconds to render and tokenise a prompt",
+        "stall_timeout": "seconds until a client that takes nothing is cut off",
+        "keep_alive_timeout": "seconds an idle connection is kept",
+        "step_timeout": "seconds after which a step counts as hanging",
+        "start_timeout": "seconds for the engine to be ready",
+    }
+    for field in fields(Settings):
+        if field.name in about:
+            kind = int if isinstance(field.default, int) else float
+            text = f"{about[field.name]} (default {field.default:g})"
+            rare.add(_flag(field.name), text, type=kind, default=field.default, metavar="N" if kind is int else "S")
+    taken = {"model", "dtype", "max_model_len", "memory_fraction", "max_num_seqs", "max_num_batched_tokens"}
+    taken |= {"graph_mode", "seed"}
+    for field in fields(EngineConfig):
+        if field.name in taken:
+            continue
+        assert field.default is not MISSING
+        default: Any = field.default
+        text = f"engine: default {'auto' if default == 0 and not isinstance(default, bool) else default}"
+        if isinstance(default, bool):
+            rare.add(_flag(field.name), text, action=argparse.BooleanOptionalAction, default=default)
+        else:
+            rare.add(_flag(field.name), text, type=type(default), default=default, metavar="X")
+
+
+def _flag(name: str) -> str:
+    return ENGINE_FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+class Help(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if values not in ("core", "all"):
+            parser.error(f"--help={values}: it is --help or --help=all")
+        if values == "all":
+            for action, about in parser.get_default("_rare"):
+                action.help = about
+        parser.usage = "anabranch serve MODEL [options]"
+        parser.print_help()
+        parser.exit()
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.model is None:
+        raise ValueError("which model? give a folder or a hub id: anabranch serve MODEL")
+    try:
+        from anabranch.server import logs
+        from anabranch.server.lifecycle import serve
+        from anabranch.server.settings import Settings
+    except ImportError as error:
+        raise ValueError(f"serving needs the package {error.name}; run: pip install {error.name}") from None
+    given = vars(options)
+    keys: Sequence[str] = options.api_key or [key for key in [os.environ.get("ANABRANCH_API_KEY")] if key is not None]
+    settings = Settings(
+        **{field.name: given[field.name] for field in fields(Settings) if field.name in given}
+        | {"api_key": tuple(keys), "served_model_name": tuple(options.served_model_name)}
+    )
+    engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig)})
+    logs.set_up(options.log_format)
+    return serve(settings, engine)

@@ -1,0 +1,93 @@
+"""A request's body: read within its limits, taken as strict JSON, held against a schema.
+
+Nothing is coerced: true is no number, "16" no integer, NaN no JSON. A null at the top means "not given". A field nobody
+knows is a mistake, told with the nearest known one, because an option that is silently ignored misleads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+
+from anabranch.server.errors import ApiError, bad_request
+
+Schema = TypeVar("Schema", bound=msgspec.Struct)
+
+_PATH = re.compile(r" - at `\$\.?(.*)`$")
+
+
+async def read_json(request: Request, schema: type[Schema]) -> Schema:
+    settings = request.app.state.service.settings
+    return decode(await read_body(request, settings.max_body_bytes, settings.body_timeout), schema)
+
+
+async def read_body(request: Request, limit: int, timeout: float) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a web page of another origin can post anything else without asking
+        raise ApiError(415, f"Content-Type must be application/json, not {kind!r}", code="invalid_json")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(415, f"Content-Encoding {encoding!r} is not supported: send plain JSON", code="invalid_json")
+    too_large = ApiError(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared[:19]) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        error = ApiError(408, f"the body did not arrive within {timeout:g} s", code="request_timeout")
+        error.headers["connection"] = "close"
+        raise error from None
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+def decode(body: bytes, schema: type[Schema]) -> Schema:
+    try:
+        raw = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        reason = "holds a number that is out of range" if _PATH.search(str(error)) else "must be a JSON object"
+        raise bad_request(f"the body {reason}", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise bad_request("the body is not valid UTF-8", code="invalid_json") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        reason = "too deeply nested" if isinstance(error, RecursionError) else str(error)
+        raise bad_request(f"the body is not valid JSON: {reason}", code="invalid_json") from None
+    raw = {name: value for name, value in raw.items() if value is not None}
+    known = [field.encode_name for field in msgspec.structs.fields(schema)]
+    for name in raw:
+        if name not in known:
+            near = difflib.get_close_matches(name[:100], known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise bad_request(f"unknown field {name[:100]!r}{hint}", name[:100], "unknown_parameter")
+    try:
+        return msgspec.convert(raw, schema, strict=True)
+    except (msgspec.ValidationError, OverflowError) as error:
+        text = str(error)
+        found = _PATH.search(text)
+        param = found[1] if found else _named_field(text)
+        message = f"{param}: {_PATH.sub('', text)}" if found else text.replace("Object missing", "missing")
+        raise bad_request(message.replace("`", ""), param, "invalid_type") from None
+
+
+def _named_field(text: str) -> str | None:
+    """A missing field is named in the message, not in a path."""
+    found = re.search("required field `(.+?)`", text)
+    return found[1] if found else None

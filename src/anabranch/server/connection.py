@@ -1,0 +1,140 @@
+"""uvicorn's HTTP/1.1 connection with limits: headers must come in time and in bounds, refused bodies end, and a client
+that takes nothing is cut off. Errors below HTTP's own level have the same envelope as all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+from uuid import uuid4
+
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from anabranch.server.errors import ApiError
+from anabranch.server.settings import Settings
+
+DRAIN_SECONDS = 5.0  # for a client to finish sending what was refused: cut off, it would miss the answer
+MAX_DRAIN = 256 * 2**20  # bytes of it
+
+
+def protocol_for(settings: Settings) -> type[H11Protocol]:
+    return type("Connection", (Connection,), {"settings": settings})
+
+
+class Connection(H11Protocol):
+    settings: Settings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timed = ""
+        """What the timer is for: "headers", "refused body", "refused" (the connection's end is told) or nothing."""
+        self._stall: asyncio.TimerHandle | None = None
+        self._num_drained = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._time("headers", self.settings.header_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._time("")
+        self._unset_keepalive_if_required()
+        if self._stall is not None:
+            self._stall.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._timed == "refused":
+            self._drain(len(data))
+            return
+        super().data_received(data)
+        self._look(len(data))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look(0)
+
+    def _look(self, num_bytes: int) -> None:
+        """What do we wait for now, and how long?"""
+        if self._timed == "refused":
+            return
+        if self.transport.is_closing():
+            self._time("")
+        elif self.conn.their_state is h11.IDLE:
+            # There may be nothing of the next request yet: keep-alive's business.
+            waiting = self.conn.trailing_data[0] != b""
+            self._time("headers" if waiting else "", self.settings.header_timeout)
+        elif self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
+            self._time("refused body", DRAIN_SECONDS)
+            self._drain(num_bytes)
+        else:
+            self._time("")
+
+    def _drain(self, num_bytes: int) -> None:
+        self._num_drained += num_bytes
+        if self._num_drained > MAX_DRAIN:
+            self.transport.close()
+
+    def _time(self, what: str, seconds: float = 0.0) -> None:
+        """At most one timer; what is timed already goes on."""
+        if what == self._timed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timed = what
+        if what:
+            self._timer = self.loop.call_later(seconds, self._too_late)
+
+    def _too_late(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self._timed == "headers" and self.conn.trailing_data[0]:
+            self._refuse(ApiError(408, "the headers did not arrive in time", code="request_timeout"))
+        else:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called where h11 has refused what came."""
+        error = sys.exc_info()[1]
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        if status == 431:
+            limit = self.settings.max_header_bytes
+            self._refuse(ApiError(431, f"the headers are larger than the limit of {limit} bytes", code="headers"))
+        else:
+            self._refuse(ApiError(status, "this is not valid HTTP/1.1", code="invalid_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = error.encoded()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+                ("x-request-id", f"req-{uuid4().hex}"),
+            ]
+            start = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
+            for event in (start, h11.Data(data=body), h11.EndOfMessage()):
+                if (output := self.conn.send(event)) is not None:
+                    self.transport.write(output)
+            if self.cycle is not None and not self.cycle.response_complete:  # what still works on it hears of its end
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            # Closed at once, with input unread, the system would reset the connection and the answer could be lost.
+            self.transport.write_eof()
+            self._time("refused", DRAIN_SECONDS)
+        else:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self.settings.stall_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None

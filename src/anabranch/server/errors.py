@@ -1,0 +1,79 @@
+"""What goes wrong in a request, as clients are told: one exception, one envelope, whatever the route.
+
+{"error": {"message", "type", "param", "code"}} is the body of every answer that is not a success. The openai client
+repeats 408, 409, 429 and everything from 500 on: what would fail again says `x-should-retry: false`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from anabranch.messages import INTERNAL
+
+MAX_MESSAGE = 2000  # characters
+CONTEXT_WORDS = "This model's maximum context length is"
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
+
+
+class ApiError(Exception):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message[:MAX_MESSAGE], code, param
+        self.headers = headers or {}
+        if status == 500:
+            self.headers.setdefault("x-should-retry", "false")
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def encoded(self) -> bytes:
+        # A message may quote what a client sent, and half a surrogate pair cannot be written as UTF-8.
+        self.message = self.message.encode("utf-8", "replace").decode()
+        return msgspec.json.encode(self.body())
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str, retry_after: int = 5) -> ApiError:
+    return ApiError(503, message, code=code, headers={"retry-after": str(retry_after)})
+
+
+def internal(request_id: str) -> ApiError:
+    """Says nothing of the cause: that is in the log, under the id."""
+    return ApiError(500, f"internal error; the server's log has the cause under {request_id}", code="internal_error")
+
+
+def from_engine(message: str) -> ApiError:
+    """The error of an Update: the engine's own fault, or why it refuses this request."""
+    if message.startswith(INTERNAL):
+        return ApiError(500, message, code="internal_error")
+    if message.startswith(CONTEXT_WORDS):
+        return context_length(message)
+    message = message.replace("grammar: grammar:", "grammar:")
+    param = message.partition(":")[0]
+    return bad_request(message, param if param.isidentifier() else None)
+
+
+def context_length(message: str) -> ApiError:
+    return bad_request(message, "messages", "context_length_exceeded")

@@ -1,0 +1,138 @@
+"""The door in front of every route: request id, size of headers, key, envelope of errors, one line in the log.
+
+Denies by default: a route that is added later needs the key without being told. Health is the exception, because those
+who ask for it (load balancers) have no key.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import re
+import time
+from collections import Counter
+from typing import Any
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from anabranch.server.body import ClientGone
+from anabranch.server.errors import ApiError, internal
+from anabranch.server.settings import Settings
+
+log = logging.getLogger("anabranch.server.access")
+
+OPEN = frozenset(("/health", "/health/live", "/health/ready"))
+CLIENT_GONE = 499  # nobody receives it; the log and the metrics do
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app = app
+        self.max_header_bytes = settings.max_header_bytes
+        self.keys = [_digest(key.encode()) for key in settings.api_key]
+        self.responses: Counter[tuple[str, int]] = Counter()
+        """By route (its pattern, not the path asked for: labels must stay few) and status."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", scope["type"]
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        request_id = _request_id(headers)
+        noted: dict[str, Any] = {}
+        scope.setdefault("state", {}).update(request_id=request_id, log=noted)
+        began, status = time.monotonic(), 0
+        id_header = (b"x-request-id", request_id.encode())
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), id_header]
+            await send(message)
+
+        try:
+            self._check(scope["path"], headers)
+            await self.app(scope, receive, send_with_id)
+        except ApiError as error:
+            noted["error"] = error.code
+            await respond(error, send_with_id)
+        except ClientGone:
+            status = CLIENT_GONE
+        except Exception:
+            log.exception("request %s: %s %s", request_id, scope["method"], _route(scope))
+            if not status or status == 500:  # FastAPI's own handler may have answered
+                noted["error"] = "internal_error"
+            if not status:
+                await respond(internal(request_id), send_with_id)
+        finally:
+            route = _route(scope)
+            self.responses[route, status] += 1
+            noted |= {"id": request_id, "method": scope["method"], "route": route, "status": status}
+            noted["seconds"] = round(time.monotonic() - began, 4)
+            quiet = route in OPEN or route in ("/metrics", "/debug/stats", "/debug/experts")
+            log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": noted})
+
+    def _check(self, path: str, headers: list[tuple[bytes, bytes]]) -> None:
+        size = sum(len(name) + len(value) + 4 for name, value in headers)
+        if size > self.max_header_bytes:
+            message = f"the headers have {size} bytes; the limit is {self.max_header_bytes}"
+            raise ApiError(431, message, code="headers", headers={"connection": "close"})
+        if not self.keys or path in OPEN:
+            return
+        given = [key for name, value in headers for key in _keys(name, value)]
+        # Every key against every other, and digests of one length: the time tells nothing.
+        matches = [hmac.compare_digest(_digest(key), known) for key in given for known in self.keys]
+        if not any(matches):
+            what = "the API key is wrong" if given else "an API key is needed"
+            raise ApiError(
+                401,
+                f"{what}: send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"www-authenticate": 'Bearer, Basic realm="anabranch: any name, the API key as password"'},
+            )
+
+
+def _keys(name: bytes, value: bytes) -> list[bytes]:
+    """The keys in a header: as the openai client sends them, as the anthropic client does, and as a browser asks a
+    person for a password."""
+    if name == b"x-api-key":
+        return [value.strip()]
+    if name != b"authorization":
+        return []
+    kind, _, rest = value.strip().partition(b" ")
+    if kind.lower() == b"bearer":
+        return [rest.strip()]
+    if kind.lower() == b"basic":
+        try:
+            return [base64.b64decode(rest.strip(), validate=True).partition(b":")[2]]
+        except binascii.Error:
+            return []
+    return []
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
+    for name, value in headers:
+        if name == b"x-request-id" and _ID.fullmatch(text := value.decode("latin-1")):
+            return text
+    return f"req-{uuid4().hex}"
+
+
+def _route(scope: Scope) -> str:
+    """The pattern that matched; one word for all that matched nothing."""
+    return getattr(scope.get("route"), "path", "unknown")
+
+
+async def respond(error: ApiError, send: Send) -> None:
+    body = error.encoded()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

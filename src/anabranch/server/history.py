@@ -1,0 +1,102 @@
+"""The last minutes in numbers, for the page: one sample of the engine's stats a second, first-token times as they come.
+
+Counts and seconds only, never text. The engine's own totals (for Prometheus) are engine.metrics'.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+INTERVAL = 1.0  # seconds between two samples
+KEPT = 300  # samples
+FIRST_TOKENS = 2048
+RECENT = 60.0  # seconds that percentiles look back
+
+Counts = list[list[int]]  # [moe layer][expert]
+
+
+class History:
+    def __init__(self) -> None:
+        self.samples: deque[dict[str, float]] = deque(maxlen=KEPT)
+        self.num_refused = 0
+        """For want of a place in the queue."""
+        self.stats: dict[str, Any] = {}
+        """The engine's last."""
+        self._first: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)
+        self._last_at: float | None = None
+        self._last_counts = 0, 0
+        self._load_before: Counts = []
+        self._load_last: Counts = []
+
+    def first_token(self, seconds: float) -> None:
+        self._first.append((time.monotonic(), seconds))
+
+    def add(self, stats: dict[str, Any]) -> None:
+        """One sample; call it every INTERVAL or so."""
+        now = time.monotonic()
+        counts = stats.get("generation_tokens", 0), stats.get("prompt_tokens", 0)
+        if self._last_at is not None:
+            seconds = max(now - self._last_at, 1e-3)
+            rates = [(new - old) / seconds for new, old in zip(counts, self._last_counts, strict=True)]
+            p50, p99 = self.percentiles(0.5, 0.99)
+            self.samples.append(
+                {
+                    "time": time.time(),
+                    "generation_tokens_per_second": rates[0],
+                    "prompt_tokens_per_second": rates[1],
+                    "ttft_p50": p50,
+                    "ttft_p99": p99,
+                    "running": stats.get("running", 0),
+                    "waiting": stats.get("waiting", 0),
+                    "kv_usage": stats.get("kv_usage", 0.0),
+                }
+            )
+        self._last_at, self._last_counts = now, counts
+        load = stats.get("expert_load") or []
+        if load != self._load_last:  # the engine copies its histogram every few steps only
+            self._load_before, self._load_last = self._load_last, load
+        self.stats = stats
+
+    def percentiles(self, *shares: float) -> list[float]:
+        """Of the recent times to a first token; 0 where there are none."""
+        since = time.monotonic() - RECENT
+        recent = sorted(seconds for at, seconds in self._first if at >= since)
+        return [recent[min(int(share * len(recent)), len(recent) - 1)] if recent else 0.0 for share in shares]
+
+    def as_dict(self) -> dict[str, Any]:
+        p50, p90, p99 = self.percentiles(0.5, 0.9, 0.99)
+        return {
+            "interval_seconds": INTERVAL,
+            "samples": list(self.samples),
+            "ttft_seconds": {"p50": p50, "p90": p90, "p99": p99},
+            "running": self.stats.get("running", 0),
+            "waiting": self.stats.get("waiting", 0),
+            "kv_usage": self.stats.get("kv_usage", 0.0),
+            "preemptions": self.stats.get("preemptions", 0),
+            "prefix_queries": self.stats.get("prefix_queries", 0),
+            "prefix_hits": self.stats.get("prefix_hits", 0),
+            "prompt_tokens": self.stats.get("prompt_tokens", 0),
+            "generation_tokens": self.stats.get("generation_tokens", 0),
+            "refused": self.num_refused,
+        }
+
+    def experts(self) -> dict[str, Any]:
+        total, before = self._load_last, self._load_before or [[0] * len(row) for row in self._load_last]
+        interval = [[new - old for new, old in zip(*rows, strict=True)] for rows in zip(total, before, strict=True)]
+        return {
+            "num_layers": len(total),
+            "num_experts": len(total[0]) if total else 0,
+            "total": total,
+            "interval": interval,
+            "balance_total": [balance(row) for row in total],
+            "balance_interval": [balance(row) for row in interval],
+        }
+
+
+def balance(counts: Sequence[int]) -> float:
+    """Mean over maximum: 1 when all experts of a layer have the same load, 1/E when one has it all; 0 without load."""
+    most = max(counts, default=0)
+    return sum(counts) / (len(counts) * most) if most else 0.0

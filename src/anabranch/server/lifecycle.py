@@ -1,0 +1,274 @@
+"""From a socket to an exit code: listen, load, serve, drain.
+
+    0    ended as told, whether all requests in flight finished in time or not
+    1    the engine did not start, died, or hung
+    130  a second signal cut it short (143 for SIGTERM)
+
+The port answers from the beginning, so that probes see "loading" and not nothing. The engine is a child process that
+cannot outlive this one. Nothing here knows a route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from anabranch import messages
+from anabranch.config import EngineConfig
+from anabranch.engine.chat_template import ChatTemplate
+from anabranch.engine.client import EngineClient, EngineDead
+from anabranch.engine.tokenizer import Tokenizer
+from anabranch.loader.checkpoint import read_checkpoint
+from anabranch.loader.locate import locate
+from anabranch.models.config import read_config
+from anabranch.server.app import make_app
+from anabranch.server.connection import protocol_for
+from anabranch.server.history import INTERVAL
+from anabranch.server.parsers import find_parsers
+from anabranch.server.service import Model, Service
+from anabranch.server.settings import Settings
+
+log = logging.getLogger("anabranch.server")
+
+MAKE_ENGINE = "anabranch.engine.engine:make_engine"
+GRACE = 1.0  # seconds in which answers and health still go out after the engine's death
+LAST_WRITES = 5  # seconds for connections to take what was written, at the end
+WATCH = 0.25  # seconds between two looks at the engine
+
+
+def serve(settings: Settings, engine: EngineConfig, make_engine: str = MAKE_ENGINE) -> int:
+    """Until it ends; the exit code. ValueError or OSError for what the user can mend before anything is loaded."""
+    with listen(settings) as sock:
+        return asyncio.run(Server(settings, engine, make_engine).run(sock))
+
+
+@contextlib.contextmanager
+def listen(settings: Settings) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((settings.host, settings.port))
+        except OSError as error:
+            raise OSError(
+                f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
+                "another server may be running there: choose another --port"
+            ) from None
+        yield sock
+
+
+class Server:
+    def __init__(self, settings: Settings, engine: EngineConfig, make_engine: str) -> None:
+        self.settings, self.engine, self.make_engine = settings, engine, make_engine
+        self.service = Service(settings, engine, settings.served_model_name or (model_name(engine.model),))
+        self.http = _Http(
+            uvicorn.Config(
+                make_app(self.service),
+                http=protocol_for(settings),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=settings.max_header_bytes,
+                timeout_keep_alive=int(settings.keep_alive_timeout),
+                timeout_graceful_shutdown=LAST_WRITES,
+            )
+        )
+        self.client: EngineClient | None = None
+        self.signals: list[int] = []
+        self.told = asyncio.Event()
+        """A signal has come."""
+        self.told_again = asyncio.Event()
+        self.stages: list[tuple[str, float]] = []
+
+    async def run(self, sock: socket.socket) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = asyncio.create_task(self.http.serve(sockets=[sock]))
+        self._say_where(sock)
+        try:
+            return await self._live()
+        finally:
+            self.http.should_exit = True
+            await http
+            if self.client is not None:
+                await self.client.close()
+            for threads in (self.service.threads, self.service.large_threads):
+                threads.shutdown(wait=False, cancel_futures=True)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        self.signals.append(number)
+        (self.told_again if self.told.is_set() else self.told).set()
+
+    async def _live(self) -> int:
+        loading = asyncio.create_task(self._load())
+        told = asyncio.create_task(self.told.wait())
+        await asyncio.wait((loading, told), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            log.info("%s while loading: ending", signal.Signals(self.signals[0]).name)
+            self.service.leave("draining", "the server is shutting down")
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            return 0
+        try:
+            self.client = loading.result()
+        except (EngineDead, ValueError, OSError) as error:
+            reason = error.reason if isinstance(error, EngineDead) else str(error)
+            self.service.leave("dead", reason)
+            print(f"anabranch serve: {reason}", file=sys.stderr)
+            return 1
+        return await self._serve(told)
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    async def _load(self) -> EngineClient:
+        """The model folder's small files here, the weights in the engine's process."""
+        began = time.monotonic()
+        self.stages.append(("reading the model folder", began))
+        model = await asyncio.to_thread(read_model, self.engine, self.settings)
+        self.stages.append(("starting the engine's process", time.monotonic()))
+        client = await EngineClient.start(
+            self.engine, self.make_engine, timeout=self.settings.start_timeout, on_stage=self._on_stage
+        )
+        self.stages.append(("ready", time.monotonic()))
+        self.service.become_ready(model, client)
+        self._say_ready()
+        return client
+
+    def _on_stage(self, stage: messages.Stage) -> None:
+        if stage.name not in (name for name, _ in self.stages):
+            self.stages.append((stage.name, time.monotonic()))
+        if self.service.phase == "loading":
+            part = f" {stage.done / stage.total:.0%}" if stage.total else ""
+            self.service.reason = f"the model is loading ({stage.name}{part})"
+
+    def _say_where(self, sock: socket.socket) -> None:
+        host, port = sock.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        settings = self.settings
+        key = "key needed" if settings.api_key else "no key"
+        log.info("listening on http://%s:%d (%s); model %s", host, port, key, ", ".join(self.service.names))
+        log.info(
+            "limits: body %d bytes, headers %d bytes, %d sequences running and %d waiting",
+            settings.max_body_bytes,
+            settings.max_header_bytes,
+            self.engine.max_num_seqs,
+            settings.max_queue,
+        )
+
+    def _say_ready(self) -> None:
+        for (name, at), (_, until) in zip(self.stages, self.stages[1:]):
+            log.info("  %-30s %7.2f s", name, until - at)
+        total = self.stages[-1][1] - self.stages[0][1]
+        log.info("ready after %.2f s; context %d tokens", total, self.service.max_model_len)
+
+    # -- serve and end -------------------------------------------------------------------------------------------------
+
+    async def _serve(self, told: asyncio.Task[bool]) -> int:
+        assert self.client is not None
+        death = asyncio.create_task(self.client.wait())
+        watching = [asyncio.create_task(self._watch_steps()), asyncio.create_task(self._sample())]
+        try:
+            await asyncio.wait((death, told), return_when=asyncio.FIRST_COMPLETED)
+            if not death.done():
+                return await self._drain(death)
+            return await self._mourn()
+        finally:
+            for task in (death, *watching):
+                task.cancel()
+            await asyncio.gather(death, *watching, return_exceptions=True)
+
+    async def _drain(self, death: asyncio.Task[str]) -> int:
+        """Nothing new is taken; what runs may finish."""
+        name, timeout = signal.Signals(self.signals[0]).name, self.settings.shutdown_timeout
+        log.info("%s: waiting up to %g s for %d sequences", name, timeout, self.service.num_admitted)
+        self.service.leave("draining", "the server is shutting down")
+        drained = asyncio.create_task(self._until_idle())
+        again = asyncio.create_task(self.told_again.wait())
+        try:
+            await asyncio.wait((drained, again, death), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if death.done():
+                return await self._mourn()
+            if again.done():
+                log.warning("a second signal: %d sequences are cut off", self.service.num_admitted)
+            elif not drained.done():
+                log.warning("not finished within %g s: %d sequences are cut off", timeout, self.service.num_admitted)
+        finally:
+            for task in (drained, again):
+                task.cancel()
+        assert self.client is not None
+        await self.client.close()  # what still runs ends with an error that says so
+        return 128 + self.signals[1] if len(self.signals) > 1 else 0
+
+    async def _until_idle(self) -> None:
+        while self.service.num_admitted:
+            await asyncio.sleep(0.02)
+
+    async def _mourn(self) -> int:
+        """The engine is gone and nobody asked it to: those who wait hear of it, then we go too."""
+        assert self.client is not None
+        found = self.service.reason if self.service.phase == "dead" else self.client.dead_reason
+        reason = found or "the engine has ended"
+        self.service.leave("dead", reason)
+        log.error("%s; ending with exit code 1", reason)
+        await asyncio.sleep(GRACE)
+        return 1
+
+    async def _watch_steps(self) -> None:
+        """A step that takes too long is a hang: the engine is killed, and the rest follows from its death."""
+        assert self.client is not None
+        while True:
+            await asyncio.sleep(WATCH)
+            if self.client.hanging_for > self.settings.step_timeout:
+                reason = f"the engine has been in one step for more than {self.settings.step_timeout:g} s"
+                self.service.leave("dead", reason)
+                log.error("%s: killing process %d", reason, self.client.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.client.pid, signal.SIGKILL)
+                return
+
+    async def _sample(self) -> None:
+        assert self.client is not None
+        while True:
+            await asyncio.sleep(INTERVAL)
+            with contextlib.suppress(TimeoutError, RuntimeError):  # hanging or dead: others see to that
+                self.service.history.add(await self.client.stats(timeout=10 * INTERVAL))
+
+
+class _Http(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours: uvicorn would close the port before the drain."""
+        yield
+
+
+def read_model(engine: EngineConfig, settings: Settings) -> Model:
+    has_weights = engine.load_format != "dummy"
+    folder = locate(engine.model, weights=has_weights)
+    if has_weights:
+        read_checkpoint(folder)  # headers only: a file that is not whole is told before a process is started
+    template = ChatTemplate(folder, settings.chat_template)
+    tokenizer = Tokenizer(folder)
+    added = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    sources = "\n".join(template.sources.values())
+    parsers = find_parsers(sources, settings.tool_call_parser, settings.reasoning_parser, added_tokens=added)
+    return Model(folder, read_config(folder), tokenizer, template, parsers)
+
+
+def model_name(model: str) -> str:
+    """What clients call it: a hub id as it is, of a folder the last part."""
+    return Path(model).resolve().name if Path(model).is_dir() else model

@@ -1,0 +1,114 @@
+"""The routes of OpenAI's dialect, and /tokenize and /detokenize as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from anabranch.server import protocol, stream
+from anabranch.server.body import read_json
+from anabranch.server.chat import render
+from anabranch.server.errors import bad_request
+from anabranch.server.openai_chat import ChatAnswer, check_stream, read_chat
+from anabranch.server.openai_completions import CompletionAnswer
+from anabranch.server.service import Service
+from anabranch.server.stream import json_response
+
+router = APIRouter()
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": protocol.ChatCompletion,
+    "/v1/completions": protocol.Completion,
+    "/tokenize": protocol.Tokenize,
+    "/detokenize": protocol.Detokenize,
+}
+
+
+@router.post("/v1/chat/completions", summary="Answer a conversation")
+async def chat_completions(request: Request) -> Response:
+    body = await read_json(request, protocol.ChatCompletion)
+    return await _answer(request, body, ChatAnswer)
+
+
+@router.post("/v1/completions", summary="Continue prompts")
+async def completions(request: Request) -> Response:
+    body = await read_json(request, protocol.Completion)
+    return await _answer(request, body, CompletionAnswer)
+
+
+async def _answer(request: Request, body: Any, kind: type[ChatAnswer] | type[CompletionAnswer]) -> Response:
+    service: Service = request.app.state.service
+    service.check_ready()
+    service.check_model(body.model)
+    check_stream(body)
+    log = request.state.log
+    log["stream"] = body.stream
+    answer = kind(service, body, log)
+    if body.stream:
+        return await stream.events(request, answer.chunks())
+    return await stream.whole(request, answer.whole())
+
+
+@router.get("/v1/models", summary="The models served here")
+async def models(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+
+@router.get("/v1/models/{id:path}", summary="One model")
+async def model(request: Request, id: str) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(id)
+    return json_response(_model(service, id))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "anabranch",
+        "root": service.names[0],
+        "parent": None,
+        "max_model_len": service.max_model_len,
+    }
+
+
+@router.post("/tokenize", summary="The tokens of a text or a conversation")
+async def tokenize(request: Request) -> Response:
+    body = await read_json(request, protocol.Tokenize)
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give a prompt or messages, one of them", "prompt")
+    tokenizer, text = service.model.tokenizer, body.prompt
+    chat = read_chat(body) if body.messages is not None else None
+
+    def work() -> list[int]:
+        if chat is not None:
+            return tokenizer.encode(render(service.model, chat), bool(body.add_special_tokens))
+        return tokenizer.encode(text or "", body.add_special_tokens is not False)
+
+    size = len(text or "") + sum(len(message["content"]) for message in (chat.messages if chat else ()))
+    tokens = await service.prepare(work, "prompt" if chat is None else "messages", size)
+    reply: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
+    reply["token_strs"] = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+    return json_response(reply)
+
+
+@router.post("/detokenize", summary="The text of tokens")
+async def detokenize(request: Request) -> Response:
+    body = await read_json(request, protocol.Detokenize)
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    model = service.model
+    vocabulary = model.config.vocab_size
+    if body.tokens and (largest := max(body.tokens)) >= vocabulary:
+        raise bad_request(f"tokens: {largest} is not in the vocabulary [0, {vocabulary})", "tokens")
+
+    def work() -> str:
+        return model.tokenizer.decode(body.tokens, body.skip_special_tokens)
+
+    return json_response({"prompt": await service.prepare(work, "tokens", len(body.tokens))})

@@ -1,0 +1,187 @@
+"""POST /v1/completions: text or token ids in, one prompt or many, its log probabilities if wanted, as lm-eval asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from anabranch.engine.output import Answer, Delta
+from anabranch.request import Completion as Finished
+from anabranch.server import logprobs
+from anabranch.server.errors import bad_request
+from anabranch.server.openai_usage import FINGERPRINT, StreamUsage, usage
+from anabranch.server.protocol import MAX_PROMPTS, Completion
+from anabranch.server.routed import npy_base64
+from anabranch.server.sampling import grammar, sampling_params
+from anabranch.server.service import Service
+from anabranch.server.stream import event
+
+DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
+
+
+def read_prompts(prompt: str | list[Any], service: Service) -> list[str | list[int]]:
+    """A text, token ids, or a list of either → a list. Long lists are refused before they are looked through."""
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
+    else:
+        prompts = [prompt] if not prompt or isinstance(prompt[0], int | float) else prompt
+    if len(prompts) > MAX_PROMPTS:
+        raise bad_request(f"prompt: {len(prompts)} prompts; at most {MAX_PROMPTS} go into one request", "prompt")
+    for number, one in enumerate(prompts):
+        if isinstance(one, str) and one:
+            continue
+        if not isinstance(one, list) or not one:
+            empty = "is empty: give at least one token" if one in ("", []) else "must be text or token ids"
+            raise bad_request(f"prompt[{number}] {empty}", "prompt")
+        service.check_length(len(one))
+        if not all(type(token) is int and 0 <= token < 2**31 for token in one):
+            raise bad_request(f"prompt[{number}]: token ids must be integers from 0 on", "prompt")
+    return prompts
+
+
+class CompletionAnswer:
+    """One request's way from body to answer. Choice p × n + i is the i-th of prompt p."""
+
+    def __init__(self, service: Service, body: Completion, log: dict[str, Any]) -> None:
+        self.service, self.body, self.log = service, body, log
+        self.id = f"cmpl-{uuid4().hex}"
+        self.created = int(time.time())
+        self.n = body.n or 1
+        self.texts = logprobs.TokenTexts(service.model.tokenizer)
+        self.prompts = read_prompts(body.prompt, service)
+        self.answers: list[Answer] = []
+        self.formats: dict[int, logprobs.CompletionLogprobs] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * max(1, self.n)
+
+    async def prepare(self) -> None:
+        body, service = self.body, self.service
+        params = sampling_params(
+            body,
+            service.max_model_len,
+            max_tokens=DEFAULT_MAX_TOKENS,
+            logprobs=body.logprobs,
+            grammar=grammar(body),
+            **({"prompt_logprobs": body.logprobs} if body.echo and body.prompt_logprobs is None else {}),
+        )
+
+        def encode() -> list[list[int]]:
+            return [
+                service.encode(one, body.add_special_tokens) if isinstance(one, str) else one for one in self.prompts
+            ]
+
+        size = sum(len(one) for one in self.prompts if isinstance(one, str))
+        for number, ids in enumerate(await service.prepare(encode, "prompt", size)):
+            self.answers.append(
+                service.answer(
+                    f"{self.id}-{number}",
+                    ids,
+                    params,
+                    service.model.tokenizer,
+                    priority=body.priority,
+                    cache_salt=body.cache_salt or "",
+                    arrival=time.monotonic(),
+                )
+            )
+
+    def prompt_text(self, number: int) -> str:
+        """As it came; token ids as they read, special tokens too."""
+        prompt = self.prompts[number]
+        if isinstance(prompt, str):
+            return prompt
+        return self.service.model.tokenizer.decode(prompt, skip_special_tokens=False)
+
+    # -- whole ---------------------------------------------------------------------------------------------------------
+
+    async def whole(self) -> dict[str, Any]:
+        with self.service.admitted(self.num_sequences):
+            await self.prepare()
+            async with aclosing(self.service.generate(self.answers)) as generated:
+                async for _ in generated:
+                    pass
+        choices = [
+            self.choice(number, finished)
+            for number, answer in enumerate(self.answers)
+            for finished in answer.output.completions
+        ]
+        return self.head() | {"choices": choices, "usage": usage(self.answers, self.log)}
+
+    def choice(self, number: int, finished: Finished) -> dict[str, Any]:
+        output = self.answers[number].output
+        text = self.prompt_text(number) + finished.text if self.body.echo else finished.text
+        choice: dict[str, Any] = {"index": number * self.n + finished.index, "text": text, "logprobs": None}
+        choice |= self._end(finished)
+        if self.body.logprobs is not None:
+            choice["logprobs"] = self._logprobs(number, finished.index, finished.token_ids, finished.logprobs or [])
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = logprobs.prompt(output.prompt_logprobs or [], self.texts)
+        if self.body.return_token_ids:
+            choice |= {"token_ids": finished.token_ids, "prompt_token_ids": output.prompt_ids}
+        return choice
+
+    def _end(self, finished: Finished) -> dict[str, Any]:
+        end: dict[str, Any] = {"finish_reason": finished.finish_reason, "stop_reason": finished.stop_reason}
+        if finished.routed_experts is not None:
+            end["routed_experts"] = npy_base64(finished.routed_experts)
+        return end
+
+    def _logprobs(self, number: int, index: int, token_ids: list[int], found: list[Any]) -> dict[str, Any]:
+        """Of the next tokens of a choice; with echo, the first ones have the prompt's before them."""
+        place = number * self.n + index
+        if place not in self.formats:
+            self.formats[place] = logprobs.CompletionLogprobs(self.texts)
+            output = self.answers[number].output
+            if self.body.echo:
+                token_ids = output.prompt_ids + token_ids
+                found = [*(output.prompt_logprobs or [None] * len(output.prompt_ids)), *found]
+        return self.formats[place].chunk(token_ids, found)
+
+    def head(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.service.names[0],
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    # -- as it comes ---------------------------------------------------------------------------------------------------
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        with self.service.admitted(self.num_sequences):
+            await self.prepare()
+            head = self.head()
+            counted = StreamUsage(self.body.stream_options, self.answers)
+            begun: set[int] = set()
+            async with aclosing(self.service.generate(self.answers)) as generated:
+                async for number, delta in generated:
+                    choice = self.chunk_choice(number, delta, begun)
+                    if choice is not None:
+                        yield event(head | {"choices": [choice], **counted.beside()})
+        found = usage(self.answers, self.log)
+        if counted.wanted:
+            yield event(head | {"choices": [], "usage": found})
+
+    def chunk_choice(self, number: int, delta: Delta, begun: set[int]) -> dict[str, Any] | None:
+        index = number * self.n + delta.index
+        first = index not in begun
+        begun.add(index)
+        text = self.prompt_text(number) + delta.text if first and self.body.echo else delta.text
+        finished = delta.completion
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        if finished.finish_reason is not None:
+            choice |= self._end(finished)
+        if self.body.logprobs is not None and delta.token_ids:
+            new = (finished.logprobs or [])[-len(delta.token_ids) :]
+            choice["logprobs"] = self._logprobs(number, delta.index, delta.token_ids, new)
+        if self.body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = self.answers[number].output.prompt_ids
+        told = first or text or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids")
+        return choice if told else None

@@ -1,0 +1,153 @@
+"""Which notation of calls and of thoughts a model has: told by name, or found in the text of its chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random, SystemRandom
+
+from anabranch.sampling_params import Grammar
+from anabranch.server.parsers.gemma4 import Gemma4
+from anabranch.server.parsers.hermes import Hermes
+from anabranch.server.parsers.lark import Rules
+from anabranch.server.parsers.mistral import Mistral
+from anabranch.server.parsers.parts import Named, ToolChoice, ToolSpec
+from anabranch.server.parsers.plain_json import PlainJson
+from anabranch.server.parsers.qwen3_coder import Qwen3Coder
+from anabranch.server.parsers.reader import Notation, Output, Reader
+from anabranch.server.parsers.thinking import THINKING, Thinking
+
+NOTATIONS: dict[str, Callable[[str], Notation | None]] = {
+    "hermes": lambda template: Hermes(),
+    "qwen3_coder": lambda template: Qwen3Coder(),
+    "gemma4": lambda template: Gemma4(),
+    "mistral": Mistral,
+    "json": PlainJson,
+    "none": lambda template: None,
+}
+# Names that users of other servers know.
+SAME_NOTATION = {"qwen": "hermes", "qwen3_xml": "qwen3_coder", "llama3_json": "json"}
+SAME_THINKING = {"qwen3": "think", "deepseek_r1": "think"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """For one model."""
+
+    tool_parser: str
+    reasoning_parser: str
+    notation: Notation | None
+    thinking: Thinking | None
+    added_tokens: Mapping[str, int] = field(default_factory=dict)
+    short_ids: bool = False
+    """Ids of calls are nine letters and digits, the only ones that the chat template takes."""
+
+    @property
+    def kept_tokens(self) -> frozenset[int]:
+        """Tags that are tokens: they must stay in the text, even where special tokens are skipped."""
+        tags = (self.notation.tags if self.notation else ()) + (self.thinking.tags if self.thinking else ())
+        return frozenset(self.added_tokens[tag] for tag in tags if tag in self.added_tokens)
+
+    def start(
+        self,
+        tools: Sequence[ToolSpec],
+        tool_choice: ToolChoice,
+        reasoning: bool,
+        prompt: str = "",
+        random: Random | None = None,
+    ) -> Reader:
+        """A reader for one completion.
+
+        `reasoning`: thoughts are wanted apart; else they stay in the content, tags and all. `prompt`: as rendered, or
+        the end of it: it may have begun a thought. `random`: where ids of calls come from.
+        """
+        offered = {} if tool_choice == "none" else {tool.name: tool for tool in tools}
+        thinking = self.thinking if reasoning else None
+        return Reader(
+            self.notation if offered else None,
+            thinking,
+            Output(offered, random or SystemRandom(), self.short_ids),
+            thinks=thinking is not None and thinking.is_open(prompt),
+        )
+
+    def tool_grammar(
+        self, tools: Sequence[ToolSpec], tool_choice: ToolChoice, prompt: str = "", parallel: bool = True
+    ) -> Grammar | None:
+        """What the whole output must be where a call must come: a thought if there may be one, and calls.
+
+        A named tool is called once; with `required` there may be several calls if they are allowed in `parallel`. None
+        where no call must come. ValueError if a tool's schema cannot be enforced.
+        """
+        if tool_choice in ("none", "auto"):
+            return None
+        many = parallel
+        if isinstance(tool_choice, Named):
+            many, wanted = False, tool_choice.name
+            tools = [tool for tool in tools if tool.name == wanted]
+            if not tools:
+                raise ValueError(f"tool_choice names {wanted!r}, which is not among the tools")
+        if not tools:
+            raise ValueError("tool_choice is 'required', but there are no tools; give some, or leave tool_choice out")
+        if self.notation is None:
+            raise ValueError(
+                "tool_choice cannot be 'required' or name a tool: this server runs with tool parser 'none'"
+            )
+        rules = Rules(self.added_tokens)
+        try:
+            calls = self.notation.grammar(rules, tools, many)
+        except RecursionError:
+            raise ValueError("tools: a schema is nested too deeply") from None
+        thought = self.thinking.grammar(rules, prompt) if self.thinking else ""
+        return Grammar(lark=rules.source(f"{thought} {calls}"))
+
+
+def find_parsers(
+    chat_template: str | None,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    added_tokens: Mapping[str, int] | None = None,
+) -> Parsers:
+    """`chat_template`: the text of a template, or of several joined. `added_tokens`: the tokenizer's, text → id;
+    without them a grammar cannot ask for a tag that is one token."""
+    template = chat_template or ""
+    tools = _known("tool parser", tool_parser, NOTATIONS, SAME_NOTATION) or _find_notation(template)
+    thoughts = _known("reasoning parser", reasoning_parser, {**THINKING, "none": None}, SAME_THINKING)
+    thoughts = thoughts or _find_thinking(template)
+    return Parsers(
+        tool_parser=tools,
+        reasoning_parser=thoughts,
+        notation=NOTATIONS[tools](template),
+        thinking=THINKING.get(thoughts),
+        added_tokens=dict(added_tokens or {}),
+        short_ids=re.search(r"length\s*!=\s*9\b", template) is not None,
+    )
+
+
+def _known(what: str, name: str, names: Mapping[str, object], others: Mapping[str, str]) -> str:
+    """The name of ours that is meant; empty for auto."""
+    if name == "auto":
+        return ""
+    if name not in names and name not in others:
+        raise ValueError(f"unknown {what} {name!r}; known are auto, {', '.join([*names, *others])}")
+    return others.get(name, name)
+
+
+def _find_notation(template: str) -> str:
+    if "<|tool_call>" in template and "call:" in template:
+        return "gemma4"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template and "<tool_calls>" not in template:
+        if "<function=" in template and "<parameter=" in template:
+            return "qwen3_coder"
+        if re.search(r'\\?"arguments\\?"', template):
+            return "hermes"
+    return "json"
+
+
+def _find_thinking(template: str) -> str:
+    for name, thinking in THINKING.items():
+        if thinking.closes in template:
+            return name
+    return "none"

@@ -1,0 +1,201 @@
+"""Calls written as JSON objects: {"name": ..., "arguments": {...}}. Which tags stand around them is no business of this
+file.
+
+Objects are read by their brackets and strings; whether what stands between is JSON is for the client to find out. So
+arguments go out as they come in, character by character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from anabranch.server.parsers.lark import Rules
+from anabranch.server.parsers.parts import ToolSpec
+from anabranch.server.parsers.reader import Output
+from anabranch.server.parsers.source import Source, Tags, Wait
+
+ARGUMENTS = ("arguments", "parameters")
+KEYS = ("name", *ARGUMENTS, "id", "type")
+"""Keys of an object that may be a call without a tag around it."""
+
+Put = Callable[[str], object]
+
+IN_STRING = Tags('"', "\\")
+IN_VALUE = ('"', "{", "}", "[", "]")
+SCALAR = re.compile(r"true|false|null|-?\d+(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+AFTER_SCALAR = (",", "}", "]", '"', " ", "\t", "\n", "\r")
+
+
+class JsonCalls:
+    """Reads objects; `closes` is a tag that ends them, whatever is still open."""
+
+    def __init__(self, closes: str = "", offered_only: bool = False) -> None:
+        """`offered_only`: an object is a call only if its tool was offered and it has arguments."""
+        stops = (closes,) if closes else ()
+        self._in_value = Tags(*IN_VALUE, *stops)
+        self._after_scalar = Tags(*AFTER_SCALAR, *stops)
+        self._offered_only = offered_only
+
+    def read(self, source: Source, out: Output) -> Wait[int]:
+        """Objects one after the other, or in a list; how many."""
+        yield from source.space()
+        listed = yield from source.literal("[")
+        if listed:
+            yield from source.space()
+        num_before = out.num_calls
+        while (yield from self._object(source, out)):
+            yield from source.space()
+            if (yield from source.literal(",")) or (yield from source.literal(";")):
+                yield from source.space()
+        num_read = out.num_calls - num_before
+        if num_read and listed and source.is_blank and (yield from source.literal("]")):
+            source.drop()
+        return num_read
+
+    def arguments(self, source: Source, out: Output, name: str) -> Wait[bool]:
+        """The call begins if an object comes next, or the text of one in a JSON string; null is an object without
+        members. Then all that was read before is dropped."""
+        first = yield from source.peek()
+        if first == "{":
+            source.drop()
+            out.begin(name)
+            yield from self._value(source, lambda piece: out.arguments(source.release()))
+            return True
+        text: str | None = None
+        if first == '"':
+            text = yield from read_string(source)
+        elif (yield from source.literal("null")):
+            text = "{}"
+        if text is None or not text.lstrip().startswith("{"):
+            return False
+        source.drop()
+        out.begin(name)
+        out.arguments(text)
+        return True
+
+    def _object(self, source: Source, out: Output) -> Wait[bool]:
+        """One object. True: a call, all of it. Without a tag around it an object that is no call is text to its end:
+        what it has inside are no calls either."""
+        if not (yield from source.literal("{")):
+            return False
+        yield from source.space()
+        is_json = (yield from source.peek()) == '"'
+        num_before = out.num_calls
+        closed = yield from self._members(source, out)
+        called = out.num_calls > num_before
+        if self._offered_only and is_json and not closed and not called:
+            yield from self._nested(source, lambda piece: out.content(source.release()), depth=1)
+        return called and closed
+
+    def _members(self, source: Source, out: Output) -> Wait[bool]:
+        """True: up to the closing bracket."""
+        name, early = "", list[str]()
+        begun = False
+        while True:
+            yield from source.space()
+            key = yield from read_string(source)
+            if key is None:
+                break
+            if self._offered_only and not begun and key not in KEYS:
+                return False
+            yield from source.space()
+            if not (yield from source.literal(":")):
+                return False
+            yield from source.space()
+            if key == "name" and not name:
+                name = (yield from read_string(source)) or ""
+                if not name or (self._offered_only and name not in out.tools):
+                    return False
+            elif key in ARGUMENTS and name and not begun:
+                begun = yield from self.arguments(source, out, name)
+                if not begun:
+                    return False
+            elif not (yield from self._value(source, early.append if key in ARGUMENTS and not early else _nowhere)):
+                return False
+            yield from source.space()
+            if not (yield from source.literal(",")):
+                break
+        if not (yield from source.literal("}")):
+            return False
+        if not begun:
+            text = "".join(early)
+            if not name or (self._offered_only and not early) or not (text in ("", "null") or text[0] == "{"):
+                return True
+            out.begin(name)
+            out.arguments(text if text.startswith("{") else "{}")
+        source.drop()
+        return True
+
+    def _value(self, source: Source, put: Put) -> Wait[bool]:
+        """Any value, put piece by piece; False if it has no end, or is none."""
+        first = yield from source.peek()
+        if first == '"':
+            return (yield from _string(source, put))
+        if first not in ("{", "["):
+            pieces = []
+            while piece := (yield from source.until(self._after_scalar)):
+                put(piece)
+                pieces.append(piece)
+            return SCALAR.fullmatch("".join(pieces)) is not None
+        return (yield from self._nested(source, put))
+
+    def _nested(self, source: Source, put: Put, depth: int = 0) -> Wait[bool]:
+        """Up to the bracket that closes the first one, or the one that was opened before."""
+        while True:
+            if piece := (yield from source.until(self._in_value)):
+                put(piece)
+                continue
+            tag = source.which(self._in_value)
+            if tag == '"':
+                if not (yield from _string(source, put)):
+                    return False
+            elif tag not in IN_VALUE:  # the closing tag, or the end
+                return False
+            else:
+                put(source.take(1))
+                depth += 1 if tag in "{[" else -1
+                if depth == 0:
+                    return True
+
+
+def read_string(source: Source) -> Wait[str | None]:
+    """A string; None if there is none or it is broken."""
+    if (yield from source.peek()) != '"':
+        return None
+    pieces: list[str] = []
+    if not (yield from _string(source, pieces.append)):
+        return None
+    try:
+        text: str = json.loads("".join(pieces), strict=False)
+    except ValueError:
+        return None
+    return text
+
+
+def _string(source: Source, put: Put) -> Wait[bool]:
+    """At a quote: up to its partner."""
+    put(source.take(1))
+    while True:
+        if piece := (yield from source.until(IN_STRING)):
+            put(piece)
+            continue
+        tag = source.which(IN_STRING)
+        if not tag:
+            return False
+        if tag == '"':
+            put(source.take(1))
+            return True
+        put(source.take(1))
+        if (yield from source.peek()):
+            put(source.take(1))
+
+
+def object_grammar(rules: Rules, tool: ToolSpec, arguments: str = "arguments") -> str:
+    head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
+    return f"{rules.text(head)} {rules.arguments(tool)} {rules.text('}')}"
+
+
+def _nowhere(piece: str) -> None:
+    pass

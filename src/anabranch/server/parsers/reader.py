@@ -1,0 +1,242 @@
+"""One completion, read while it is written: thoughts, text and calls. How a call is written is the notations' business.
+
+A call inside of a thought is a draft if the thought is closed after it, and a call if it never is: some models forget
+to close a thought before they call. So what follows the tag of a call in a thought waits for the end of the thought.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin, ToolSpec
+from anabranch.server.parsers.source import Source, Tags, Wait
+from anabranch.server.parsers.thinking import Thinking
+
+if TYPE_CHECKING:
+    from anabranch.server.parsers.lark import Rules
+
+Kind = type[Content] | type[Reasoning] | type[ToolCallArguments]
+
+
+class Output:
+    """Parts as they become certain; neighbours of a kind become one part."""
+
+    def __init__(self, tools: Mapping[str, ToolSpec], random: Random, short_ids: bool = False) -> None:
+        self.tools = tools
+        self.num_calls = 0
+        self.has_content = False
+        self._random = random
+        self._short_ids = short_ids
+        self._parts: list[Part] = []
+        self._kind: Kind = Content
+        self._texts: list[str] = []
+        """Of the last part, which is of `_kind` and may still grow."""
+
+    def content(self, text: str) -> None:
+        self.has_content = self.has_content or bool(text)
+        self._add(Content, text)
+
+    def reasoning(self, text: str) -> None:
+        self._add(Reasoning, text)
+
+    def begin(self, name: str) -> None:
+        self._close()
+        self._parts.append(ToolCallBegin(self.num_calls, self._new_id(), name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        self._add(ToolCallArguments, text)
+
+    def take(self) -> list[Part]:
+        self._close()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _add(self, kind: Kind, text: str) -> None:
+        if kind is not self._kind:
+            self._close()
+            self._kind = kind
+        self._texts.append(text)
+
+    def _close(self) -> None:
+        text = "".join(self._texts)
+        self._texts.clear()
+        if not text:
+            return
+        if self._kind is Content:
+            self._parts.append(Content(text))
+        elif self._kind is Reasoning:
+            self._parts.append(Reasoning(text))
+        else:
+            self._parts.append(ToolCallArguments(self.num_calls - 1, text))
+
+    def _new_id(self) -> str:
+        if self._short_ids:  # templates of Mistral's refuse all others when the call comes back with the chat
+            return "".join(self._random.choices(string.ascii_letters + string.digits, k=9))
+        return "call_" + "".join(self._random.choices(string.ascii_lowercase + string.digits, k=24))
+
+
+class Notation(Protocol):
+    """How a family of models writes calls."""
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """Where a call may begin."""
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What may be tokens of their own."""
+
+    @property
+    def tagged(self) -> bool:
+        """A call cannot be taken for text."""
+
+    def read(self, source: Source, out: Output) -> Wait[None]:
+        """At one of `opens`: read as many calls as there are. What is held afterwards was none of them: it is text.
+
+        Nothing is dropped before it is certain that a call has begun.
+        """
+
+    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
+        """The expression of one call of these tools, or of one or more."""
+
+
+class Reader:
+    def __init__(
+        self,
+        notation: Notation | None,
+        thinking: Thinking | None,
+        out: Output,
+        thinks: bool = False,
+    ) -> None:
+        """`thinks`: the text begins within a thought."""
+        self._notation = notation
+        self._thinking = thinking
+        self._thinks = thinks
+        self._after = False
+        """A thought or a call has come: white space at the beginning of what follows may be theirs."""
+        self._out = out
+        self._source = Source()
+        calls = notation.opens if notation else ()
+        anywhere = (thinking.opens,) if thinking and thinking.anywhere else ()
+        self._text_tags = Tags(*calls, *anywhere)
+        if thinking:
+            drafts = notation.opens if notation and notation.tagged else ()
+            self._thought_tags, self._call_tags = Tags(thinking.closes, *drafts), Tags(*drafts)
+            self._closing = Tags(thinking.closes)
+        self._parser = self._read()
+
+    def feed(self, text: str, final: bool = False) -> list[Part]:
+        """The parts that became certain with this text. `final`: nothing comes after it."""
+        if self._notation is None and self._thinking is None:
+            return [Content(text)] if text else []
+        self._source.add(text, final)
+        next(self._parser, None)
+        return self._out.take()
+
+    def check(self) -> None:
+        self._source.check()
+
+    def _read(self) -> Wait[None]:
+        while (yield from self._source.peek()):
+            if self._thinks:
+                yield from self._thought()
+                self._after = True
+            self._thinks = yield from self._text()
+
+    def _text(self) -> Wait[bool]:
+        """Text and calls, up to the beginning of a thought (True) or the end (False)."""
+        source, out, thinking = self._source, self._out, self._thinking
+        begins = True  # nothing but white space yet, since the beginning, a thought or a call
+        while True:
+            if begins:
+                yield from source.space()
+                if self._after and not out.has_content:
+                    source.drop()
+                if thinking and (yield from source.literal(thinking.opens)):
+                    source.drop()
+                    return True
+            if piece := (yield from source.until(self._text_tags)):
+                if not piece.isspace():
+                    source.settle(out.content)
+                    begins = False
+                continue
+            tag = source.which(self._text_tags)
+            if not tag:
+                if begins and self._after:
+                    source.drop()
+                out.content(source.release())
+                return False
+            if thinking and tag == thinking.opens:
+                source.take(len(tag))
+                source.drop()
+                return True
+            begins = yield from self._calls(out.content)
+
+    def _thought(self) -> Wait[None]:
+        source, out = self._source, self._out
+        yield from source.space()
+        source.drop()
+        while True:
+            if piece := (yield from source.until(self._thought_tags)):
+                if not piece.isspace():
+                    source.settle(out.reasoning)
+                continue
+            tag = source.which(self._thought_tags)
+            if tag in self._call_tags.texts:
+                while (yield from source.until(self._closing)):
+                    pass
+                tag = source.which(self._closing)
+                if not tag:
+                    source.unread()
+                    yield from self._thought_without_end()
+                    return
+                source.settle(out.reasoning)
+            if not tag:
+                out.reasoning(source.release())
+                return
+            source.take(len(tag))
+            source.drop()
+            return
+
+    def _thought_without_end(self) -> Wait[None]:
+        """All text is there: it is a thought up to the first call."""
+        source, out = self._source, self._out
+        num_before = out.num_calls
+        while out.num_calls == num_before:
+            while (yield from source.until(self._call_tags)):
+                pass
+            source.settle(out.reasoning)
+            if not source.which(self._call_tags):
+                out.reasoning(source.release())
+                return
+            yield from self._calls(out.reasoning)
+
+    def _calls(self, otherwise: Callable[[str], None]) -> Wait[bool]:
+        """At the tag of a call: calls, or what looked like one. True: nothing of it was text."""
+        source, out = self._source, self._out
+        assert self._notation is not None
+        num_before = out.num_calls
+        yield from self._notation.read(source, out)
+        called = out.num_calls > num_before
+        self._after = self._after or called
+        if called and source.is_blank:
+            return True
+        source.settle(out.content if called else otherwise)
+        return False
+
+
+def read_rest(source: Source, out: Output, after: Tags, closes: str) -> Wait[None]:
+    """After a call, up to its closing tag or another of `after`: what a model wrote there, such as a bracket too many,
+    is text."""
+    if not source.is_blank:
+        source.settle(out.content)
+    while piece := (yield from source.until(after)):
+        if not piece.isspace():
+            source.settle(out.content)
+    if source.which(after) == closes:
+        source.take(len(closes))
+        source.drop()

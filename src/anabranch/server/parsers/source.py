@@ -1,0 +1,143 @@
+"""Text that arrives in pieces, read as if it were all there.
+
+Parsers are generators over a Source: they yield where they need more text, and go on when it has come. Each step
+decides by characters that are there, or by the end of the text, never by where a piece ended: so every way to cut the
+text gives the same result.
+
+What was read is held until the parser knows what it was: `release` gives it out, `drop` says that it was notation. The
+text that is neither read nor held is never longer than the longest tag, so a piece costs what it is long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Wait = Generator[None, None, T]
+"""Of a parser that may have to wait for text, and returns a T."""
+
+SPACE = re.compile(r"\s+")
+
+
+class Tags:
+    """Texts to look for. None of them begins another."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+        begun = {re.escape(text[:length]) for text in texts for length in range(1, len(text))}
+        whole = "|".join(map(re.escape, texts)) or "(?!)"
+        self.whole = re.compile(whole)
+        self.whole_or_begun = re.compile(rf"{whole}|(?:{'|'.join(sorted(begun)) or '(?!)'})\Z")
+
+
+class Source:
+    def __init__(self) -> None:
+        self.ended = False
+        self._text = ""
+        self._at = 0
+        """How much of `_text` is read."""
+        self._held: list[str] = []
+        self.num_added = self.num_released = self.num_dropped = 0
+        """Characters; see `check`."""
+
+    def add(self, text: str, final: bool) -> None:
+        assert not self.ended or not text, "text after the final piece"
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        self.num_added += len(text)
+        self.ended = self.ended or final
+
+    # Reading.
+
+    def peek(self) -> Wait[str]:
+        """The next character; empty at the end."""
+        while self._at == len(self._text):
+            if self.ended:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def take(self, length: int) -> str:
+        """Read so many characters, which are there."""
+        piece = self._text[self._at : self._at + length]
+        assert len(piece) == length
+        self._at += length
+        self._held.append(piece)
+        return piece
+
+    def literal(self, text: str) -> Wait[bool]:
+        """Read this text if it is what comes next; else nothing."""
+        while not self.ended and len(self._text) - self._at < len(text) and text.startswith(self._text[self._at :]):
+            yield
+        if not self._text.startswith(text, self._at):
+            return False
+        self.take(len(text))
+        return True
+
+    def run(self, pattern: re.Pattern[str]) -> Wait[str]:
+        """Read characters of a kind, as many as there are; `pattern` matches one or more of them."""
+        pieces = []
+        while (yield from self.peek()) and (match := pattern.match(self._text, self._at)):
+            pieces.append(self.take(match.end() - match.start()))
+        return "".join(pieces)
+
+    def space(self) -> Wait[str]:
+        return (yield from self.run(SPACE))
+
+    def until(self, tags: Tags) -> Wait[str]:
+        """Read a piece of what stands before the next of the tags; empty if one of them is next, or the end."""
+        while True:
+            pattern = tags.whole if self.ended else tags.whole_or_begun
+            match = pattern.search(self._text, self._at)
+            end = match.start() if match else len(self._text)
+            if end > self._at:
+                return self.take(end - self._at)
+            if self.ended or self.which(tags):
+                return ""
+            yield
+
+    def which(self, tags: Tags) -> str:
+        """After `until`: the tag that is next; empty at the end."""
+        match = tags.whole.match(self._text, self._at)
+        return match[0] if match else ""
+
+    # What was read.
+
+    @property
+    def is_blank(self) -> bool:
+        """Nothing is held but white space."""
+        return all(piece.isspace() for piece in self._held)
+
+    def release(self) -> str:
+        text = "".join(self._held)
+        self._held.clear()
+        self.num_released += len(text)
+        return text
+
+    def drop(self) -> None:
+        self.num_dropped += sum(map(len, self._held))
+        self._held.clear()
+
+    def settle(self, emit: Callable[[str], None]) -> None:
+        """What is held is text; white space at its end still waits for what comes next."""
+        text = self.release()
+        body = text.rstrip()
+        emit(body)
+        if len(body) < len(text):
+            self._held.append(text[len(body) :])
+            self.num_released -= len(text) - len(body)
+
+    def unread(self) -> None:
+        """Put what is held back, to be read again: at the end only, else texts could be read many times."""
+        assert self.ended
+        self._text = "".join(self._held) + self._text[self._at :]
+        self._at = 0
+        self._held.clear()
+
+    def check(self) -> None:
+        held = sum(map(len, self._held))
+        unread = len(self._text) - self._at
+        assert self.num_added == self.num_released + self.num_dropped + held + unread
+        assert not self.ended or unread == 0 or held == 0

@@ -1,0 +1,211 @@
+"""The bodies of requests in OpenAI's dialect and what vLLM adds to it, as schemas. Types and caps on sizes only.
+
+Ranges of sampling parameters are SamplingParams' own; what a field means is openai_chat's and openai_completions'.
+Fields marked "no effect" are accepted because clients send them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 256
+MAX_PROMPTS = 1024
+MAX_TOKENIZED = 4_000_000  # characters for /tokenize
+
+Name = Annotated[str, Meta(max_length=512)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+Word = Annotated[str, Meta(min_length=1, max_length=256)]
+StopTexts = Annotated[list[StopText], Meta(max_length=64)]
+Words = Annotated[list[Word], Meta(max_length=1024)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
+ManyTokenIds = Annotated[list[TokenId], Meta(max_length=2**18)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(max_length=10_000)]
+LogitBias = Annotated[dict[Annotated[str, Meta(max_length=16)], float], Meta(max_length=1024)]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+
+
+class StreamOptions(Struct, kw_only=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # no effect
+
+
+class JsonSchema(Struct, kw_only=True):
+    name: Name = ""
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Sampling(Struct, kw_only=True):
+    """What both dialects of generation share."""
+
+    model: Name | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: StopText | StopTexts | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: LogitBias | None = None
+    seed: int | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: ManyTokenIds | None = None
+    bad_words: Words | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    return_routed_experts: bool = False
+    cache_salt: Name | None = None
+    priority: Priority = 0
+    request_id: Name | None = None  # no effect: the header x-request-id names a request
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    user: Name | None = None  # no effect, as all that follow
+    best_of: int | None = None
+    spaces_between_special_tokens: bool | None = None
+    guided_decoding_backend: Name | None = None
+
+
+class ToolFunction(Struct, kw_only=True):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(Struct, kw_only=True):
+    name: Name
+
+
+class NamedTool(Struct, kw_only=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class FunctionCall(Struct, kw_only=True):
+    name: Name
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Struct, kw_only=True):
+    function: FunctionCall
+    id: Name | None = None
+    type: Literal["function"] = "function"
+
+
+class Part(Struct, kw_only=True):
+    """One piece of a message's content. Only text can be read; other kinds are refused by name."""
+
+    type: Name
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(Struct, kw_only=True):
+    """Other fields are left out: clients send answers back as they came, with whatever was in them."""
+
+    role: Name
+    content: str | list[Part] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta(max_length=64)]
+
+
+class ChatCompletion(Sampling, kw_only=True):
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: Name | None = None
+    include_reasoning: bool = True
+    chat_template_kwargs: TemplateOptions | None = None
+    chat_template: Any = None
+    """Refused: a template is a program, and programs come from the operator only."""
+    add_generation_prompt: bool = True
+
+    metadata: dict[str, Any] | None = None  # no effect, as all that follow
+    store: bool | None = None
+    service_tier: Name | None = None
+    prompt_cache_key: Name | None = None
+    safety_identifier: Name | None = None
+    verbosity: Name | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class Completion(Sampling, kw_only=True):
+    prompt: str | list[Any]
+    """Text, token ids, or a list of either."""
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+    suffix: Literal[""] | None = None
+    """Filling in before a suffix is not supported."""
+
+
+class Tokenize(Struct, kw_only=True):
+    model: Name | None = None
+    prompt: Annotated[str, Meta(max_length=MAX_TOKENIZED)] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateOptions | None = None
+    chat_template: Any = None
+    return_token_strs: bool = False
+
+
+class Detokenize(Struct, kw_only=True):
+    model: Name | None = None
+    tokens: ManyTokenIds
+    skip_special_tokens: bool = False

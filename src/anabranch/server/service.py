@@ -1,0 +1,272 @@
+"""What every route shares: the model as the server knows it, the engine's client, who is let in, and the phase of life.
+
+    loading → ready → draining
+                   ↘ dead
+
+Dialect-free: token ids go in, Deltas come out. Nothing here knows HTTP but the status of an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from anabranch.config import EngineConfig
+from anabranch.engine.chat_template import ChatTemplate
+from anabranch.engine.client import EngineBusy, EngineClient, EngineDead
+from anabranch.engine.output import Answer, Delta
+from anabranch.engine.tokenizer import Spellings, Tokenizer
+from anabranch.models.config import ModelConfig
+from anabranch.request import Request, Update
+from anabranch.sampling_params import SamplingParams
+from anabranch.server.errors import CONTEXT_WORDS, ApiError, bad_request, context_length, from_engine, unavailable
+from anabranch.server.history import History
+from anabranch.server.parsers import Parsers
+from anabranch.server.settings import Settings
+
+Result = TypeVar("Result")
+Phase = Literal["loading", "ready", "draining", "dead"]
+
+THREADS = 4  # that render and tokenise; the second mostly lets go of the interpreter
+LARGE = 200_000  # characters: what has more waits for a thread of its own kind, and holds up nobody else
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the server reads of the model folder."""
+
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    parsers: Parsers
+
+    @cached_property
+    def chat_tokenizer(self) -> Tokenizer:
+        """The same, but tags of calls and thoughts stay in the text where special tokens are skipped."""
+        tokenizer = copy(self.tokenizer)
+        tokenizer.spellings = {skip: Spellings(tokenizer, skip) for skip in (False, True)}
+        tokenizer.spellings[True].skipped -= self.parsers.kept_tokens
+        return tokenizer
+
+    @cached_property
+    def longest_token(self) -> int:
+        """In characters of text, at most."""
+        backend = self.tokenizer.backend
+        return max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+
+
+class Service:
+    def __init__(self, settings: Settings, engine: EngineConfig, names: tuple[str, ...]) -> None:
+        self.settings, self.engine, self.names = settings, engine, names
+        self.phase: Phase = "loading"
+        self.reason = "the model is loading"
+        """Of not being ready."""
+        self.started = time.time()
+        self.num_admitted = 0
+        """Sequences on their way: being prepared, waiting or running."""
+        self.history = History()
+        self.threads = ThreadPoolExecutor(THREADS, "prepare")
+        self.large_threads = ThreadPoolExecutor(1, "prepare-large")
+        self._model: Model | None = None
+        self._client: EngineClient | None = None
+
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    def become_ready(self, model: Model, client: EngineClient) -> None:
+        self._model, self._client = model, client
+        if self.phase == "loading":
+            self.phase, self.reason = "ready", ""
+
+    def leave(self, phase: Literal["draining", "dead"], reason: str) -> None:
+        self.phase, self.reason = phase, reason
+
+    def check_ready(self) -> None:
+        if self.phase != "ready":
+            raise unavailable(f"not ready: {self.reason}", f"server_{self.phase}")
+        if not self.client.alive:  # before the watchdog has noticed
+            raise unavailable("not ready: the engine has ended", "server_dead")
+
+    @property
+    def model(self) -> Model:
+        if self._model is None:
+            raise unavailable(f"not ready: {self.reason}", f"server_{self.phase}")
+        return self._model
+
+    @property
+    def client(self) -> EngineClient:
+        if self._client is None:
+            raise unavailable(f"not ready: {self.reason}", f"server_{self.phase}")
+        return self._client
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self.client.ready_stats["max_model_len"])
+
+    # -- who is let in -------------------------------------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            known = ", ".join(self.names)
+            raise ApiError(404, f"no model {name!r} here; known: {known}", code="model_not_found", param="model")
+
+    @contextlib.contextmanager
+    def admitted(self, num_sequences: int) -> Iterator[None]:
+        """Hold places in the queue; 429 if they are taken."""
+        num_sequences = max(1, num_sequences)  # what is no number of sequences is refused later, by name
+        places = self.engine.max_num_seqs + self.settings.max_queue
+        if num_sequences > places:
+            raise bad_request(f"prompts × n is {num_sequences}; this server takes {places} sequences at once", "n")
+        if self.num_admitted + num_sequences > places:
+            self.history.num_refused += 1
+            raise ApiError(
+                429,
+                f"the queue is full: {self.num_admitted} of {places} places are taken; try again later",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+        self.num_admitted += num_sequences
+        try:
+            yield
+        finally:
+            self.num_admitted -= num_sequences
+
+    # -- before the engine ---------------------------------------------------------------------------------------------
+
+    async def prepare(self, work: Callable[[], Result], param: str, num_characters: int) -> Result:
+        """Rendering and tokenising, off the event loop and within a deadline. ValueError is the request's fault."""
+        timeout = self.settings.prepare_timeout
+        threads = self.large_threads if num_characters > LARGE else self.threads
+        future = asyncio.get_running_loop().run_in_executor(threads, work)
+        try:
+            async with asyncio.timeout(timeout):
+                return await future
+        except TimeoutError:
+            raise bad_request(f"the prompt could not be prepared within {timeout:g} s; shorten it", param) from None
+        except ValueError as error:
+            raise bad_request(str(error), param) from None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """For `prepare`. Text that cannot fit, however it is cut into tokens, is refused without cutting it."""
+        limit = self.max_model_len
+        if len(text) > limit * self.model.longest_token:
+            raise context_length(
+                f"{CONTEXT_WORDS} {limit} tokens. However, the prompt has {len(text)} characters, which are more "
+                "tokens than that in any case. Shorten the prompt."
+            )
+        ids = self.model.tokenizer.encode(text, add_special_tokens)
+        self.check_length(len(ids))
+        return ids
+
+    def check_length(self, num_tokens: int) -> None:
+        limit = self.max_model_len
+        if num_tokens >= limit:
+            position = self.model.config.max_position
+            pool = "" if limit == position else f" (the model's own limit is {position}; the KV pool holds {limit})"
+            raise context_length(
+                f"{CONTEXT_WORDS} {limit} tokens{pool}. However, the prompt has {num_tokens} tokens and at least one "
+                "is to be generated. Shorten the prompt."
+            )
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def answer(
+        self, id: str, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer, **options: Any
+    ) -> Answer:
+        """A prompt that was checked becomes an Answer; `generate` makes it grow."""
+        if not prompt_ids:
+            raise bad_request("the prompt is empty: give at least one token", "prompt")
+        vocabulary = self.model.config.vocab_size
+        if (largest := max(prompt_ids)) >= vocabulary:
+            raise bad_request(f"prompt: token id {largest} is not in the vocabulary [0, {vocabulary})", "prompt")
+        self.check_length(len(prompt_ids))
+        return Answer(id, prompt_ids, params, tokenizer, **options)
+
+    async def generate(self, answers: list[Answer]) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(answer, delta) until all have finished. However it is left, what still runs is aborted at once."""
+        began = time.monotonic()
+        if len(answers) == 1 and len(answers[0].requests) == 1:
+            updates = self._updates(answers[0], answers[0].requests[0])
+            async with aclosing(updates):
+                async for update in updates:
+                    if began and update.token_ids:
+                        self.history.first_token(time.monotonic() - began)
+                        began = 0.0
+                    yield 0, self._delta(answers[0], update)
+            return
+        async with aclosing(self._merged(answers)) as merged:
+            async for number, update in merged:
+                delta = self._delta(answers[number], update)
+                if len(delta.completion.token_ids) == len(delta.token_ids) > 0:
+                    self.history.first_token(time.monotonic() - began)
+                yield number, delta
+
+    def _delta(self, answer: Answer, update: Update) -> Delta:
+        delta = answer.add(update)
+        if answer.errors:
+            raise from_engine(answer.errors[0])
+        if update.finish_reason == "abort":
+            raise unavailable("the server is shutting down; the answer is not complete", "server_draining")
+        return delta
+
+    async def _updates(self, answer: Answer, request: Request) -> AsyncGenerator[Update, None]:
+        """One sequence's updates; leaving it early, as a stop string makes us do, aborts it in the engine."""
+        try:
+            async with aclosing(self.client.generate(request)) as updates:
+                async for update in updates:
+                    yield update
+                    if answer.to_abort(update):
+                        return
+        except EngineDead as error:
+            raise unavailable(f"the engine has ended: {error.reason}", "server_dead") from None
+        except EngineBusy as error:
+            raise ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"}) from None
+        except ValueError as error:
+            raise bad_request(str(error)) from None
+
+    async def _merged(self, answers: list[Answer]) -> AsyncGenerator[tuple[int, Update], None]:
+        """Updates of many sequences, each pumped by a task of its own, one at a time: while the consumer is slow, the
+        client merges what arrives."""
+        queue: asyncio.Queue[tuple[int, Update | ApiError | None, asyncio.Event]] = asyncio.Queue()
+
+        async def pump(number: int, request: Request) -> None:
+            applied = asyncio.Event()
+            try:
+                async with aclosing(self._updates(answers[number], request)) as updates:
+                    async for update in updates:
+                        queue.put_nowait((number, update, applied))
+                        await applied.wait()
+                        applied.clear()
+                queue.put_nowait((number, None, applied))
+            except ApiError as error:
+                queue.put_nowait((number, error, applied))
+
+        tasks = [
+            asyncio.create_task(pump(number, request))
+            for number, answer in enumerate(answers)
+            for request in answer.requests
+        ]
+        try:
+            left = len(tasks)
+            while left:
+                number, update, applied = await queue.get()
+                if update is None:
+                    left -= 1
+                elif isinstance(update, ApiError):
+                    raise update
+                else:
+                    yield number, update
+                    applied.set()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,76 @@
+"""How the server serves: who may ask, how much, how long. What the engine does is config.EngineConfig."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()
+    """What clients call the model; the first is the one answers carry. Empty: the folder's name, or the hub id."""
+    api_key: tuple[str, ...] = ()
+    """Any of them opens every route; health needs none."""
+    allow_no_api_key: bool = False
+    """Serve other machines without a key."""
+    chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    metrics_compat: str = ""
+    """"vllm": the core metrics a second time, under vLLM's names."""
+
+    max_queue: int = 1024
+    """Sequences that may wait beyond those that run; the next gets 429."""
+    max_body_bytes: int = 16 * MIB
+    max_header_bytes: int = 32 * 1024
+    header_timeout: float = 10.0
+    """Seconds for a request's headers to arrive, from their first byte (or from the connection's beginning)."""
+    body_timeout: float = 60.0
+    prepare_timeout: float = 30.0
+    """Seconds to render and tokenise."""
+    stall_timeout: float = 60.0
+    """A client that takes nothing for so long is cut off."""
+    keep_alive_timeout: float = 75.0
+    shutdown_timeout: float = 30.0
+    """After SIGTERM, seconds for requests in flight to finish."""
+    step_timeout: float = 300.0
+    """An engine whose step takes longer is taken for dead."""
+    start_timeout: float = 1800.0
+    log_format: str = "text"
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_header_bytes"):
+            if getattr(self, name) < 1024:
+                raise ValueError(f"{name} must be at least 1024, not {getattr(self, name)}")
+        if self.max_queue < 0:
+            raise ValueError(f"max_queue must be at least 0, not {self.max_queue}")
+        timeouts = (name for name in self.__slots__ if name.endswith("_timeout"))
+        for name in timeouts:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0 seconds, not {getattr(self, name)}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must lie in [0, 65535], not {self.port}")
+        if self.metrics_compat not in ("", "vllm"):
+            raise ValueError(f"metrics_compat must be vllm or nothing, not {self.metrics_compat!r}")
+        for key in self.api_key:
+            if not key.strip() or not key.isascii():
+                raise ValueError("an API key must be ASCII and not empty; is the variable it comes from set?")
+        if not self.api_key and not self.allow_no_api_key and not is_loopback(self.host):
+            raise ValueError(
+                f"refusing to serve {self.host} without a key: everyone who reaches this machine could use the model. "
+                "Give --api-key (or ANABRANCH_API_KEY), or stay with --host 127.0.0.1, or say --allow-no-api-key"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,389 @@
+"""From start to end: clients that leave, signals, an engine that dies, hangs or fails, and starts that must fail."""
+
+# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client"):
+    pytest.importorskip(package)
+httpx = pytest.importorskip("httpx")
+psutil = pytest.importorskip("psutil")
+
+from tests.server.faulty_engine import BUG, CRASH, EXIT, HANG
+from tests.server.serving import QUICK, Running, Unharmed, model, running
+
+__all__ = ["model"]
+
+ENGINE = "tests.server.faulty_engine:make_engine"
+SMALL = {"max_num_seqs": 4, "num_pages": 300}
+LONG = {"prompt": "A river", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a long answer takes a minute, and no test has to hurry."""
+    monkeypatch.setenv("STEP_SECONDS", "0.03")
+
+
+def gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Streaming(threading.Thread):
+    """A client that reads a stream to its end."""
+
+    def __init__(self, server: Running, body: dict[str, Any] = LONG) -> None:
+        super().__init__(daemon=True)
+        self.server, self.body = server, body
+        self.events: list[str] = []
+        self.broken: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        url = self.server.url + "/v1/completions"
+        try:
+            with httpx.stream("POST", url, json=self.body | {"stream": True}, timeout=QUICK) as answer:
+                self.events = []
+                for line in answer.iter_lines():
+                    if line:
+                        self.events.append(line.removeprefix("data: "))
+        except httpx.HTTPError as error:
+            self.broken = error
+
+    def wait_for_text(self) -> None:
+        self.server.until(lambda: self.events, "no text")
+
+    def last(self) -> dict[str, Any]:
+        self.join(QUICK)
+        assert not self.is_alive()
+        return dict(json.loads(self.events[-1]))
+
+
+# -- clients that leave ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def leaving(model: Path) -> Iterator[tuple[Running, Unharmed]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STEP_SECONDS", "0.03")
+        with running(model, make_engine=ENGINE, engine=SMALL | {"max_num_batched_tokens": 64}) as server:
+            yield server, Unharmed(server)
+
+
+def leave(server: Running, path: str, body: dict[str, Any], wait: Any) -> None:
+    """Ask, wait, hang up without a word."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    with socket.create_connection((host, int(port)), timeout=QUICK) as connection:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        wait(connection)
+
+
+def aborted(server: Running) -> int:
+    found = [line for line in server.get("/metrics").text.splitlines() if 'finished_reason="abort"' in line]
+    return int(float(found[0].split()[-1])) if found else 0
+
+
+@pytest.mark.parametrize(
+    ("when", "stream", "n"),
+    [
+        ("while it runs", False, 1),
+        ("while it runs", True, 1),
+        ("while it runs", False, 2),
+        ("while it runs", True, 2),
+        ("during prefill", False, 1),
+        ("during prefill", True, 1),
+        ("after some text", True, 1),
+    ],
+)
+def test_who_leaves_is_forgotten(leaving: tuple[Running, Unharmed], when: str, stream: bool, n: int) -> None:
+    server, unharmed = leaving
+    before = aborted(server)
+    body = LONG | {"stream": stream, "n": n}
+    if when == "during prefill":  # 64 tokens a step: 30 steps of 30 ms
+        body |= {"prompt": "x" * 1900, "max_tokens": 100}
+
+    def wait(connection: socket.socket) -> None:
+        if when == "after some text":
+            text = b""
+            while b"data: " not in text:
+                text += connection.recv(65536)
+        else:
+            server.until(lambda: server.stats()["running"] >= (1 if when == "during prefill" else n))
+
+    leave(server, "/v1/completions", body, wait)
+    began = server.stats()
+    server.until_idle()
+    steps = server.stats()["generation_tokens"] - began["generation_tokens"]
+    assert aborted(server) - before == n
+    assert steps < 50 * n, "it was not aborted at once"
+    unharmed.check()
+
+
+def test_ten_leave_and_others_are_served(leaving: tuple[Running, Unharmed]) -> None:
+    server, unharmed = leaving
+    with ThreadPoolExecutor(8) as pool:
+        good = [pool.submit(server.complete) for _ in range(4)]
+        for number in range(10):
+            chat = {"messages": [{"role": "user", "content": "x"}], "stream": number % 2 == 0, "max_tokens": 1000}
+            leave(server, "/v1/chat/completions", chat, lambda _: time.sleep(0.02))
+        assert {one.result() for one in good} == {unharmed.expected}
+    server.until_idle()
+    unharmed.check()
+
+
+def test_a_bug_in_one_request_is_its_own(leaving: tuple[Running, Unharmed]) -> None:
+    server, unharmed = leaving
+    answer = server.post("/v1/completions", {"prompt": BUG})
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+    assert answer.headers["x-should-retry"] == "false"
+    unharmed.check()
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_lets_requests_finish(model: Path, slow_steps: None) -> None:
+    with running(model, make_engine=ENGINE, engine=SMALL, shutdown_timeout=QUICK) as server:
+        stream = Streaming(server, LONG | {"max_tokens": 100})
+        with ThreadPoolExecutor(1) as pool:
+            whole = pool.submit(server.complete, max_tokens=100)
+            stream.wait_for_text()
+            server.until(lambda: server.stats()["running"] == 2)
+            engine = server.engine.pid
+            server.process.send_signal(signal.SIGTERM)
+            server.until(lambda: server.get("/health/ready").status_code == 503)
+            refused = server.post("/v1/completions", {"prompt": "x"})
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "server_draining"
+            assert int(refused.headers["retry-after"]) > 0
+            assert server.get("/health/live").status_code == 200
+            assert len(whole.result()) > 0
+        stream.join(QUICK)
+        assert (
+            stream.events[-1] == "[DONE]" and json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "length"
+        )
+        assert server.process.wait(QUICK) == 0
+        assert gone(engine)
+
+
+def test_the_drain_has_an_end(model: Path, slow_steps: None) -> None:
+    with running(model, make_engine=ENGINE, engine=SMALL, shutdown_timeout=0.5) as server:
+        stream = Streaming(server)
+        stream.wait_for_text()
+        engine = server.engine.pid
+        assert server.end() == 0
+        assert stream.last()["error"]["code"] == "server_draining"
+        assert gone(engine) and "cut off" in server.log()
+
+
+def test_a_second_signal_does_not_wait(model: Path, slow_steps: None) -> None:
+    with running(model, make_engine=ENGINE, engine=SMALL, shutdown_timeout=3600) as server:
+        stream = Streaming(server)
+        stream.wait_for_text()
+        engine = server.engine.pid
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("waiting up to")
+        assert server.end(signal.SIGINT) == 130
+        assert stream.last()["error"]["code"] == "server_draining"
+        assert gone(engine)
+
+
+def test_loading_is_told_and_can_be_ended(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOAD_SECONDS", "3600")
+    make_slowly = "tests.server.faulty_engine:make_slowly"
+    with running(model, make_engine=make_slowly, engine=SMALL, ready=False) as server:
+        server.url = f"http://127.0.0.1:{server.wait_for('listening on http://127.0.0.1:([0-9]+)')[1]}"
+        assert server.get("/health/live").status_code == 200
+        answer = server.get("/health/ready")
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "server_loading"
+        for path, body in (("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+            assert server.post(path, body).status_code == 503
+        assert server.get("/metrics").status_code == 200 and server.get("/debug/stats").json()["phase"] == "loading"
+        server.until(lambda: psutil.Process(server.process.pid).children())
+        engine = server.engine.pid
+        assert server.end() == 0 and gone(engine)
+
+
+# -- the engine's end --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", CRASH, EXIT, HANG])
+def test_an_engine_that_ends(model: Path, how: str, slow_steps: None) -> None:
+    settings = {"step_timeout": 4.0} if how == HANG else {}
+    with running(model, make_engine=ENGINE, engine=SMALL, **settings) as server:
+        stream, engine = Streaming(server), server.engine.pid
+        stream.wait_for_text()
+        with ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(server.post, "/v1/completions", LONG)
+            server.until(lambda: server.stats()["running"] == 2)
+            if how == "SIGKILL":
+                os.kill(engine, signal.SIGKILL)
+                other = whole
+            else:
+                other = pool.submit(server.post, "/v1/completions", {"prompt": how, "max_tokens": 5})
+            error = stream.last()["error"]
+            assert error["code"] in ("server_dead", "internal_error") and error["message"], error
+            for answer in (whole.result(), other.result()):
+                assert answer.status_code in (500, 503), answer.text
+                assert answer.json()["error"]["code"] in ("server_dead", "internal_error")
+        assert server.process.wait(QUICK) == 1
+        assert gone(engine)
+        log = server.log()
+        assert "ending with exit code 1" in log
+        assert {"SIGKILL": "process ended", CRASH: "the step failed", EXIT: "process ended", HANG: "one step for"}[
+            how
+        ] in log
+
+
+def test_ready_is_no_more_when_the_engine_is_gone(model: Path) -> None:
+    with running(model, make_engine=ENGINE, engine=SMALL) as server:
+        seen: list[int] = []
+        os.kill(server.engine.pid, signal.SIGKILL)
+        while server.process.poll() is None:
+            try:
+                seen.append(server.get("/health/ready").status_code)
+            except httpx.HTTPError:
+                break
+        assert 503 in seen and seen == sorted(seen), seen  # never 200 again
+        assert server.process.wait(QUICK) == 1
+
+
+def test_nothing_outlives_a_killed_server(model: Path, slow_steps: None) -> None:
+    with running(model, make_engine=ENGINE, engine=SMALL) as server:
+        stream = Streaming(server)
+        stream.wait_for_text()
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert family
+        server.process.kill()
+        server.process.wait()
+        server.until(lambda: all(gone(child.pid) for child in family), "an orphan")
+
+
+# -- starts that cannot succeed ----------------------------------------------------------------------------------------
+
+
+def start(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "anabranch.cli.main", "serve", "--port", "0", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=QUICK, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+def copy_of(model: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_a_port_in_use(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = start(str(model), "--port", str(port))
+    assert code == 1 and f"127.0.0.1:{port}" in said and "choose another --port" in said and said.count("\n") == 1
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def pointer(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+
+
+def drop_tensor(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.gate.weight"]
+    save_file(tensors, path)
+
+
+def other_shape(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:8].clone()
+    save_file(tensors, path)
+
+
+def config(**changes: Any) -> Any:
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def pickled(path: Path) -> None:
+    path.rename(path.with_name("pytorch_model.bin"))
+
+
+def template_error(path: Path) -> None:
+    path.write_text("{% for %}")
+
+
+@pytest.mark.parametrize(
+    ("file", "harm", "words"),
+    [
+        ("model.safetensors", truncate, ["model.safetensors"]),
+        ("model.safetensors", pointer, ["model.safetensors", "git lfs"]),
+        ("model.safetensors", drop_tensor, ["gate.weight"]),
+        ("model.safetensors", other_shape, ["norm.weight", "8"]),
+        ("model.safetensors", pickled, ["safetensors"]),
+        ("model.safetensors", Path.unlink, ["safetensors"]),
+        ("config.json", config(model_type="mamba"), ["mamba"]),
+        ("config.json", config(num_experts_per_tok=13), ["13", "12"]),
+        ("tokenizer.json", truncate, ["tokenizer.json", "truncated"]),
+        ("tokenizer.json", Path.unlink, ["tokenizer.json"]),
+        ("chat_template.jinja", template_error, ["chat template"]),
+    ],
+)
+def test_a_model_folder_that_is_not_whole(model: Path, tmp_path: Path, file: str, harm: Any, words: list[str]) -> None:
+    folder = copy_of(model, tmp_path / "model")
+    harm(folder / file)
+    code, said = start(str(folder))
+    assert code == 1
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("anabranch serve: ") and all(word in last for word in words), said
+
+
+def test_other_mistakes_of_a_command_line(model: Path, tmp_path: Path) -> None:
+    for arguments, code, words in (
+        ((str(model), "--tool-call-parser", "hermis"), 1, "unknown tool parser"),
+        ((str(model), "--max-model-len", "999999"), 1, "max_model_len"),
+        ((str(model), "--host", "0.0.0.0"), 1, "refusing to serve"),
+        ((str(model), "--api-key", ""), 1, "API key"),
+        ((str(model), "--max-num-seq", "4"), 2, "did you mean --max-num-seqs?"),
+        ((str(model), "--chat-template", str(tmp_path / "none.jinja")), 1, "none.jinja"),
+        ((), 1, "which model?"),
+    ):
+        found, said = start(*arguments)
+        assert found == code and words in said, said
+
+
+def test_help_fits_two_screens() -> None:
+    command = [sys.executable, "-m", "anabranch.cli.main", "serve"]
+    environment = os.environ | {"COLUMNS": "100"}
+    core = subprocess.run([*command, "--help"], capture_output=True, text=True, env=environment)
+    assert core.returncode == 0 and core.stdout.count("\n") <= 2 * 25
+    every = subprocess.run([*command, "--help=all"], capture_output=True, text=True, env=environment)
+    assert every.returncode == 0 and "--step-timeout" in every.stdout and "--step-timeout" not in core.stdout
+    assert "--max-num-seqs" in core.stdout and "--page-size" in every.stdout

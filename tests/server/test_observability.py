@@ -1,0 +1,143 @@
+"""What those who run the server see: metrics, the last minutes, experts, logs. No prompt is in any of it."""
+
+# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "msgspec", "zmq", "httpx", "psutil"):
+    pytest.importorskip(package)
+parser = pytest.importorskip("prometheus_client.parser")
+
+from anabranch import __version__
+from tests.server.serving import NAME, Running, model, running
+
+__all__ = ["model"]
+
+SECRET = "xyzzy-the-secret-word"
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Running]:
+    flags = ("--metrics-compat", "vllm", "--log-format", "json", "--expert-load-interval", "2", "--num-pages", "300")
+    with running(model, *flags) as server:
+        for number in range(3):
+            server.complete(f"{SECRET} {number}", max_tokens=20)
+        server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], "stop": SECRET, "n": 2})
+        server.post("/v1/completions", {"prompt": SECRET, SECRET: 1})
+        server.post("/v1/completions", {"prompt": SECRET, "temperature": -1})
+        server.get("/" + SECRET)
+        yield server
+
+
+def values(server: Running) -> dict[str, float]:
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        sample.name + "".join(f"|{name}={sample.labels[name]}" for name in sorted(sample.labels)): sample.value
+        for family in parser.text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def test_metrics(server: Running) -> None:
+    server.until_idle()
+    found = values(server)
+    label = f"|model_name={NAME}"
+    for prefix in ("anabranch:", "vllm:"):
+        assert found[f"{prefix}num_requests_running{label}"] == found[f"{prefix}num_requests_waiting{label}"] == 0
+        assert found[f"{prefix}kv_cache_usage_perc{label}"] == 0
+        assert found[f"{prefix}generation_tokens_total{label}"] >= 60
+        assert found[f"{prefix}prompt_tokens_total{label}"] >= 3 * len(SECRET)
+        assert found[f"{prefix}prefix_cache_queries_total{label}"] >= found[f"{prefix}prefix_cache_hits_total{label}"]
+        assert found[f"{prefix}request_success_total|finished_reason=length{label}"] >= 3
+        assert found[f"{prefix}num_preemptions_total{label}"] == 0
+        for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time"):
+            name = f"{prefix}{name}_seconds"
+            assert found[f"{name}_count{label}"] == found[f"{name}_bucket|le=+Inf{label}"] > 0
+            assert found[f"{name}_sum{label}"] > 0
+            buckets = [value for key, value in found.items() if key.startswith(f"{name}_bucket")]
+            assert buckets == sorted(buckets)
+    assert found["anabranch:http_responses_total|route=/v1/completions|status=200"] >= 3
+    assert found["anabranch:http_responses_total|route=/v1/completions|status=400"] == 2
+    assert found["anabranch:http_responses_total|route=unknown|status=404"] == 1
+    assert found[f"anabranch:ready{label}"] == 1
+
+
+def test_counts_go_up_by_what_was_done(server: Running) -> None:
+    key = f"anabranch:generation_tokens_total|model_name={NAME}"
+    before = values(server)[key]
+    server.complete(max_tokens=7)
+    server.until_idle()
+    assert values(server)[key] == before + 7
+
+
+def test_the_last_minutes(server: Running) -> None:
+    server.until(
+        lambda: (
+            any(one["generation_tokens_per_second"] > 0 for one in server.stats()["samples"]) or not server.complete()
+        ),
+        "no rates",
+    )
+    found = server.stats()
+    sample = found["samples"][-1]
+    assert set(sample) >= {
+        "time",
+        "generation_tokens_per_second",
+        "ttft_p50",
+        "ttft_p99",
+        "running",
+        "waiting",
+        "kv_usage",
+    }
+    assert 0 < found["ttft_seconds"]["p50"] <= found["ttft_seconds"]["p99"] < 90
+    assert found["phase"] == "ready" and found["model"] == NAME
+
+
+def test_experts(server: Running) -> None:
+    server.complete(max_tokens=20)
+    server.until(lambda: server.get("/debug/experts").json()["num_layers"], "no histogram")
+    found = server.get("/debug/experts").json()
+    assert found["num_layers"] == 4 and found["num_experts"] == 12
+    for counts in ("total", "interval"):
+        assert [len(row) for row in found[counts]] == [12] * 4
+        sums = [sum(row) for row in found[counts]]
+        assert len(set(sums)) == 1 and sums[0] > 0 and sums[0] % 4 == 0, (
+            "each token goes to four experts in every layer"
+        )
+    assert all(0 < share <= 1 for share in found["balance_total"])
+    before = sum(map(sum, found["total"]))
+    server.complete("another prompt", max_tokens=40)
+    server.until(lambda: sum(map(sum, server.get("/debug/experts").json()["total"])) > before, "it does not move")
+
+
+def test_version_openapi_and_page(server: Running) -> None:
+    assert server.get("/version").json() == {"version": __version__}
+    described = server.get("/openapi.json").json()
+    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = described["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    assert {"messages", "temperature", "tools", "return_routed_experts"} <= set(schema["properties"])
+    page = server.get("/")
+    assert page.status_code in (200, 404)
+    assert page.headers["content-type"].startswith("text/html" if page.status_code == 200 else "application/json")
+
+
+def test_logs_are_json_and_hold_no_prompt(server: Running) -> None:
+    own = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
+    requests = [
+        line for line in own if line["logger"] == "anabranch.server.access" and line["route"] == "/v1/completions"
+    ]
+    served = [line for line in requests if line["status"] == 200]
+    assert served and all(re.match("req-", line["id"]) and line["seconds"] > 0 for line in requests)
+    assert served[0]["prompt_tokens"] == len(SECRET) + 2 and served[0]["completion_tokens"] == 20
+    assert any(line.get("error") == "unknown_parameter" for line in requests)
+    stages = [line["message"] for line in own if re.match(r"  \S", line["message"])]
+    assert any("loading" in stage for stage in stages) and any("ready after" in line["message"] for line in own)
+    assert SECRET not in server.log()
+    assert SECRET not in server.get("/metrics").text + server.get("/debug/stats").text

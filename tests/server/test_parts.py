@@ -1,0 +1,236 @@
+"""The server's parts by themselves: bodies, sampling fields, conversations, histories, arrays."""
+
+# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+msgspec = pytest.importorskip("msgspec")
+pytest.importorskip("fastapi")
+
+from anabranch.request import TokenLogprobs
+from anabranch.sampling_params import Grammar, SamplingParams
+from anabranch.server import history, protocol
+from anabranch.server.body import decode
+from anabranch.server.chat import Conversation, Turn
+from anabranch.server.errors import ApiError, from_engine
+from anabranch.server.logprobs import CompletionLogprobs, TokenTexts
+from anabranch.server.parsers import find_parsers
+from anabranch.server.routed import npy_base64
+from anabranch.server.sampling import grammar, sampling_params
+from anabranch.server.thought_grammar import after_thought
+
+HELLO = [{"role": "user", "content": "hello"}]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = [field.name for field in msgspec.structs.fields(protocol.ChatCompletion)]
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), st.booleans())
+def test_whatever_comes_is_read_or_refused(fields: dict[str, Any], with_messages: bool) -> None:
+    body = fields | ({"messages": HELLO} if with_messages else {})
+    try:
+        read = decode(msgspec.json.encode(body), protocol.ChatCompletion)
+        sampling_params(read, 1000, max_tokens=10, grammar=grammar(read))
+    except ApiError as error:
+        assert error.status == 400 and error.message
+    else:
+        assert "messages" in body
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    with pytest.raises(ApiError) as error:
+        decode(data, protocol.Detokenize)
+    assert error.value.status == 400
+
+
+def test_sampling_fields_keep_their_values() -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 7,
+        "min_p": 0.125,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 1.25,
+        "seed": 3,
+        "n": 2,
+        "max_tokens": 99,
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "prompt_logprobs": 5,
+        "return_routed_experts": True,
+    }
+    lists = {"stop": ["a", "b"], "stop_token_ids": [1, 2], "bad_words": ["x"], "allowed_token_ids": [4]}
+    body = {"prompt": "x", "logit_bias": {"3": -100}, "structured_outputs": {"choice": ["y"]}, **fields, **lists}
+    read = decode(msgspec.json.encode(body), protocol.Completion)
+    found = sampling_params(read, 1000, logprobs=2, grammar=grammar(read))
+    assert found == SamplingParams(
+        **fields,
+        **{name: tuple(value) for name, value in lists.items()},
+        logit_bias={3: -100.0},
+        logprobs=2,
+        grammar=Grammar(choice=("y",)),
+    )
+    # Every field of SamplingParams can be asked for, but for detokenize, which a text API has no use for.
+    plain = SamplingParams()
+    same = {name for name in SamplingParams.__slots__ if getattr(found, name) == getattr(plain, name)}
+    assert same == {"detokenize"}
+
+
+def test_max_completion_tokens_comes_first() -> None:
+    body = {"messages": HELLO, "max_tokens": 5, "max_completion_tokens": 7}
+    read = decode(msgspec.json.encode(body), protocol.ChatCompletion)
+    assert sampling_params(read, 1000, max_tokens=1000).max_tokens == 7
+
+
+def test_errors_of_the_engine_find_their_status() -> None:
+    assert from_engine("internal error: KeyError: 'x'").status == 500
+    too_long = from_engine("This model's maximum context length is 5 tokens. However")
+    assert (too_long.status, too_long.code) == (400, "context_length_exceeded")
+    refused = from_engine("grammar: grammar: regex cannot be used")
+    assert (refused.status, refused.param, refused.message) == (400, "grammar", "grammar: regex cannot be used")
+
+
+def test_a_message_with_half_a_surrogate_can_be_sent() -> None:
+    assert b"?" in ApiError(400, "no \ud800 here").encoded()
+
+
+def test_a_conversation_as_templates_want_it() -> None:
+    conversation = Conversation()
+    conversation.add("system", "be brief")
+    conversation.add_answer(
+        None, "hm", [("1", "f", '{"a": 1}'), ("2", "g", "{broken"), ("3", "h", None), ("4", "i", "[1]")]
+    )
+    conversation.add_result("2", "done")
+    system, answer, result = conversation.messages
+    assert system == {"role": "system", "content": "be brief"}
+    assert answer["content"] == "" and answer["reasoning"] == answer["reasoning_content"] == "hm"
+    assert [call["function"]["arguments"] for call in answer["tool_calls"]] == [{"a": 1}, "{broken", {}, "[1]"]
+    assert result == {"role": "tool", "content": "done", "tool_call_id": "2", "name": "g"}
+
+
+def test_one_call_if_only_one_is_wanted() -> None:
+    from anabranch.server.parsers import ToolSpec
+
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    parsers = find_parsers(None, "hermes", "none")
+    for parallel, expected in ((True, 2), (False, 1)):
+        turn = Turn(parsers.start([ToolSpec("f", {})], "auto", reasoning=True), parallel)
+        turn.feed("Well. " + text + "\n" + text, final=True)
+        assert [(call.name, call.arguments) for call in turn.calls] == [("f", '{"a": 1}')] * expected
+        assert turn.content == "Well."
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    pytest.importorskip("llguidance")
+    from anabranch.engine.grammar import GrammarCompiler
+    from tools import tiny_model
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_model.write_tokenizer(folder)
+    return GrammarCompiler(folder, 257, [256])
+
+
+def accepts(compiler: Any, wanted: Grammar, text: str) -> bool:
+    """All of the text, and it may end there. Tokens are bytes here."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    matcher = compiler.compile(wanted)
+    id_of = {symbol: i for i, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    ((symbols, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return all(matcher.accept(id_of[symbol]) for symbol in symbols) and bool(matcher.accept(256))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answer", "other"),
+    [
+        (Grammar(json_schema='{"enum": [{"a": 1}]}'), '{"a":1}', '{"a":2}'),
+        (Grammar(regex="a/b|[/c]{2}"), "a/b", "a/c"),
+        (Grammar(choice=("yes", 'n"o')), 'n"o', "no"),
+    ],
+)
+def test_a_grammar_begins_after_the_thought(compiler: Any, wanted: Grammar, answer: str, other: str) -> None:
+    thinks = find_parsers("<think></think>", "none", "auto")
+    begun = after_thought(wanted, thinks, "user: hi\nassistant: <think>\n")
+    assert accepts(compiler, begun, f"well, {other} is <not> it</think>\n\n{answer}")
+    assert not accepts(compiler, begun, answer), "the thought must end first"
+    assert not accepts(compiler, begun, f"so</think>{other}")
+    free = after_thought(wanted, thinks, "user: hi\nassistant: ")
+    assert accepts(compiler, free, f"<think>hm</think>{answer}") and accepts(compiler, free, answer)
+    assert not accepts(compiler, free, f"hm</think>{answer}")
+    for unchanged in (
+        after_thought(wanted, thinks, "assistant: <think></think>\n"),
+        after_thought(wanted, find_parsers(None, "none", "none"), "assistant: "),
+    ):
+        assert unchanged == wanted
+
+
+def test_a_lark_grammar_cannot_follow_a_thought() -> None:
+    with pytest.raises(ValueError, match="enable_thinking"):
+        after_thought(Grammar(lark='start: "x"'), find_parsers("</think>", "none", "think"), "")
+
+
+@given(st.integers(0, 4), st.integers(1, 3), st.integers(1, 3))
+def test_routed_experts_are_read_by_numpy(num_tokens: int, num_layers: int, top_k: int) -> None:
+    numpy = pytest.importorskip("numpy")
+    routed = [[[t + 10 * l + 100 * k for k in range(top_k)] for l in range(num_layers)] for t in range(num_tokens)]
+    found = numpy.load(io.BytesIO(base64.b64decode(npy_base64(routed))))
+    assert found.tolist() == routed
+    assert not num_tokens or found.shape == (num_tokens, num_layers, top_k)
+
+
+class Letters:
+    """A tokenizer's spellings: token 200 on is half a character."""
+
+    spellings = {False: {i: bytes([i]) for i in range(256)} | {300: b"a"}}
+
+
+def test_the_best_token_is_the_maximum_whatever_tokens_look_like() -> None:
+    texts = TokenTexts(Letters())  # type: ignore[arg-type]
+    lists = CompletionLogprobs(texts)
+    # Token 300 looks like token 97, and is better.
+    chosen = TokenLogprobs(97, -2.0, 2, ((300, -1.0), (98, -3.0)))
+    best = TokenLogprobs(200, -0.5, 1, ((200, -0.5), (201, float("-inf"))))
+    found = lists.chunk([65, 97, 200], [None, chosen, best])
+    assert found["token_logprobs"] == [None, -2.0, -0.5] and found["tokens"] == ["A", "a", "bytes:\\xc8"]
+    assert max(found["top_logprobs"][1].values()) == -1.0 != found["token_logprobs"][1]
+    assert max(found["top_logprobs"][2].values()) == found["token_logprobs"][2]
+    assert min(found["top_logprobs"][2].values()) == -9999.0, "JSON has no infinity"
+    assert found["text_offset"] == [0, 1, 2]
+
+
+def test_balance() -> None:
+    assert history.balance([5, 5, 5]) == 1.0
+    assert history.balance([9, 0, 0]) == pytest.approx(1 / 3)
+    assert history.balance([0, 0]) == 0.0 == history.balance([])
+
+
+def test_history_keeps_rates_and_the_last_interval_of_experts() -> None:
+    kept = history.History()
+    kept.add({"generation_tokens": 10, "expert_load": [[1, 3]]})
+    kept.add({"generation_tokens": 30, "expert_load": [[1, 3]]})
+    assert kept.samples[-1]["generation_tokens_per_second"] > 0
+    kept.add({"generation_tokens": 30, "expert_load": [[2, 9]]})
+    assert kept.samples[-1]["generation_tokens_per_second"] == 0
+    assert kept.experts()["interval"] == [[1, 6]] and kept.experts()["total"] == [[2, 9]]
+    for seconds in (0.1, 0.2, 0.3, 10.0):
+        kept.first_token(seconds)
+    assert kept.percentiles(0.0, 0.5, 0.99) == [0.1, 0.3, 10.0]
+    for _ in range(2 * history.KEPT):
+        kept.add({})
+    assert len(kept.samples) == history.KEPT
