@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from anabranch import platforms
+from anabranch.compile.piecewise import CompiledDecoder
 from anabranch.config import EngineConfig
+from anabranch.engine import runner
 from anabranch.engine.engine import Engine, make_engine
+from anabranch.layers.step import Step
 from anabranch.platforms.fake import FakePlatform
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
@@ -123,6 +126,35 @@ def test_captured_is_uncaptured_when_preempted(tmp_path: Path, fake: FakePlatfor
     assert engine.scheduler.num_preemptions > 0
 
 
+def test_steps_larger_than_any_captured_one(
+    tmp_path: Path, fake: FakePlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With compiled pieces they take the pieces as they are. The shared expert is some of the experts here."""
+    monkeypatch.setattr(runner, "LARGEST_PREFILL", 16)
+    settings = tiny.QWEN2_MOE | {"shared_expert_intermediate_size": 48}
+    folder = tiny.save(tiny.Case(name="packed", model_type="qwen2_moe", settings=settings, seed=3), tmp_path)
+    sizes: list[int] = []
+    run = CompiledDecoder.run
+
+    def noted(self: CompiledDecoder, step: Step, kv: Any) -> Any:
+        sizes.append(step.token_T.shape[0])
+        return run(self, step, kv)
+
+    monkeypatch.setattr(CompiledDecoder, "run", noted)
+    compare(folder, fake, requests([0, 1, 2, 4, 7, 0], 4), shared_expert="packed")
+    assert sizes and min(sizes) > 16
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gemma4_text", marks=pytest.mark.slow)])
+def test_compiled_is_uncompiled(
+    family: str, tmp_path: Path, fake: FakePlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(MODES[2], "compiler", "inductor")
+    compare(tiny.save(FAMILIES[family], tmp_path), fake, requests([*range(len(PARAMS)), 0, 2], 0))
+
+
 def test_every_graph_is_captured_before_ready_or_when_it_is_missed(tmp_path: Path, fake: FakePlatform) -> None:
     folder = tiny.save(FAMILIES["qwen2_moe"], tmp_path)
     engine = make_engine(EngineConfig(model=str(folder), **DEFAULTS))
@@ -183,7 +215,13 @@ def test_captured_logits_are_those_of_an_eager_run_bit_for_bit(
     for captured in (True, False):
         if not captured:  # the same work, launched kernel by kernel
             monkeypatch.setattr(type(made), "capture", lambda self, function, pool=None: FakeGraph(function, []))
-        options = DEFAULTS | {"dtype": "bfloat16", "moe_combine": "ordered", "graph_mode": "full", "page_size": 16, "tune": "off"}
+        options = DEFAULTS | {
+            "dtype": "bfloat16",
+            "moe_combine": "ordered",
+            "graph_mode": "full",
+            "page_size": 16,
+            "tune": "off",
+        }
         engine = make_engine(EngineConfig(model=str(folder), **options))
         logits = []
         updates = serve(engine, requests([0, 0, 4, 2, 3, 0, 1, 0] * 4, 5), {"3": 9, "8": 14})

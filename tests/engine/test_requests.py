@@ -114,11 +114,13 @@ def test_bad_words_never_appear(engine: Engine, word: str) -> None:
     assert engine.tokenizer is not None
     wanted = engine.tokenizer.encode("abc")
     bias = dict.fromkeys(wanted, 100.0)
-    for seed in range(4):
+    said = False
+    for seed in range(8):
         free = [u.token_ids[0] for u in ask(engine, max_tokens=40, logit_bias=bias, seed=seed)]
         held = [u.token_ids[0] for u in ask(engine, max_tokens=40, logit_bias=bias, seed=seed, bad_words=(word,))]
         assert word not in engine.tokenizer.decode(held) and len(held) == 40
-        assert seed or word in engine.tokenizer.decode(free)
+        said |= word in engine.tokenizer.decode(free)
+    assert said, "without bad_words it does appear"
 
 
 def test_a_grammar_that_does_not_compile_fails_its_request_alone(engine: Engine) -> None:
@@ -126,7 +128,7 @@ def test_a_grammar_that_does_not_compile_fails_its_request_alone(engine: Engine)
     engine.add(Request(id="bad", prompt_ids=(1,), params=SamplingParams(grammar=Grammar(regex="("))))
     engine.add(Request(id="good", prompt_ids=(1,), params=SamplingParams(temperature=0, max_tokens=3)))
     found = drain(engine)
-    assert found["bad"][-1].finish_reason == "error" and "grammar" in found["bad"][-1].error
+    assert found["bad"][-1].finish_reason == "error" and found["bad"][-1].error.count("grammar: ") == 1
     assert found["good"][-1].finish_reason == "length"
 
 

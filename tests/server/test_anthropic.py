@@ -61,7 +61,10 @@ def test_a_conversation() -> None:
                 {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, call]},
                 {"role": "user", "content": [result, failed, {"type": "text", "text": "And?"}]},
                 {"role": "assistant", "content": "Sun."},
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_3"}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "So:"}, {"type": "tool_result", "tool_use_id": "call_3"}],
+                },
             ],
             tools=[{"name": "weather", "description": "Tells it", "input_schema": WEATHER, "type": "custom"}],
             tool_choice={"type": "auto"},
@@ -83,6 +86,7 @@ def test_a_conversation() -> None:
         {"role": "tool", "content": "Error: no such city", "tool_call_id": "call_2"},
         {"role": "user", "content": "And?"},
         {"role": "assistant", "content": "Sun."},
+        {"role": "user", "content": "So:"},
         {"role": "tool", "content": "", "tool_call_id": "call_3"},
     ]
     described = {"name": "weather", "description": "Tells it", "parameters": WEATHER}

@@ -291,7 +291,7 @@ def outputs(draw: st.DrawFn, parsers: Sequence[str] = TOOL_PARSERS) -> tuple[str
     tools, thoughts = draw(st.sampled_from(parsers)), draw(st.sampled_from(REASONING_PARSERS))
     own = FRAGMENTS[tools] + THOUGHT_FRAGMENTS[thoughts]
     fragment = st.one_of(
-        st.sampled_from(own),
+        *[st.sampled_from(own)] * 4,  # else calls are rare
         st.sampled_from(own).flatmap(lambda tag: st.integers(1, len(tag)).map(lambda n: tag[:n])),
         st.sampled_from(JSON_FRAGMENTS),
         st.sampled_from(TEXT_FRAGMENTS),
@@ -387,6 +387,8 @@ ODD = {
         '<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>\nok': [("f", '{"a": 1}'), "ok"],
         '<tool_call>{"name": "f", "arguments": {}}}\n</tool_call>': [("f", "{}"), "}"],
         '<tool_call>{"name": "f", "arguments": {}, "x" 1}</tool_call>': [("f", "{}"), ', "x" 1}'],
+        '<tool_call>{"name": "f"}, </tool_call>': [("f", "{}"), ","],
+        '<tool_call>{"id": oops, "name": "f"}</tool_call>': ['<tool_call>{"id": oops, "name": "f"}</tool_call>'],
         '<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>': [("f", "{}"), ("g", "{}")],
         '<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call>': [("f", "{}"), ("g", "{}")],
         '<tool_call>[{"name": "f"}, {"x": 1}]</tool_call>': [("f", "{}"), ', {"x": 1}]'],
@@ -413,6 +415,9 @@ ODD = {
         "<function=weather>\n<parameter=days>\nthree\n</parameter>\n<parameter=exact>True</parameter>\n</function>": [
             ("weather", '{"days": "three", "exact": true}')
         ],
+        "<function=weather><parameter=days>1.5</parameter><parameter=exact>0</parameter></function>": [
+            ("weather", '{"days": "1.5", "exact": "0"}')
+        ],
         "<function=weather><parameter=note>\nNone\n</parameter><parameter=unit>\nnull\n</parameter></function>": [
             ("weather", '{"note": null, "unit": "null"}')
         ],
@@ -425,6 +430,11 @@ ODD = {
         ],
         "<tool_call>\n<function=f>\noh\n</function>\n</tool_call> ok": [("f", "{}"), "\noh\n</function> ok"],
         "<tool_call>\n<function=f>\n</tool_call>": [("f", "{}")],
+        "<tool_call><function=f><parameter=a <function=f></function></tool_call>": [
+            ("f", "{}"),
+            "<parameter=a",
+            ("f", "{}"),
+        ],
         # cut off
         "<tool_call>\n<function=wea": ["<tool_call>\n<function=wea"],
         "<function=f>\n": [("f", "")],

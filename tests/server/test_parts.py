@@ -101,7 +101,7 @@ def test_errors_of_the_engine_find_their_status() -> None:
     assert from_engine("internal error: KeyError: 'x'").status == 500
     too_long = from_engine("This model's maximum context length is 5 tokens. However")
     assert (too_long.status, too_long.code) == (400, "context_length_exceeded")
-    refused = from_engine("grammar: grammar: regex cannot be used")
+    refused = from_engine("grammar: regex cannot be used")
     assert (refused.status, refused.param, refused.message) == (400, "grammar", "grammar: regex cannot be used")
 
 

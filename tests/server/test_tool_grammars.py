@@ -163,7 +163,8 @@ def test_what_models_write_is_allowed(notation: str, tokenizer: Tokenizer, compi
         arguments = dict(sorted(arguments.items()))
     parsers = parsers_of(notation, tokenizer, "think")
     write = WRITERS[WRITERS_OF.get(notation, notation)][1]
-    for calls in ([("weather", arguments)], [("weather", arguments), ("now", {})]):
+    least = {"city": "x", "days": 14, "hours": [], "place": {"kind": "ab"}}
+    for calls in ([("weather", arguments)], [("weather", least)], [("weather", arguments), ("now", {})]):
         if notation == "json" and len(calls) > 1:
             continue
         text = write(calls).replace('"parameters"', '"arguments"').replace(', "id": "a1B2c3D4e"', "")
@@ -174,6 +175,27 @@ def test_what_models_write_is_allowed(notation: str, tokenizer: Tokenizer, compi
             for token in tokenizer.encode(thought + text).ids:
                 assert matcher.accept(token), (tokenizer.id_to_token(token), text)
             assert tokenizer.token_to_id("<eos>") in allowed(matcher)
+
+
+@pytest.mark.parametrize(
+    ("notation", "text"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=v>\nab\n<parameter="),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=v>\nab\n</function>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=v>\nab</parameter>"),
+        ("gemma4", '<|tool_call>call:f{v:<|"|>ab<tool_call|>'),
+    ],
+)
+def test_free_text_has_nothing_in_it_that_would_end_it(notation: str, text: str) -> None:
+    """Even spelled character by character, as no tag is a token here."""
+    tokenizer = make_tokenizer()
+    eos = tokenizer.token_to_id("<eos>")
+    tool = ToolSpec("f", {"properties": {"v": {"type": "string"}}, "required": ["v"]})
+    grammar = parsers_of(notation, tokenizer).tool_grammar([tool], "required")
+    assert grammar is not None
+    matcher = GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [eos]).compile(grammar)
+    *most, last = tokenizer.encode(text).ids
+    assert all(matcher.accept(token) for token in most) and not matcher.accept(last)
 
 
 @pytest.mark.parametrize("notation", ["hermes", "qwen3_coder", "gemma4", "mistral, by name", "json"])

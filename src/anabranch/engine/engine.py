@@ -194,7 +194,7 @@ class Engine:
             if not future.done() and self.scheduler.has_work:
                 waiting.append((future, sequence))
             elif (error := future.exception()) is not None:
-                failed.append(Update(id=sequence.id, finish_reason="error", error=f"grammar: {error}"))
+                failed.append(Update(id=sequence.id, finish_reason="error", error=_why_refused(error)))
                 self._forget(sequence, "error")
             else:
                 self.runner.extras.setdefault(sequence.id, Extras()).matcher = future.result()
@@ -290,6 +290,11 @@ class Engine:
         for id in list(self.sequences):
             self.abort(id)
         self.compiler_thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _why_refused(error: BaseException) -> str:
+    """A grammar that is no good says so itself; what else may go wrong does not."""
+    return str(error) if isinstance(error, ValueError) else f"grammar: {type(error).__name__}: {error}"
 
 
 def make_engine(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Engine:

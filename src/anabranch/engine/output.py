@@ -87,7 +87,9 @@ class Answer:
         completion.text += text
         completion.token_ids += token_ids
         if update.logprobs:
-            completion.logprobs = (completion.logprobs or []) + update.logprobs[: len(token_ids)]
+            if completion.logprobs is None:
+                completion.logprobs = []
+            completion.logprobs += update.logprobs[: len(token_ids)]
         return Delta(index, text, token_ids, completion)
 
     def to_abort(self, update: Update) -> bool:

@@ -70,7 +70,6 @@ def from_engine(message: str) -> ApiError:
         return ApiError(500, message, code="internal_error")
     if message.startswith(CONTEXT_WORDS):
         return context_length(message)
-    message = message.replace("grammar: grammar:", "grammar:")
     param = message.partition(":")[0]
     return bad_request(message, param if param.isidentifier() else None)
 

@@ -57,6 +57,8 @@ class Qwen3Coder:
             source.drop()
             out.begin(name)
             yield from self._parameters(source, out, out.tools.get(name, ToolSpec(name)))
+            if not source.is_blank:
+                source.settle(out.content)
             yield from source.space()
         if wrapped and out.num_calls > num_before:
             yield from read_rest(source, out, AFTER, CLOSES)
