@@ -37,15 +37,20 @@ def always_on(
     Padding rows (expert −1) visit nobody. Then one launch does all, and the shared weights stream with the others'.
     """
     real_T1 = expert_TK[:, :1] >= 0
-    ids = _ids.__wrapped__ if torch.compiler.is_compiling() else _ids  # a compiler sees no caches
-    expert_TS = torch.where(real_T1, ids(first, count, expert_TK.device), -1)
+    expert_TS = torch.where(real_T1, _ids(first, count, expert_TK.device), -1)
     weight_T1 = real_T1.float() if weight_T1 is None else torch.where(real_T1, weight_T1, 0.0)
     weight_TS = weight_T1.expand(-1, count)
     return torch.cat([weight_TK, weight_TS], dim=1), torch.cat([expert_TK, expert_TS], dim=1)
 
 
-@functools.cache
 def _ids(first: int, count: int, device: torch.device) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # which looks through caches and modes
+        return torch.arange(first, first + count, dtype=torch.int32, device=device)
+    return _kept_ids(first, count, device)
+
+
+@functools.cache
+def _kept_ids(first: int, count: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):  # it may be used outside of inference mode too
         return torch.arange(first, first + count, dtype=torch.int32, device=device)
 

@@ -6,6 +6,7 @@ Never imports `kernels`: kernels register on ops. Shapes are in the names; each 
 from anabranch.ops.activation import gated_activation
 from anabranch.ops.attention import attention
 from anabranch.ops.combine import combine
+from anabranch.ops.decode_inputs import decode_inputs, decode_pages
 from anabranch.ops.draw import draw
 from anabranch.ops.expert_matmul import expert_matmul
 from anabranch.ops.expert_sort import expert_sort
@@ -18,6 +19,7 @@ from anabranch.ops.norm import add_rms_norm, rms_norm
 from anabranch.ops.op import OPS, Op, bind
 from anabranch.ops.penalize import penalize
 from anabranch.ops.rope import qk_norm_rope
+from anabranch.ops.rope_store import rope_store
 from anabranch.ops.route import route
 from anabranch.ops.sample import sample
 
@@ -28,6 +30,8 @@ __all__ = [
     "attention",
     "bind",
     "combine",
+    "decode_inputs",
+    "decode_pages",
     "draw",
     "expert_matmul",
     "expert_sort",
@@ -40,6 +44,7 @@ __all__ = [
     "penalize",
     "qk_norm_rope",
     "rms_norm",
+    "rope_store",
     "route",
     "sample",
 ]

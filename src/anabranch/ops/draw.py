@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from anabranch.ops.exact import gumbel
 from anabranch.ops.op import Sample, op
-from anabranch.ops.sample import gumbel
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
@@ -19,7 +19,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         "seed_R": torch.tensor([0, 1, 2**40 + 3, -4]),
         "position_R": torch.tensor([0, 7, 100000, 1]),
     }
-    for vocabulary in (50, 1, 4099):
+    for vocabulary in (50, 1, 8200):
         yield f"V{vocabulary}", {"logits_RV": 3 * torch.randn(4, vocabulary, generator=generator), **base}
     masked = torch.full((4, 50), float("-inf"))
     masked[:, 11] = -3
@@ -31,14 +31,12 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
 def draw(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
 ) -> torch.Tensor:
-    """token_R (int64): the best after Gumbel noise is added to logits / temperature; temperature 0 is greedy.
-
-    The noise is `sample`'s. A tie goes to the lowest id.
-    """
+    """token_R (int64): what `sample` draws with top_k 0, top_p 1 and min_p 0, always. Temperature 0 is greedy."""
     logits = logits_RV.float()
     if logits.shape[0] == 0:
         return logits.new_zeros(0, dtype=torch.int64)
-    greedy = (temperature_R == 0)[:, None]
+    greedy_R1 = (temperature_R == 0)[:, None]
+    scale_R1 = 1.0 / temperature_R.float()[:, None]
     token_V = torch.arange(logits.shape[1], device=logits.device)
     noise = gumbel(seed_R[:, None], position_R[:, None], token_V)
-    return torch.where(greedy, logits, logits / temperature_R[:, None] + noise).argmax(-1)
+    return torch.where(greedy_R1, logits, logits * scale_R1 + noise).argmax(-1)  # the first of equal maxima

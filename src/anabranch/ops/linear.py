@@ -28,7 +28,16 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         )
 
 
-@op(samples=samples)
+def fake(
+    x_TD: torch.Tensor,
+    weight_FD: torch.Tensor,
+    bias_F: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return x_TD.new_empty(*x_TD.shape[:-1], weight_FD.shape[0], dtype=out_dtype or x_TD.dtype)
+
+
+@op(samples=samples, fake=fake)
 def linear(
     x_TD: torch.Tensor,
     weight_FD: torch.Tensor,

@@ -33,17 +33,18 @@ def logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logprob_T, rank_T int64, top_id_TN int64, top_logprob_TN), fp32.
 
-    The rank is 1 + the number of more probable tokens. The best come first, among equals the lowest id. A token has
-    the same float as chosen and as alternative.
+    The rank is 1 + the number of tokens with larger logits. The best come first, among equal logits the lowest id. A
+    token has the same float as chosen and as alternative.
     """
-    logprob_TV = logits_TV.float().log_softmax(-1)
-    logprob_T1 = logprob_TV.gather(-1, token_T[:, None])
-    rank_T = 1 + (logprob_TV > logprob_T1).sum(-1)
+    logits_TV = logits_TV.float()
+    logprob_TV = logits_TV.log_softmax(-1)
+    rank_T = 1 + (logits_TV > logits_TV.gather(-1, token_T[:, None])).sum(-1)
     if top_n == 0 or logits_TV.shape[0] == 0:
         top_id_TN = token_T.new_zeros(logits_TV.shape[0], top_n)
     else:
-        top_id_TN = ordered_key(logprob_TV).topk(top_n).indices
-    return logprob_T1[:, 0], rank_T, top_id_TN, logprob_TV.gather(-1, top_id_TN)
+        top_id_TN = ordered_key(logits_TV).topk(top_n).indices
+    logprob_T = logprob_TV.gather(-1, token_T[:, None])[:, 0]
+    return logprob_T, rank_T, top_id_TN, logprob_TV.gather(-1, top_id_TN)
 
 
 def ordered_key(x_TV: torch.Tensor) -> torch.Tensor:

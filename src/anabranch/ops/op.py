@@ -56,12 +56,18 @@ class Op(Generic[P, R]):
         samples: Callable[[torch.dtype, torch.Generator], Iterator[Sample]],
         tolerance: Mapping[torch.dtype, float],
         mutates: tuple[str, ...],
+        fake: Callable[..., R] | None,
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
         self.samples = samples
         self.tolerance = tolerance
         self.mutates = mutates
+        if fake is not None:
+            self._check_parameters(fake)
+        self.fake = fake
+        self.traced: Callable[P, R] | None = None
+        """What a compiler is shown instead of the dispatch; see `ops.opaque`."""
         self.kernels: dict[str, Kernel[P, R]] = {}
         self.bound: tuple[Kernel[P, R], ...] = ()
         self.forced = False
@@ -71,6 +77,8 @@ class Op(Generic[P, R]):
         OPS[self.name] = self
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.traced is not None and torch.compiler.is_compiling():
+            return self.traced(*args, **kwargs)
         for kernel in self.bound:
             if kernel.accepts is None or kernel.accepts(*args, **kwargs):
                 return kernel.function(*args, **kwargs)
@@ -122,9 +130,12 @@ def op(
     samples: Callable[[torch.dtype, torch.Generator], Iterator[Sample]],
     tolerance: Mapping[torch.dtype, float] = TOLERANCE,
     mutates: tuple[str, ...] = (),
+    fake: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make a reference function an op. `mutates` names the parameters that it writes to."""
-    return lambda reference: Op(reference, samples, tolerance, mutates)
+    """Make a reference function an op. `mutates` names the parameters that it writes to. `fake` makes an empty result
+    of the right shape: for ops that a compiler must not look into, because their kernels are better than what it would
+    make of the reference."""
+    return lambda reference: Op(reference, samples, tolerance, mutates, fake)
 
 
 def bind(platform: Platform, kernels: str = "") -> None:

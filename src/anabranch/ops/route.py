@@ -54,7 +54,23 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     yield "no tokens", {"logits_TE": logits(0, 8), "top_k": 2}
 
 
-@op(samples=samples, tolerance=dict.fromkeys(TOLERANCE, 1e-5))
+def fake(
+    logits_TE: torch.Tensor,
+    top_k: int,
+    score: str = "softmax",
+    renormalize: bool = True,
+    select_bias_E: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scaling: float = 1.0,
+    expert_scale_E: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = logits_TE.shape[0], top_k
+    return logits_TE.new_empty(shape, dtype=torch.float32), logits_TE.new_empty(shape, dtype=torch.int32)
+
+
+@op(samples=samples, tolerance=dict.fromkeys(TOLERANCE, 1e-5), fake=fake)
 def route(
     logits_TE: torch.Tensor,
     top_k: int,

@@ -1,7 +1,8 @@
 """Logits → one token per request, with each request's own parameters. R requests, V vocabulary.
 
 Randomness is a pure function of (seed, position, token id), so that a request draws the same tokens whatever else is
-in the batch, on any device, and no generator state has to be kept.
+in the batch, on any device, and no generator state has to be kept. No step of the definition leaves its rounding open
+(see ops.exact): from the same logits, every kernel must draw the same token, always.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
+from anabranch.ops.exact import gumbel, log, mass, target_mass
 from anabranch.ops.op import Sample, op
+
+TINY = 2.0**-126
+"""The smallest normal fp32 number."""
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
@@ -30,6 +35,14 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     masked = torch.full((rows, vocabulary), float("-inf"))
     masked[:, 11] = -3
     yield "all but one forbidden", {"logits_RV": masked, **base}
+    # Levels with many tokens each, so that ties are cut by top_k and top_p; and a vocabulary of several tiles.
+    levels = torch.randint(4, (rows, 700), generator=generator).float()
+    yield "many ties", {"logits_RV": levels, **base, "top_k_R": base["top_k_R"] * 9}
+    yield "V8200", {"logits_RV": 3 * torch.randn(rows, 8200, generator=generator), **base}
+    allowed = torch.rand(rows, 8200, generator=generator) < 0.01
+    some = torch.where(allowed, torch.randn(rows, 8200, generator=generator), float("-inf"))
+    some[:, 17] = 0
+    yield "V8200, most forbidden", {"logits_RV": some, **base}
     yield "no requests", {"logits_RV": torch.zeros(0, 8), **{name: value[:0] for name, value in base.items()}}
 
 
@@ -45,42 +58,26 @@ def sample(
 ) -> torch.Tensor:
     """token_R (int64). Temperature 0 is greedy; a tie goes to the lowest id.
 
-    Otherwise logits / temperature, then the token must be among the top_k (0: all), among the fewest most probable of
-    those whose probabilities (among them) reach top_p, and at least min_p times as probable as the best. One of the
-    remaining is drawn by adding Gumbel noise and taking the maximum.
+    Otherwise tokens are ranked by logit, the lowest id first among equals. A token must be among the top_k (0: all),
+    the tokens of those before it must not have reached top_p of their probability together (1: all), and it must be at
+    least min_p times as probable as the best (0: all). One of the remaining is drawn: the best after Gumbel noise is
+    added to logit / temperature, which is computed as logit · (1 / temperature).
     """
     logits = logits_RV.float()
     if logits.shape[0] == 0:
         return logits.new_zeros(0, dtype=torch.int64)
     greedy = temperature_R == 0
-    scaled = logits / torch.where(greedy, 1.0, temperature_R)[:, None]
-    probability, token = torch.sort(scaled.softmax(-1), dim=-1, descending=True, stable=True)
+    scale_R1 = (1.0 / torch.where(greedy, 1.0, temperature_R.float()))[:, None]
+    ranked, token = torch.sort(logits, dim=-1, descending=True, stable=True)
+    scaled = ranked * scale_R1
+    relative = scaled - scaled[:, :1]
     rank = torch.arange(logits.shape[1], device=logits.device)
     kept = (top_k_R[:, None] == 0) | (rank < top_k_R[:, None])
-    probability = probability * kept
-    probability = probability / probability.sum(-1, keepdim=True)
-    kept &= probability.cumsum(-1) - probability < top_p_R[:, None]
-    kept &= probability >= min_p_R[:, None] * probability[:, :1]
-    kept[:, 0] = True
-    noisy = scaled.gather(-1, token) + gumbel(seed_R[:, None], position_R[:, None], token)
-    drawn = token.gather(-1, noisy.masked_fill(~kept, float("-inf")).argmax(-1, keepdim=True))[:, 0]
-    best = logits.argmax(-1)  # the first of equal maxima
-    return torch.where(greedy, best, drawn)
-
-
-def gumbel(seed: torch.Tensor, position: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise from 32-bit mixing of integers; the low and high halves of the seed both count."""
-    state = mix(seed & 0xFFFFFFFF)
-    state = mix(state ^ ((seed >> 32) & 0xFFFFFFFF))
-    state = mix(state ^ (position & 0xFFFFFFFF))
-    state = mix(state ^ (token & 0xFFFFFFFF))
-    uniform = ((state >> 8).double() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform)).float()
-
-
-def mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32-bit integers (held in int64) whose every output bit depends on every input bit."""
-    x = x + 0x9E3779B9 & 0xFFFFFFFF
-    x = (x ^ (x >> 16)) * 0x21F0AAAD & 0xFFFFFFFF
-    x = (x ^ (x >> 15)) * 0x735A2D97 & 0xFFFFFFFF
-    return x ^ (x >> 15)
+    mass_RV = mass(relative) * kept
+    before = mass_RV.cumsum(-1) - mass_RV
+    kept &= (top_p_R[:, None] >= 1) | (before < target_mass(mass_RV.sum(-1), top_p_R.float())[:, None])
+    kept &= (min_p_R[:, None] <= 0) | (relative >= log(min_p_R.float().clamp(TINY, 1.0))[:, None])
+    noisy = scaled + gumbel(seed_R[:, None], position_R[:, None], token)
+    noisy = noisy.masked_fill(~kept, float("-inf"))
+    drawn = torch.empty_like(noisy).scatter_(-1, token, noisy).argmax(-1)  # the first of equal maxima
+    return torch.where(greedy, logits.argmax(-1), drawn)

@@ -12,13 +12,14 @@ import importlib
 import importlib.metadata
 import os
 
-from anabranch.platforms.platform import Fetch, Fork, Graph, Memory, Platform, SideStream
+from anabranch.platforms.platform import Fetch, Fork, Graph, Memory, Platform, SideStream, Staging
 
-__all__ = ["Fetch", "Fork", "Graph", "Memory", "Platform", "SideStream", "current", "make", "names"]
+__all__ = ["Fetch", "Fork", "Graph", "Memory", "Platform", "SideStream", "Staging", "current", "make", "names"]
 
 # In order of detection: the CPU is always available, so it comes last.
 BUILT_IN = {
     "cuda": "anabranch.platforms.cuda:CudaPlatform",
+    "mlx": "anabranch.platforms.mlx:MlxPlatform",
     "cpu": "anabranch.platforms.cpu:CpuPlatform",
     "fake": "anabranch.platforms.fake:FakePlatform",
 }

@@ -1,5 +1,27 @@
 """Plain torch, arranged for speed: the kernels of the CPU and the fallback of every torch platform."""
 
-from anabranch.kernels.torch import attention, experts, kv_store, norm, rope, route
+from anabranch.kernels.torch import (
+    attention,
+    decode_inputs,
+    experts,
+    kv_store,
+    linear,
+    norm,
+    rope,
+    rope_store,
+    route,
+    sample,
+)
 
-__all__ = ["attention", "experts", "kv_store", "norm", "rope", "route"]
+__all__ = [
+    "attention",
+    "decode_inputs",
+    "experts",
+    "kv_store",
+    "linear",
+    "norm",
+    "rope",
+    "rope_store",
+    "route",
+    "sample",
+]

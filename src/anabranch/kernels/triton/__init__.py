@@ -1,5 +1,35 @@
 """Kernels in Triton, for GPUs. Each runs in Triton's interpreter too, which is how the CPU tests judge it."""
 
-from anabranch.kernels.triton import expert_sort, experts, route
+from anabranch.kernels.triton import (
+    activation,
+    attention,
+    decode_inputs,
+    draw,
+    expert_sort,
+    experts,
+    linear,
+    logprobs,
+    mask_logits,
+    norm,
+    penalize,
+    rope_store,
+    route,
+    sample,
+)
 
-__all__ = ["expert_sort", "experts", "route"]
+__all__ = [
+    "activation",
+    "attention",
+    "decode_inputs",
+    "draw",
+    "expert_sort",
+    "experts",
+    "linear",
+    "logprobs",
+    "mask_logits",
+    "norm",
+    "penalize",
+    "rope_store",
+    "route",
+    "sample",
+]

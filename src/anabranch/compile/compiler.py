@@ -1,0 +1,127 @@
+"""Pieces → callables: as they are, or compiled by Inductor. Equal pieces are compiled once, and kept on disk.
+
+A file is good for exactly the code, torch, device and piece it was made with, which is its name. One that cannot be
+read is passed over with a line in the log, and written anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anabranch.compile.split import Piece
+from anabranch.kernels.tuning import cache_folder, hash_files
+from anabranch.platforms import Platform
+
+log = logging.getLogger(__name__)
+
+Function = Callable[..., Sequence[torch.Tensor]]
+COMPILERS = ("inductor", "none")
+HOUSE = Path(__file__).parents[1]
+ROOMS = ("compile", "ops")
+"""Whose code a compiled piece depends on: how pieces are made, and the shapes that opaque ops promise. What layers and
+models do is in the piece itself, and kernels are not: they are called by name."""
+SIZES = (2, 3, 7, 16, 17, 48, 100, 256, 1023, 2048, 4099, 8192, 16384)
+"""Numbers of tokens that a compiled piece is asked about."""
+
+
+class PieceCompiler:
+    def __init__(self, compiler: str, platform: Platform, largest: int) -> None:
+        """Pieces must be good for up to `largest` tokens."""
+        assert compiler in COMPILERS
+        self.compiler = compiler
+        self.sizes = [*(size for size in SIZES if size < largest), largest]
+        self.made_with = {
+            "largest": largest,
+            "code": hash_files([file for room in ROOMS for file in (HOUSE / room).glob("*.py")]),
+            "torch": torch.__version__,
+            "device": f"{platform.name} {platform.describe()}",
+        }
+        self.functions: dict[str, Function] = {}
+        """By the piece's key."""
+        self.num_compiled = 0
+        self.num_loaded = 0
+
+    def function(self, piece: Piece) -> Function:
+        """Takes the piece's inputs, gives its outputs; good for any number of tokens from two to the largest."""
+        if piece.key not in self.functions:
+            if self.compiler == "none":
+                # GraphModule.forward, not the module: calling a module asks for hooks first.
+                self.functions[piece.key] = piece.graph.forward
+            else:
+                self.functions[piece.key] = self._load(piece) or self._compile(piece)
+        return self.functions[piece.key]
+
+    def path(self, piece: Piece) -> Path:
+        text = json.dumps(self.made_with | {"piece": piece.key}, sort_keys=True)
+        return cache_folder().with_name("pieces") / hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def _load(self, piece: Piece) -> Function | None:
+        from torch._inductor.standalone_compile import CompiledArtifact  # takes a second; not everybody compiles
+
+        path = self.path(piece)
+        if not path.exists():
+            return None
+        try:
+            loaded: Function = CompiledArtifact.load(path=str(path), format="binary")
+        except Exception as error:  # torn or foreign bytes fail in as many ways as pickle has
+            log.warning("%s is no compiled piece (%s: %s); it is compiled again", path, type(error).__name__, error)
+            return None
+        self.num_loaded += 1
+        return loaded
+
+    def _compile(self, piece: Piece) -> Function:
+        examples = [node.meta["example_value"] for node in piece.graph.graph.nodes if node.op == "placeholder"]
+        try:
+            compiled = torch._inductor.standalone_compile(piece.graph, examples, dynamic_shapes="from_graph", aot=True)
+        except torch._inductor.exc.InductorError as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"compiler inductor failed ({reason}); compiler none, or prefill_graph breakable, does without it"
+            ) from error
+        self.num_compiled += 1
+        check_sizes(examples, self.sizes)
+        _save(compiled, self.path(piece))
+        return compiled
+
+
+def check_sizes(examples: list[Any], sizes: Sequence[int]) -> None:
+    """A compiled piece has no guards: if the compiler took it for granted that the number of tokens is of some kind, it
+    would be wrong for others, and nobody would notice."""
+    for example in examples:
+        if isinstance(example, torch.Tensor) and example.dim() and isinstance(example.shape[0], torch.SymInt):
+            node = example.shape[0].node
+            assert node.expr.is_Symbol, f"a compiled piece is good for {node.expr} tokens only"
+            for expression in (guard.expr for guard in node.shape_env.guards):
+                if expression.free_symbols == {node.expr}:
+                    wrong = [size for size in sizes if not expression.subs(node.expr, size)]
+                    assert not wrong, f"a compiled piece is good where {expression}, not for {wrong} tokens"
+
+
+def _save(compiled: Any, path: Path) -> None:
+    """So that whoever reads meanwhile sees a whole file or none. A folder that cannot be written costs the next start
+    time, nothing else."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+        os.close(handle)
+    except OSError as error:
+        log.warning("compiled pieces are not kept: %s", error)
+        return
+    try:
+        compiled.save(path=temporary, format="binary")
+        os.replace(temporary, path)
+    except OSError as error:
+        log.warning("compiled pieces are not kept: %s", error)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)

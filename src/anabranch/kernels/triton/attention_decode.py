@@ -1,0 +1,204 @@
+"""Paged attention for requests with one new token: the keys of a request shared out among programs.
+
+T token rows, R requests, H query heads, G key-value heads (HG = H / G heads share one), D head dim, S slots in a page,
+M page-table width, W pieces of work, BN keys in a block. RP and DP are R and D rounded up, ROWS is HG rounded up.
+
+A program has one piece of work: some blocks of keys of one request, for one key-value head and all query heads that
+share it. How many blocks make a piece is worked out on the device, by every program for itself, from all lengths: the
+fewest with which W pieces are enough. So a captured launch follows the contexts as they grow, and one long request does
+not keep the others waiting. The host knows W, which is at least R, and nothing of lengths.
+
+A request of a single piece is done when its program is. Of the others each piece leaves its output and the logarithm
+of its weight; `combine_pieces` adds them up, always in the same order.
+
+On Hopper a kernel starts before its predecessor is done (`PDL`), and these look up their work meanwhile: lengths,
+starts and page table must be older than the kernel before, which as a rule writes keys. They are read past L1, which
+may hold those of the step before. Every program waits, also one without work: the successor relies on it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOWEST = tl.constexpr(-1.0e30)
+"""Below every score, and yet finite: the difference of two is 0 and not NaN."""
+
+
+@triton.jit
+def share_out(
+    query_start_R, context_len_R, num_requests, num_pieces, window,
+    RP: tl.constexpr, BN: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """The pieces of every request: one for a request without context too, since its row is to be written.
+
+    Requests with several new tokens, or none, have no piece here.
+    """
+    r = tl.arange(0, RP)
+    there = r < num_requests
+    start = tl.load(query_start_R + r, mask=there, other=0, cache_modifier=".cg")
+    end = tl.load(query_start_R + r + 1, mask=there, other=0, cache_modifier=".cg")
+    length = tl.load(context_len_R + r, mask=there, other=0, cache_modifier=".cg")
+    blocks = tl.cdiv(length, BN)
+    if WINDOWED:
+        blocks -= tl.maximum(length - window, 0) // BN
+    single = end - start == 1
+    blocks = tl.where(single, blocks, 0)
+    size = tl.maximum(tl.cdiv(tl.sum(blocks, 0), num_pieces), 1)
+    pieces = tl.where(single, tl.maximum(tl.cdiv(blocks, size), 1), 0)
+    # Requests' last pieces are not full, so there may be too many; with whole requests as pieces there are not.
+    while tl.sum(pieces, 0) > num_pieces:
+        size += tl.cdiv(size, 8)
+        pieces = tl.where(single, tl.maximum(tl.cdiv(blocks, size), 1), 0)
+    return pieces
+
+
+@triton.jit
+def fetch_to_l2(pointer):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride"])
+def attend_pieces(
+    q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD, piece_WHD, weight_WH,
+    num_tokens, num_requests, scale, window,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride,
+    HG: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
+    RP: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr, WINDOWED: tl.constexpr, FETCH: tl.constexpr,
+    TRIGGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Scores times `scale` are base-2 logarithms. Not SPLIT: piece w is all of request w. SWAP: keys are the rows of
+    the products. FETCH: the first keys and values are on their way to L2 before the wait."""
+    KEY: tl.constexpr = 0 if SWAP else 1  # the axis of keys; the other is that of heads
+    HEAD: tl.constexpr = 1 - KEY
+    g, w = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(0) * HG
+    r, piece, pieces = w, w * 0, w * 0 + 1
+    if SPLIT:
+        num_pieces = tl.num_programs(1)
+        pieces_R = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
+        past_R = tl.cumsum(pieces_R, 0) <= w
+        r = tl.sum(past_R.to(tl.int32), 0)
+        piece = w - tl.sum(tl.where(past_R, pieces_R, 0), 0)
+        pieces = tl.maximum(tl.sum(tl.where(tl.arange(0, RP) == r, pieces_R, 0), 0), 1)
+    real = r < num_requests
+    row = tl.load(query_start_R + r, mask=real, other=0, cache_modifier=".cg")
+    next_row = tl.load(query_start_R + r + 1, mask=real, other=0, cache_modifier=".cg")
+    length = tl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
+    padding_row = tl.load(query_start_R + num_requests, cache_modifier=".cg")
+    first_key = tl.maximum(length - window, 0) if WINDOWED else length * 0
+    first_block = first_key // BN
+    blocks = tl.cdiv(length, BN) - first_block
+    begin, end = first_block + blocks * piece // pieces, first_block + blocks * (piece + 1) // pieces
+    table = page_table_RM + r * table_stride
+    # Slots that hold no key of the request may hold anything: its first or last key is read in their place.
+    key = begin * BN + tl.arange(0, BN)
+    inside = tl.maximum(tl.minimum(tl.maximum(key, first_key), length - 1), 0)
+    page = tl.load(table + inside // S, mask=(key >= 0) & (length > 0), other=0, cache_modifier=".cg")
+    if FETCH:
+        LINE: tl.constexpr = 1024 // k_PSGD.dtype.element_ty.primitive_bitwidth  # 128 bytes
+        line = tl.arange(0, DP // LINE) * LINE
+        lines = (page.to(tl.int64) * page_stride + (inside % S) * slot_stride)[:, None] + line[None, :]
+        fetch_to_l2(k_PSGD + g * head_stride + lines)
+        fetch_to_l2(v_PSGD + g * head_stride + lines)
+    if PDL:
+        gdc_wait()
+        if TRIGGER:
+            gdc_launch_dependents()
+
+    head, d = tl.arange(0, ROWS), tl.arange(0, DP)
+    is_head = (head < HG)[:, None] & (d < D)[None, :]
+    within = (g * HG + head)[:, None] * D + d[None, :]
+    for t in range(padding_row + w, num_tokens, tl.num_programs(1)):
+        zeros = tl.zeros([ROWS, DP], out_THD.dtype.element_ty)
+        tl.store(out_THD + tl.cast(t, tl.int64) * (num_heads * D) + within, zeros, mask=is_head)
+    if next_row - row != 1:
+        return
+
+    q_ptr = q_THD + row.to(tl.int64) * q_stride + (g * HG + head)[:, None] * q_head_stride + d[None, :]
+    q = tl.load(q_ptr, mask=is_head, other=0.0)
+    k_ptr = k_PSGD + g * head_stride + d[None, :]
+    v_ptr = v_PSGD + g * head_stride + d[None, :]
+    peak = tl.full([ROWS], LOWEST, tl.float32)
+    if SWAP:
+        acc = tl.zeros([DP, ROWS], tl.float32)
+        total = tl.zeros([BN, ROWS], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, DP], tl.float32)
+        total = tl.zeros([ROWS, BN], tl.float32)
+    for block in range(begin, end):
+        key = block * BN + tl.arange(0, BN)
+        inside = tl.minimum(tl.maximum(key, first_key), length - 1)
+        offset = (page.to(tl.int64) * page_stride + (inside % S) * slot_stride)[:, None]
+        # One block ahead: a page has to be known before its keys can be asked for.
+        page = tl.load(table + tl.minimum(tl.maximum(key + BN, first_key), length - 1) // S)
+        k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0)
+        v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0)
+        if SWAP:
+            score = tl.dot(k, tl.trans(q), input_precision="ieee")
+        else:
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        score = tl.where(tl.expand_dims(key == inside, HEAD), score * scale, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, KEY))
+        p = tl.exp2(score - tl.expand_dims(higher, KEY))
+        fade = tl.expand_dims(tl.exp2(peak - higher), KEY)
+        total = total * fade + p
+        acc *= fade
+        if SWAP:
+            acc = tl.dot(tl.trans(v), p.to(v.dtype), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        peak = higher
+
+    sum_H = tl.sum(total, KEY)
+    acc /= tl.expand_dims(tl.where(sum_H == 0, 1.0, sum_H), KEY)  # without context: zeros
+    if SWAP:
+        acc = tl.trans(acc)
+    if pieces == 1:
+        out = acc.to(out_THD.dtype.element_ty)
+        tl.store(out_THD + row.to(tl.int64) * (num_heads * D) + within, out, mask=is_head)
+    else:
+        tl.store(piece_WHD + w.to(tl.int64) * (num_heads * D) + within, acc, mask=is_head)
+        tl.store(weight_WH + w * num_heads + g * HG + head, peak + tl.log2(sum_H), mask=head < HG)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_pieces", "window"])
+def combine_pieces(
+    query_start_R, context_len_R, out_THD, piece_WHD, weight_WH, num_requests, num_pieces, window, num_heads,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr,
+    AT_ONCE: tl.constexpr, WINDOWED: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The rows of requests in several pieces: HEADS heads of one request, AT_ONCE pieces at a time."""
+    r = tl.program_id(1)
+    pieces_R = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
+    pieces = tl.sum(tl.where(tl.arange(0, RP) == r, pieces_R, 0), 0)
+    first_piece = tl.sum(tl.where(tl.arange(0, RP) < r, pieces_R, 0), 0)
+    row = tl.load(query_start_R + r, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
+        if TRIGGER:
+            gdc_launch_dependents()
+    if pieces < 2:
+        return
+    d = tl.arange(0, DP)
+    for head in range(tl.program_id(0) * HEADS, (tl.program_id(0) + 1) * HEADS):
+        peak = LOWEST
+        total = 0.0
+        acc = tl.zeros([DP], tl.float32)
+        for first in range(0, pieces, AT_ONCE):
+            piece = first + tl.arange(0, AT_ONCE)
+            at = (first_piece + piece) * num_heads + head
+            weight = tl.load(weight_WH + at, mask=piece < pieces, other=float("-inf"))
+            mask = (piece < pieces)[:, None] & (d < D)[None, :]
+            o = tl.load(piece_WHD + at.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
+            higher = tl.maximum(peak, tl.max(weight, 0))
+            share = tl.exp2(weight - higher)
+            fade = tl.exp2(peak - higher)
+            total = total * fade + tl.sum(share, 0)
+            acc = acc * fade + tl.sum(share[:, None] * o, 0)
+            peak = higher
+        at = row.to(tl.int64) * num_heads + head
+        tl.store(out_THD + at * D + d, (acc / total).to(out_THD.dtype.element_ty), mask=d < D)

@@ -1,0 +1,224 @@
+"""Twin of attention_prefill for Hopper, in Gluon: warps that only load, and two warpgroups that only compute.
+
+T token rows, R requests, H query heads, G key-value heads (HG = H / G heads share one), D head dim, S slots in a page,
+M page-table width; BN keys in a block. A program has 128 rows, a warpgroup 64 of them.
+
+The loading warps gather keys and values of a block, 16 bytes at a time, into a ring of stages. Both warpgroups go
+through the ring at their own pace: while one takes exponentials, the matrix unit multiplies for the other. Within a
+warpgroup, the product with values of a block and the one with keys of the next are issued together.
+
+Rows, masks and what may be read before the wait: as in attention_prefill. What this file does not do: fp32, head dims
+that are no power of two or above 256.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOWEST = gl.constexpr(-1.0e30)
+
+# Partitions have long parameter lists; one name per line would hide what they do.
+# fmt: off
+
+
+@gluon.jit
+def gather_keys(
+    k_PSGD, v_PSGD, table, first_key, last_position, page_stride, slot_stride,
+    k_ring, v_ring, k_full, v_full, k_empty, v_empty, S: gl.constexpr,
+):
+    """The loading warps. Slots that hold no key of the request may hold anything: a key that some row sees is read in
+    their place."""
+    STAGES: gl.constexpr = k_ring.shape[0]
+    BN: gl.constexpr = k_ring.shape[1]
+    D: gl.constexpr = k_ring.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    n = gl.arange(0, BN, gl.SliceLayout(1, layout))
+    d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    k_ptr = k_PSGD + d[None, :]
+    v_ptr = v_PSGD + d[None, :]
+    first_block = first_key // BN
+    page = gl.load(table + gl.minimum(gl.maximum(first_block * BN + n, first_key), last_position) // S)
+    for block in range(first_block, last_position // BN + 1):
+        key = block * BN + n
+        inside = gl.minimum(gl.maximum(key, first_key), last_position)
+        offset = (page.to(gl.int64) * page_stride + (inside % S) * slot_stride)[:, None]
+        # One block ahead: a page has to be known before its keys can be asked for.
+        page = gl.load(table + gl.minimum(key + BN, last_position) // S)
+        step = block - first_block
+        stage = step % STAGES
+        free = ((step // STAGES) & 1) ^ 1
+        mbarrier.wait(k_empty.index(stage), free)
+        async_copy.async_copy_global_to_shared(k_ring.index(stage), k_ptr + offset)
+        async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+        mbarrier.wait(v_empty.index(stage), free)
+        async_copy.async_copy_global_to_shared(v_ring.index(stage), v_ptr + offset)
+        async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def weigh(score, block, position, first, last, peak, total, scale, window, WINDOWED: gl.constexpr):
+    """(weights, how much what was summed so far fades, the new peak, the new total) of a block's scores."""
+    BN: gl.constexpr = score.shape[1]
+    cut = block * BN + BN - 1 > first
+    if WINDOWED:
+        cut = cut | (block * BN <= last - window)
+    if cut:  # the diagonal, the far end of the window: few of the blocks
+        key = block * BN + gl.arange(0, BN, gl.SliceLayout(0, score.type.layout))
+        visible = key[None, :] <= position[:, None]
+        if WINDOWED:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        score = gl.where(visible, score, float("-inf"))
+    higher = gl.maximum(peak, gl.max(score, 1) * scale)
+    p = gl.exp2(score * scale - higher[:, None])
+    fade = gl.exp2(peak - higher)
+    return p, fade, higher, total * fade + gl.sum(p, 1)
+
+
+@gluon.jit
+def attend_warpgroup(
+    q_THD, out_THD, begin, first_row, num_rows, first_position, first_key, last_position, g, num_heads,
+    q_stride, q_head_stride, scale, window, q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty,
+    WHO: gl.constexpr, HG: gl.constexpr, WINDOWED: gl.constexpr,
+):
+    """64 rows from first_row + 64 · WHO on; first_position is that of the request's first new token."""
+    STAGES: gl.constexpr = k_ring.shape[0]
+    BN: gl.constexpr = k_ring.shape[1]
+    D: gl.constexpr = k_ring.shape[2]
+    blocked: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    mine = first_row + WHO * 64
+    row = mine + gl.arange(0, 64, gl.SliceLayout(1, blocked))
+    d = gl.arange(0, D, gl.SliceLayout(0, blocked))
+    token, head = (begin + row // HG).to(gl.int64), g * HG + row % HG
+    q_ptr = q_THD + (token * q_stride + head * q_head_stride)[:, None] + d[None, :]
+    q = q_ring.index(WHO)
+    q.store(gl.load(q_ptr, mask=(row < num_rows)[:, None], other=0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+    position = first_position + (mine + gl.arange(0, 64, gl.SliceLayout(1, score_layout))) // HG
+    first, last = first_position + mine // HG, first_position + (mine + 63) // HG
+    peak = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, score_layout))
+    total = gl.zeros([64], gl.float32, gl.SliceLayout(1, score_layout))
+    acc = gl.zeros([64, D], gl.float32, acc_layout)
+    nothing = gl.zeros([64, BN], gl.float32, score_layout)
+    first_block, last_block = first_key // BN, last_position // BN
+    mbarrier.wait(k_full.index(0), 0)
+    fence_async_shared()  # ordinary threads have written it
+    score = warpgroup_mma(q, k_ring.index(0).permute([1, 0]), nothing, use_acc=False, is_async=True)
+    score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.arrive(k_empty.index(0), count=1)
+    for block in range(first_block, last_block):
+        p, fade, peak, total = weigh(score, block, position, first, last, peak, total, scale, window, WINDOWED)
+        weight = gl.convert_layout(p.to(out_THD.dtype.element_ty), p_layout)
+        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc_layout))[:, None]
+        # This block's values and the next one's keys together: the matrix unit is busy until both are done, and the
+        # other warpgroup has it while this one weighs.
+        step = block - first_block
+        stage, ahead = step % STAGES, (step + 1) % STAGES
+        mbarrier.wait(k_full.index(ahead), ((step + 1) // STAGES) & 1)
+        mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
+        fence_async_shared()
+        score = warpgroup_mma(q, k_ring.index(ahead).permute([1, 0]), nothing, use_acc=False, is_async=True)
+        acc = warpgroup_mma(weight, v_ring.index(stage), acc, is_async=True)
+        score, acc = warpgroup_mma_wait(0, deps=[score, acc])
+        mbarrier.arrive(k_empty.index(ahead), count=1)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+    step = last_block - first_block
+    p, fade, peak, total = weigh(score, last_block, position, first, last, peak, total, scale, window, WINDOWED)
+    weight = gl.convert_layout(p.to(out_THD.dtype.element_ty), p_layout)
+    acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc_layout))[:, None]
+    mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
+    fence_async_shared()
+    acc = warpgroup_mma(weight, v_ring.index(step % STAGES), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+
+    total = gl.where(total == 0, 1.0, total)  # rows behind the last one may see nothing
+    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc_layout))[:, None]
+    out = gl.convert_layout(acc.to(out_THD.dtype.element_ty), blocked)
+    gl.store(out_THD + (token * num_heads + head)[:, None] * D + d[None, :], out, mask=(row < num_rows)[:, None])
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride"])
+def attend_rows_hopper(
+    q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD,
+    num_tokens, num_requests, scale, window,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride,
+    HG: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, S: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    RP: gl.constexpr, WINDOWED: gl.constexpr, SINGLE: gl.constexpr, TRIGGER: gl.constexpr, PDL: gl.constexpr,
+):
+    """As attend_rows."""
+    BM: gl.constexpr = 128
+    g, b = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
+    num_heads = gl.num_programs(0) * HG
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, RP, flat)
+    start = gl.load(query_start_R + i, mask=i <= num_requests, other=0, cache_modifier=".cg")
+    r = gl.sum(((i <= num_requests) & (start * HG // BM + i <= b)).to(gl.int32), 0) - 1
+    real = r < num_requests
+    begin = gl.load(query_start_R + r, cache_modifier=".cg")
+    end = gl.load(query_start_R + r + 1, mask=real, other=num_tokens, cache_modifier=".cg")
+    length = gl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
+        if TRIGGER:
+            gdc_launch_dependents()
+    num_queries = end - begin
+    num_rows = num_queries * HG
+    first_row = (b - r - begin * HG // BM) * BM
+    if first_row >= num_rows:
+        return
+    if not SINGLE:
+        if real & (num_queries == 1):
+            return
+    first_position = length - num_queries
+    last_position = gl.minimum(first_position + (first_row + BM - 1) // HG, length - 1)
+    if (r == num_requests) | (last_position < 0):
+        blocked: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        row = first_row + gl.arange(0, BM, gl.SliceLayout(1, blocked))
+        d = gl.arange(0, D, gl.SliceLayout(0, blocked))
+        place = ((begin + row // HG).to(gl.int64) * num_heads + g * HG + row % HG)[:, None] * D + d[None, :]
+        gl.store(out_THD + place, gl.zeros([BM, D], out_THD.dtype.element_ty, blocked), mask=(row < num_rows)[:, None])
+        return
+
+    first_key = last_position * 0
+    if WINDOWED:
+        first_key = gl.maximum(first_position + first_row // HG - window + 1, 0)
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [2, 64, D], shared)
+    k_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], shared)
+    v_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], shared)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):  # each of the loading threads arrives, each warpgroup once
+        mbarrier.init(k_full.index(stage), count=128)
+        mbarrier.init(v_full.index(stage), count=128)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_empty.index(stage), count=2)
+    gl.warp_specialize(
+        [
+            (attend_warpgroup, (q_THD, out_THD, begin, first_row, num_rows, first_position, first_key, last_position,
+                                g, num_heads, q_stride, q_head_stride, scale, window,
+                                q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty, 0, HG, WINDOWED)),
+            (attend_warpgroup, (q_THD, out_THD, begin, first_row, num_rows, first_position, first_key, last_position,
+                                g, num_heads, q_stride, q_head_stride, scale, window,
+                                q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty, 1, HG, WINDOWED)),
+            (gather_keys, (k_PSGD + g * head_stride, v_PSGD + g * head_stride, page_table_RM + r * table_stride,
+                           first_key, last_position, page_stride, slot_stride,
+                           k_ring, v_ring, k_full, v_full, k_empty, v_empty, S)),
+        ],
+        [4, 4], [208, 88],
+    )

@@ -1,0 +1,109 @@
+"""Paged attention for requests with several new tokens: blocks of rows, each against all keys that it sees.
+
+T token rows, R requests, H query heads, G key-value heads (HG = H / G heads share one), D head dim, S slots in a page,
+M page-table width; BM rows of a program, BN keys in a block. RP and DP are R + 1 and D rounded up.
+
+A row is a token and one of the HG heads that share keys: row i of a request is head i % HG of its token i // HG, so
+that a program reads keys once for all of them. The rows of a request are cut into blocks of BM. The host knows only
+that T · HG // BM + R + 1 blocks are enough; a program finds its request by counting the starts before it. Rows behind
+the last request (padding) are one more request, without keys. Blocks that see most keys are done first.
+
+On Hopper the kernel starts before its predecessor is done (`PDL`) and looks up its request meanwhile, as
+attention_decode does and under the same condition.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.triton.attention_decode import LOWEST
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride"])
+def attend_rows(
+    q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD,
+    num_tokens, num_requests, scale, window,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride,
+    HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    RP: tl.constexpr, WINDOWED: tl.constexpr, SINGLE: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Scores times `scale` are base-2 logarithms. Not SINGLE: requests with one new token are left to others."""
+    g, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    num_heads = tl.num_programs(0) * HG
+    i = tl.arange(0, RP)
+    start = tl.load(query_start_R + i, mask=i <= num_requests, other=0, cache_modifier=".cg")
+    r = tl.sum(((i <= num_requests) & (start * HG // BM + i <= b)).to(tl.int32), 0) - 1
+    real = r < num_requests
+    begin = tl.load(query_start_R + r, cache_modifier=".cg")
+    end = tl.load(query_start_R + r + 1, mask=real, other=num_tokens, cache_modifier=".cg")
+    length = tl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
+        if TRIGGER:
+            gdc_launch_dependents()
+    num_queries = end - begin
+    num_rows = num_queries * HG
+    first_row = (b - r - begin * HG // BM) * BM
+    if first_row >= num_rows:
+        return
+    if not SINGLE:
+        if real & (num_queries == 1):
+            return
+
+    row, d = first_row + tl.arange(0, BM), tl.arange(0, DP)
+    token, head = (begin + row // HG).to(tl.int64), g * HG + row % HG
+    is_row = (row < num_rows)[:, None] & (d < D)[None, :]
+    if r == num_requests:
+        out_ptr = out_THD + (token * num_heads + head)[:, None] * D + d[None, :]
+        tl.store(out_ptr, tl.zeros([BM, DP], out_THD.dtype.element_ty), mask=is_row)
+        return
+    q = tl.load(q_THD + (token * q_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_row, other=0.0)
+    position = length - num_queries + row // HG
+    first_position = length - num_queries + first_row // HG
+    last_position = tl.minimum(length - num_queries + (first_row + BM - 1) // HG, length - 1)
+    first_key = 0
+    if WINDOWED:
+        first_key = tl.maximum(first_position - window + 1, 0)
+    first_block = first_key // BN
+    table = page_table_RM + r * table_stride
+    k_ptr = k_PSGD + g * head_stride + d[None, :]
+    v_ptr = v_PSGD + g * head_stride + d[None, :]
+    # Slots that hold no key of the request may hold anything: a key that some row sees is read in their place.
+    inside = tl.minimum(tl.maximum(first_block * BN + tl.arange(0, BN), first_key), last_position)
+    page = tl.load(table + inside // S, mask=inside >= 0, other=0)
+    peak = tl.full([BM], LOWEST, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    for block in range(first_block, (last_position + BN) // BN):
+        key = block * BN + tl.arange(0, BN)
+        inside = tl.minimum(tl.maximum(key, first_key), last_position)
+        offset = (page.to(tl.int64) * page_stride + (inside % S) * slot_stride)[:, None]
+        # One block ahead: a page has to be known before its keys can be asked for.
+        page = tl.load(table + tl.minimum(key + BN, last_position) // S)
+        k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        cut = block * BN + BN - 1 > first_position
+        if WINDOWED:
+            cut |= block * BN <= last_position - window
+        if cut:  # the diagonal, the far end of the window: few of the blocks
+            visible = key[None, :] <= position[:, None]
+            if WINDOWED:
+                visible &= key[None, :] > position[:, None] - window
+            score = tl.where(visible, score, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1) * scale)
+        p = tl.exp2(score * scale - higher[:, None])
+        fade = tl.exp2(peak - higher)
+        total = total * fade + tl.sum(p, 1)
+        acc *= fade[:, None]
+        v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        peak = higher
+
+    acc /= tl.where(total == 0, 1.0, total)[:, None]  # rows that see nothing: zeros
+    # Where rows go is worked out anew, from a number that is read anew: kept, it would take registers from the loop.
+    row = (b - r - tl.load(query_start_R + r, volatile=True) * HG // BM) * BM + tl.arange(0, BM)
+    token, head = (begin + row // HG).to(tl.int64), g * HG + row % HG
+    out_ptr = out_THD + (token * num_heads + head)[:, None] * D + d[None, :]
+    tl.store(out_ptr, acc.to(out_THD.dtype.element_ty), mask=(row < num_rows)[:, None] & (d < D)[None, :])

@@ -1,0 +1,169 @@
+"""Tiles of the attention kernels: what can be chosen, and what is chosen for a shape. Nothing here touches a device.
+
+D head dim; BN keys in a block, BM rows (tokens × heads that share keys) of a program.
+
+`decode_override` and `prefill_override` replace the choice for all calls: benchmarks/attention_sweep.py tries every
+candidate that way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the choice depends on beside the shape. As it stands: any GPU, and the interpreter."""
+
+    shared_bytes: int = 64 << 10
+    """Shared memory that one program may have."""
+    processors: int = 64
+    wgmma: bool = False
+    """Hopper's matrix unit, which wants 64 rows and takes them from shared memory."""
+    gluon: bool = False
+    """attention_hopper runs here."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """attention_decode."""
+
+    keys: int
+    """BN."""
+    warps: int
+    stages: int
+    swap: bool = False
+    """Keys are the rows of the products, so that 64 of them fill Hopper's matrix unit; heads are its narrow side."""
+    programs: int = 2
+    """Per multiprocessor: how many pieces the work is cut into."""
+    fetch: bool = False
+    """The first keys are fetched into L2 while the kernel before still runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    """attention_prefill."""
+
+    rows: int
+    """BM."""
+    keys: int
+    """BN."""
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """attention_hopper: 128 rows, two warpgroups."""
+
+    keys: int
+    """BN."""
+    stages: int
+    rows: ClassVar[int] = 128
+
+
+DECODE_CANDIDATES = (
+    DecodeTile(64, 4, 3, swap=True),
+    DecodeTile(64, 4, 3, swap=True, fetch=True),
+    DecodeTile(64, 4, 4, swap=True, programs=1),
+    DecodeTile(64, 4, 2, swap=True, programs=3),
+    DecodeTile(128, 4, 2, swap=True, programs=1),
+    DecodeTile(64, 4, 3),
+    DecodeTile(64, 4, 4, fetch=True),
+    DecodeTile(32, 4, 4),
+    DecodeTile(32, 4, 3, fetch=True),
+    DecodeTile(32, 2, 4, programs=3),
+    DecodeTile(32, 8, 3, programs=1),
+    DecodeTile(16, 4, 4),
+)
+"""What a sweep should time on Hopper; which of them fit depends on D."""
+
+PREFILL_CANDIDATES = (
+    PrefillTile(128, 64, 8, 2),
+    PrefillTile(128, 64, 8, 3),
+    PrefillTile(128, 128, 8, 2),
+    PrefillTile(128, 32, 8, 3),
+    PrefillTile(64, 32, 4, 3),
+    PrefillTile(64, 64, 4, 2),
+    PrefillTile(64, 64, 4, 3),
+    PrefillTile(64, 128, 4, 2),
+    PrefillTile(64, 32, 8, 2),
+    HopperTile(128, 2),
+    HopperTile(128, 3),
+    HopperTile(64, 2),
+    HopperTile(64, 4),
+)
+HOPPER_ROWS = 0
+"""Tokens × query heads from which on attention_hopper is chosen; 0: never, as long as it has not been measured."""
+
+decode_override: DecodeTile | None = None
+prefill_override: PrefillTile | HopperTile | None = None
+
+
+def choose_decode(D: int, dtype: torch.dtype, machine: Machine) -> DecodeTile:
+    if decode_override is not None:
+        return decode_override
+    if dtype == torch.float32:  # exact products run on ordinary cores; nothing to feed
+        tile = DecodeTile(16, 4, 2)
+    elif D <= 128:
+        tile = DecodeTile(128 if D <= 64 else 64, 4, 3, swap=machine.wgmma)
+    elif D <= 256:
+        tile = DecodeTile(32, 4, 4)
+    else:
+        tile = DecodeTile(32, 4, 3, programs=1)
+    return fit(tile, D, dtype, machine)
+
+
+def choose_prefill(num_rows: int, D: int, dtype: torch.dtype, machine: Machine) -> PrefillTile | HopperTile:
+    """`num_rows`: tokens × query heads of the step."""
+    if prefill_override is not None:
+        return prefill_override
+    if 0 < HOPPER_ROWS <= num_rows and fits(HopperTile(128, 2), D, dtype, machine):
+        return HopperTile(128, 2)
+    few = num_rows < 128 * machine.processors  # with blocks of 128 rows some multiprocessors would have none
+    if dtype == torch.float32:
+        tile = PrefillTile(32, 32, 4, 2) if D <= 128 else PrefillTile(16, 16, 4, 2)
+    elif D <= 128:
+        tile = PrefillTile(64, 64, 4, 3) if few else PrefillTile(128, 128 if D <= 64 else 64, 8, 3)
+    elif D <= 256:
+        tile = PrefillTile(64, 32, 4, 3) if few else PrefillTile(128, 64, 8, 2)
+    else:
+        tile = PrefillTile(64, 32, 8, 2)
+    return fit(tile, D, dtype, machine)
+
+
+def fits(tile: DecodeTile | PrefillTile | HopperTile, D: int, dtype: torch.dtype, machine: Machine) -> bool:
+    """Whether there is shared memory for it: queries, keys and values of each stage, and a few small things."""
+    if isinstance(tile, HopperTile):
+        num_bytes = (128 + 2 * tile.stages * tile.keys + 64) * D * dtype.itemsize + 512
+        return machine.gluon and D in (64, 128, 256) and dtype.itemsize == 2 and num_bytes <= machine.shared_bytes
+    if isinstance(tile, PrefillTile):
+        rows, direct = tile.rows, tile.rows >= 64
+    else:
+        rows, direct = 48, tile.swap
+    # Hopper's matrix unit reads a stage while the next ones are filled; others copy it to registers first.
+    buffers = tile.stages if machine.wgmma and direct else tile.stages - 1
+    width = max(16, 1 << (D - 1).bit_length())
+    return (2 * buffers * tile.keys + rows) * width * dtype.itemsize + (4 << 10) <= machine.shared_bytes
+
+
+T = TypeVar("T", DecodeTile, PrefillTile)
+
+
+def fit(tile: T, D: int, dtype: torch.dtype, machine: Machine) -> T:
+    """Fewer stages, then fewer keys, then fewer rows, until it fits."""
+    while not fits(tile, D, dtype, machine):
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.keys > 16:
+            tile = replace(tile, keys=tile.keys // 2)
+            if isinstance(tile, DecodeTile):
+                tile = replace(tile, swap=False)
+        elif isinstance(tile, PrefillTile) and tile.rows > 16:
+            tile = replace(tile, rows=tile.rows // 2, warps=4)
+        else:
+            return replace(tile, stages=1)
+    return tile

@@ -1,0 +1,55 @@
+"""Bit masks in place: only the forbidden logits are touched, and none is read.
+
+R rows of logits, V vocabulary, N rows that are masked, M words of 32 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch import ops
+from anabranch.kernels.triton.launch import dependent_launch
+
+BLOCK = 2048
+
+
+@triton.jit(do_not_specialize=["num_words", "value"], do_not_specialize_on_alignment=["row_N", "allowed"])
+def mask_kernel(
+    logits, row_N, allowed, V, stride, num_words, words_stride, value, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    n = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(allowed + n.to(tl.int64) * words_stride + token // 32, mask=token < num_words * 32, other=0)
+    forbidden = ((word >> (token % 32)) & 1) == 0
+    tl.store(logits + tl.load(row_N + n) * stride + token, value, mask=forbidden & (token < V))
+
+
+def accepts(
+    logits_RV: torch.Tensor, row_N: torch.Tensor, allowed_NM: torch.Tensor, value: float = float("-inf")
+) -> bool:
+    return (
+        logits_RV.dtype == torch.float32
+        and logits_RV.stride(1) == 1
+        and row_N.is_contiguous()
+        and allowed_NM.stride(1) == 1
+    )
+
+
+@ops.mask_logits.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+def mask_logits(
+    logits_RV: torch.Tensor, row_N: torch.Tensor, allowed_NM: torch.Tensor, value: float = float("-inf")
+) -> None:
+    (num_rows, num_words), vocabulary = allowed_NM.shape, logits_RV.shape[1]
+    if num_rows == 0:
+        return
+    dependent = dependent_launch(logits_RV.device)
+    mask_kernel[(num_rows, triton.cdiv(vocabulary, BLOCK))](
+        logits_RV, row_N, allowed_NM, vocabulary, logits_RV.stride(0), num_words, allowed_NM.stride(0), value,
+        BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **({"launch_pdl": True} if dependent else {}),
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Penalties in place: each logit is read and written once. Step by step the reference's arithmetic, so that the logits
+are the same to the bit and a seed draws the same tokens.
+
+R rows of logits, V vocabulary, N rows that are penalised, P rows of the tables that count tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch import ops
+from anabranch.kernels.triton.exact import EXACT
+from anabranch.kernels.triton.launch import dependent_launch
+
+BLOCK = 1024
+PARTS = ["row_N", "table_row_N", "presence_N", "frequency_N", "repetition_N"]
+"""Of longer vectors, aligned or not: one kernel for both."""
+
+
+@triton.jit(do_not_specialize_on_alignment=PARTS)
+def penalize_kernel(
+    logits, row_N, count_PV, prompt_PV, table_row_N, presence_N, frequency_N, repetition_N, V, stride, table_stride,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    n = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = token < V
+    table = tl.load(table_row_N + n) * table_stride + token
+    place = logits + tl.load(row_N + n) * stride + token
+    count = tl.load(count_PV + table, mask=there, other=0)
+    seen = (tl.load(prompt_PV + table, mask=there, other=0) != 0) | (count > 0)
+    logit = tl.load(place, mask=there, other=0.0)
+    factor = tl.where(seen, tl.load(repetition_N + n), 1.0)
+    logit = tl.where(logit > 0, tl.div_rn(logit, factor), logit * factor)
+    logit -= tl.load(frequency_N + n) * count.to(tl.float32)
+    logit -= tl.load(presence_N + n) * (count > 0).to(tl.float32)
+    tl.store(place, logit, mask=there)
+
+
+def accepts(
+    logits_RV: torch.Tensor,
+    row_N: torch.Tensor,
+    count_PV: torch.Tensor,
+    prompt_PV: torch.Tensor,
+    table_row_N: torch.Tensor,
+    presence_N: torch.Tensor,
+    frequency_N: torch.Tensor,
+    repetition_N: torch.Tensor,
+) -> bool:
+    vectors = row_N, count_PV, prompt_PV, table_row_N, presence_N, frequency_N, repetition_N
+    return (
+        logits_RV.dtype == torch.float32
+        and logits_RV.stride(1) == 1
+        and count_PV.dtype == torch.int32
+        and all(x.is_contiguous() for x in vectors)
+    )
+
+
+@ops.penalize.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+def penalize(
+    logits_RV: torch.Tensor,
+    row_N: torch.Tensor,
+    count_PV: torch.Tensor,
+    prompt_PV: torch.Tensor,
+    table_row_N: torch.Tensor,
+    presence_N: torch.Tensor,
+    frequency_N: torch.Tensor,
+    repetition_N: torch.Tensor,
+) -> None:
+    num_rows, vocabulary = row_N.shape[0], logits_RV.shape[1]
+    if num_rows == 0:
+        return
+    dependent = dependent_launch(logits_RV.device)
+    penalize_kernel[(num_rows, triton.cdiv(vocabulary, BLOCK))](
+        logits_RV, row_N, count_PV, prompt_PV.view(torch.int8), table_row_N, presence_N, frequency_N, repetition_N,
+        vocabulary, logits_RV.stride(0), count_PV.stride(0),
+        BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **EXACT, **({"launch_pdl": True} if dependent else {}),
+    )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Which rows are in which batch, and which are at rest because the others need the room.
+
+Pages at rest are the truth for everything but a row's last, unfinished page: pages are saved when they fill, so that
+others find them as a prefix. A row that has to make room saves the rest and is dropped; it comes back from its pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from anabranch.mlx.kv_cache import Batch, Row, empty_caches, filled_cache, merge
+from anabranch.mlx.pool import Pool
+
+
+class WorkingSet:
+    def __init__(
+        self, pool: Pool, windows: Sequence[int], room: int, cost: Callable[[Sequence[int]], int], share: bool
+    ) -> None:
+        """`cost(lengths)` is what a batch of such rows takes of `room`. `share`: whole pages are for others too."""
+        self.pool = pool
+        self.windows = windows
+        self.room = room
+        self.cost = cost
+        self.share = share
+        self.batches: list[Batch] = []
+        """The one used last comes last."""
+        self.num_parked = 0
+        """How often a row had to make room."""
+
+    def groups(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Rows that run together: all of them, if their batch fits; else the longer half apart from the shorter."""
+        rows = sorted(rows, key=lambda row: -row.length)
+        if len(rows) <= 1 or self.cost([row.length for row in rows]) <= self.room:
+            return [rows] if rows else []
+        middle = len(rows) // 2
+        return self.groups(rows[:middle]) + self.groups(rows[middle:])
+
+    def assemble(self, rows: Sequence[Row], num_tokens: int = 1) -> Batch:
+        """A batch of exactly these rows, wherever they are now, with room for so many tokens more."""
+        wanted = set(rows)
+        parts: list[Batch] = []
+        for batch in list(self.batches):
+            inside = wanted.intersection(batch.rows)
+            if len(inside) == len(batch.rows):
+                self.batches.remove(batch)
+                parts.append(batch)
+            elif inside:
+                parts.append(batch.split(inside))
+            wanted -= inside
+        self._make_room(self.cost([row.length + num_tokens - 1 for row in rows]))
+        parts += [self._load(row) for row in rows if row in wanted]
+        self.batches.append(merge(parts))
+        return self.batches[-1]
+
+    def save(self, batch: Batch) -> None:
+        """After tokens were computed: whole pages are for others from now on."""
+        if self.share:
+            for row in batch.rows:
+                if row.length // self.pool.page_size > row.saved // self.pool.page_size:
+                    self._save(batch, row)
+
+    def leave(self, rows: Iterable[Row]) -> None:
+        going = set(rows)
+        self.batches = [batch for batch in self.batches if not going.issuperset(batch.rows)]
+        for batch in self.batches:
+            batch.keep(set(batch.rows) - going)
+
+    def check(self) -> None:
+        rows = [row for batch in self.batches for row in batch.rows]
+        assert len(set(rows)) == len(rows), "a row in two batches"
+        for batch in self.batches:
+            batch.check()
+            assert batch.num_bytes <= self.cost([row.length for row in batch.rows])
+        assert all(row.saved <= row.length for row in rows)
+
+    def _make_room(self, needed: int) -> None:
+        """For a batch that costs `needed`: those used last are parked. Batches take turns, so it is longest until these
+        are needed again."""
+        costs = [self.cost([row.length for row in batch.rows]) for batch in self.batches]
+        while costs and needed + sum(costs) > self.room:
+            batch = self.batches.pop()
+            costs.pop()
+            self.num_parked += len(batch.rows)
+            for row in batch.rows:
+                self._save(batch, row)
+
+    def _save(self, batch: Batch, row: Row) -> None:
+        if row.saved == row.length:
+            return
+        for group, table in zip(self.pool.groups, row.tables, strict=True):
+            begin, window = row.saved, self.windows[group.layers[0]]
+            if window and not self.share:  # nobody saved what has left the window meanwhile, and its pages are others'
+                begin = max(begin, row.length - window + 1)
+            slots = self.pool.slots(table, begin, row.length)
+            for layer_id in group.layers:
+                k_GND, v_GND = batch.last(layer_id, row, row.length - begin)
+                self.pool.write(layer_id, slots[-k_GND.shape[1] :], k_GND, v_GND)
+        row.saved = row.length
+
+    def _load(self, row: Row) -> Batch:
+        assert row.saved == row.length, f"{row.length - row.saved} tokens of {row.sequence.id} are nowhere"
+        caches = empty_caches(self.windows)
+        if row.length:
+            for group, table in zip(self.pool.groups, row.tables, strict=True):
+                window = self.windows[group.layers[0]]
+                # One token more than the next query sees, which the ring drops first: it counts on being full.
+                begin = max(0, row.length - window) if window else 0
+                slots = self.pool.slots(table, begin, row.length)
+                for layer_id in group.layers:
+                    caches[layer_id] = filled_cache(window, row.length, *self.pool.read(layer_id, slots))
+        return Batch([row], caches)
