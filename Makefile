@@ -4,6 +4,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do $$p -V >/dev/null 2>&1 && echo
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+MLX_VENV := .venv-mlx
 INSTALLED := $(VENV)/.installed
 TINY_MODEL := .cache/tiny-model
 LLAMA_CPP := .cache/llama.cpp
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One thread per worker: two workers with a torch thread pool each would fight for the same cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo test test-all test-gpu lint format clean system-tools
+.PHONY: help setup demo test test-all test-gpu test-mlx lint format clean system-tools
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -44,6 +45,15 @@ test-all: lint system-tools $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched  ## everythin
 test-gpu:  ## the GPU tests, with the machine's own python3 and no .venv
 	PYTHONPATH=src python3 -m pytest -m gpu tests
 
+$(MLX_VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(MLX_VENV)/bin/python || { echo "==> creating $(MLX_VENV)"; $(PYTHON) -m venv $(MLX_VENV); }
+	@echo "==> installing MLX (on Linux its CPU backend) into $(MLX_VENV)"
+	@$(MLX_VENV)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt -e '.[mlx,dev]'
+	@touch $@
+
+test-mlx: $(MLX_VENV)/.installed  ## the tests of the MLX runner, in an environment of their own
+	OMP_NUM_THREADS=1 $(MLX_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/mlx
+
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -54,7 +64,7 @@ format: $(INSTALLED)  ## let ruff fix and format
 	$(BIN)/ruff format
 
 clean:  ## remove .venv and whatever was generated
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	rm -rf $(VENV) $(MLX_VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch.compile needs the compiler and Python's headers, the web page's test Chromium.

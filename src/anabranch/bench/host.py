@@ -79,6 +79,9 @@ class NoModel:
     def expert_load(self) -> list[list[int]]:
         return []
 
+    def close(self) -> None:
+        return None
+
 
 def model_config() -> ModelConfig:
     rope = RopeConfig(head_dim=8, rotary_dim=8)

@@ -290,6 +290,7 @@ class Engine:
         for id in list(self.sequences):
             self.abort(id)
         self.compiler_thread.shutdown(wait=False, cancel_futures=True)
+        self.runner.close()
 
 
 def _why_refused(error: BaseException) -> str:

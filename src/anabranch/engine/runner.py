@@ -363,3 +363,6 @@ class TorchRunner:
     def expert_load(self) -> list[list[int]]:
         """Tokens per MoE layer and expert in the steps that were counted, as of the last copy to the host."""
         return [] if self.load_fetch is None else self.load_fetch.wait()[:, :-1].tolist()
+
+    def close(self) -> None:
+        """Nothing runs after this."""

@@ -77,6 +77,8 @@ class Sampler:
         self._int_3S = torch.zeros(3, max_num_seqs + 1, dtype=torch.int64, device=device)
         """top_k, seed, tokens generated"""
         self._position_S = self._int_3S[2]
+        self._nothing_S = torch.zeros(max_num_seqs + 1, device=device), self._int_3S.new_zeros(max_num_seqs + 1)
+        """Temperature 0; seed and position of somebody who does not draw."""
         self._penalties = PenaltyTable(vocab_size, device)
         self._pinned = device.type != "cpu"
 
@@ -162,7 +164,8 @@ class Sampler:
         """token_R where nothing but the device knows who is in the rows (max_num_seqs: nobody). Can be captured; `kind`
         is "greedy" or "drawn"."""
         if kind == "greedy":
-            return _best(logits_RV)
+            zero_R, none_R = (tensor[: logits_RV.shape[0]] for tensor in self._nothing_S)
+            return ops.draw(logits_RV, zero_R, none_R, none_R)
         temperature_R, top_p_R, min_p_R = self._float_6S[:3].index_select(1, slot_R)
         top_k_R, seed_R, position_R = self._int_3S.index_select(1, slot_R)
         token_R = ops.sample(logits_RV, temperature_R, top_k_R.int(), top_p_R, min_p_R, seed_R, position_R)

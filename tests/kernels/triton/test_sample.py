@@ -77,6 +77,7 @@ HARD: dict[str, dict[str, float]] = {
     "top_k beyond all stretches": {"top_k": 200},
     "top_p": {"top_p": 0.4},
     "a little top_p": {"top_p": 0.01},
+    "top_p, half of the mass far below": {"top_p": 0.7},
     "top_p, min_p": {"top_p": 0.9, "min_p": 0.3},
     "min_p, top_p": {"top_p": 0.3, "min_p": 0.05},
     "min_p": {"min_p": 0.2},
@@ -99,6 +100,9 @@ def edge_rows(vocabulary: int = 300) -> tuple[dict[str, Any], list[tuple[int, bo
         logits = (4 * torch.randn(vocabulary, generator=generator)).round() / 2
         if label == "top_k just beyond all stretches":
             logits[[0, 140, 280]] = logits.max() + 2  # one in each, and the others below all three
+        elif label == "top_p, half of the mass far below":
+            logits = torch.full((vocabulary,), -6 * TEMPERATURE)
+            logits[0] = 0
         else:
             logits[:64] += 5  # the best in one stretch, some mass in the others
         number = len(allowed(logits.tolist(), TEMPERATURE, *asked))
