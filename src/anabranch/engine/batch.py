@@ -64,11 +64,12 @@ class StepMaker:
 
     def make(self, shares: list[Share], pages_of: Pages) -> Step:
         """The Step of one or more shares, in their order."""
-        if any(end - begin != 1 for _, begin, end, _ in shares):
+        rows = self._rows(shares, pages_of)
+        if rows is None:
             return self._spell_out(shares, pages_of)
-        packed_3R = self.pack(shares, pages_of, len(shares)).to(self.device, non_blocking=True)
-        columns = -(-max(end for _, _, end, _ in shares) // self.page_size)
-        sampling = [row for row, share in enumerate(shares) if share.samples]
+        packed_3R = self._packed(*rows).to(self.device, non_blocking=True)
+        columns = -(-max(rows[2]) // self.page_size)
+        sampling = [row for row, (_, _, _, samples) in enumerate(shares) if samples]
         logit_row = sampling if len(sampling) < len(shares) else None
         return self.unpack(packed_3R, columns, padded=False, logit_row=logit_row)
 
@@ -76,11 +77,26 @@ class StepMaker:
 
     def pack(self, shares: list[Share], pages_of: Pages, num_rows: int) -> torch.Tensor:
         """packed_3R of ops.decode_inputs, in host memory, with padding up to `num_rows`. Every share is one token."""
+        rows = self._rows(shares, pages_of)
+        assert rows is not None
+        slots, tokens, ends = rows
+        padding = num_rows - len(shares)
+        return self._packed(slots + [-1] * padding, tokens + [0] * padding, ends + [0] * padding)
+
+    def _packed(self, slots: list[int], tokens: list[int], ends: list[int]) -> torch.Tensor:
+        packed_3R = torch.frombuffer(array("i", slots + tokens + ends), dtype=torch.int32).view(3, -1)
+        return packed_3R.pin_memory() if self.pinned else packed_3R
+
+    def _rows(self, shares: list[Share], pages_of: Pages) -> tuple[list[int], list[int], list[int]] | None:
+        """(slots, tokens, ends) of shares of one token each, and the device's page tables up to date; None where one has
+        more."""
         slots: list[int] = []
         tokens: list[int] = []
         ends: list[int] = []
         page_size, joined = self.page_size, self.joined
         for sequence, begin, end, _ in shares:
+            if end - begin != 1:
+                return None
             slot, known = sequence.slot, sequence.tokens
             slots.append(slot)
             tokens.append(known[begin] if begin < len(known) else -1)
@@ -88,13 +104,7 @@ class StepMaker:
             if begin % page_size == 0 or (joined and slot in joined):
                 self._tables_of(sequence, pages_of)
         self.update_tables()
-        padding = num_rows - len(shares)
-        if padding:
-            slots += [-1] * padding
-            tokens += [0] * padding
-            ends += [0] * padding
-        packed_3R = torch.frombuffer(array("i", slots + tokens + ends), dtype=torch.int32).view(3, num_rows)
-        return packed_3R.pin_memory() if self.pinned else packed_3R
+        return slots, tokens, ends
 
     def unpack(
         self, packed_3R: torch.Tensor, columns: int, *, padded: bool, logit_row: list[int] | None = None

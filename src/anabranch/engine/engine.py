@@ -227,6 +227,9 @@ class Engine:
                 ended = self.runner.accept(sequence, slot, token)
                 if ended is not None:
                     self.scheduler.finish(sequence, "stop" if ended == "stop" else "error")
+            if sequence.plain and sequence.finish_reason is None:  # most, most of the time
+                updates.append(Update(id=sequence.id, token_ids=[token], logprobs=[], num_cached=sequence.num_cached))
+                continue
             updates.append(self._update(launched, row, sequence, token))
             if ended is not None and sequence.finish_reason == "error":
                 updates[-1].error = ended

@@ -30,6 +30,7 @@ class Sequence:
         "num_tokens",
         "order",
         "placed",
+        "plain",
         "quiet_until",
         "request",
         "slot",
@@ -50,6 +51,9 @@ class Sequence:
         """Must not be scheduled while its last token is unread (a grammar has to see it first)."""
         self.stop_ids = stop_ids
         """Tokens that end it."""
+        params = request.params
+        self.plain = params.logprobs is None and params.prompt_logprobs is None and not params.return_routed_experts
+        """Wants its tokens and nothing about them."""
         self.tokens = list(request.prompt_ids)
         """Prompt and answer, as far as the host knows them."""
         self.num_prompt = self.num_tokens = len(self.tokens)
