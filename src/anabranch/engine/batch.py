@@ -88,8 +88,8 @@ class StepMaker:
         return packed_3R.pin_memory() if self.pinned else packed_3R
 
     def _rows(self, shares: list[Share], pages_of: Pages) -> tuple[list[int], list[int], list[int]] | None:
-        """(slots, tokens, ends) of shares of one token each, and the device's page tables up to date; None where one has
-        more."""
+        """(slots, tokens, ends) of shares of one token each, the device's page tables being brought up to date; None
+        where one has more."""
         slots: list[int] = []
         tokens: list[int] = []
         ends: list[int] = []
