@@ -233,8 +233,7 @@ class Sampler:
         rows = [(row, slot, self._occupant(slot)) for row, slot in enumerate(slots)]
 
         plan = Plan(greedy=any(o.greedy for _, _, o in rows))
-        # Which op draws for a row depends on its own parameters alone: the two round differently in the far tail, and
-        # what else is in the batch must not show.
+        # Both give the same token where nothing is cut off; `draw` has less to do.
         for cut in (False, True):
             if drawn := [(row, slot) for row, slot, o in rows if not o.greedy and o.cut == cut]:
                 plan.draws.append(self._plan_draw(drawn, cut, all_rows=len(drawn) == len(rows)))
