@@ -11,7 +11,6 @@ import re
 from anabranch.sampling_params import Grammar
 from anabranch.server.parsers import Parsers
 from anabranch.server.parsers.lark import Rules
-from anabranch.server.parsers.thinking import Thinking
 
 
 def after_thought(grammar: Grammar, parsers: Parsers, prompt: str) -> Grammar:
@@ -21,15 +20,7 @@ def after_thought(grammar: Grammar, parsers: Parsers, prompt: str) -> Grammar:
         return grammar
     rules = Rules(parsers.added_tokens)
     answer = _answer(grammar, rules)
-    return Grammar(lark=rules.source(f"{_thought(thinking, rules, prompt)} {answer}"))
-
-
-def _thought(thinking: Thinking, rules: Rules, prompt: str) -> str:
-    rest = f"{rules.text_before(thinking.closes)} /\\s{{0,2}}/"
-    if thinking.is_open(prompt):
-        return rest
-    label = rules.text(thinking.label) if thinking.label else ""
-    return f"({rules.tag(thinking.tag)} {label} {rest})?"
+    return Grammar(lark=rules.source(f"{thinking.grammar(rules, prompt)} {answer}"))
 
 
 def _answer(grammar: Grammar, rules: Rules) -> str:
