@@ -5,6 +5,8 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 MLX_VENV := .venv-mlx
+LM_EVAL_VENV := .venv-lm-eval
+NPU := .cache/npu
 INSTALLED := $(VENV)/.installed
 TINY_MODEL := .cache/tiny-model
 LLAMA_CPP := .cache/llama.cpp
@@ -13,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One thread per worker: two workers with a torch thread pool each would fight for the same cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo test test-all test-gpu test-mlx lint format clean system-tools
+.PHONY: help setup demo test test-all test-gpu test-mlx test-npu lint format clean system-tools
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -39,8 +41,9 @@ $(TINY_MODEL)/config.json: tools/tiny_model.py | $(INSTALLED)
 test: lint  ## lint, types and the tests that need neither a GPU nor much time
 	$(PYTEST)
 
-test-all: lint system-tools $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched  ## everything but the GPU tests; what is missing is installed or fails
+test-all: lint system-tools $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched $(LM_EVAL_VENV)/.installed  ## everything but the GPU tests; what is missing is installed or fails
 	ANABRANCH_TEST_ALL=1 $(PYTEST)
+	$(MAKE) test-mlx test-npu
 
 test-gpu:  ## the GPU tests, with the machine's own python3 and no .venv
 	PYTHONPATH=src python3 -m pytest -m gpu tests
@@ -54,6 +57,24 @@ $(MLX_VENV)/.installed: pyproject.toml constraints.txt
 test-mlx: $(MLX_VENV)/.installed  ## the tests of the MLX runner, in an environment of their own
 	OMP_NUM_THREADS=1 $(MLX_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/mlx
 
+$(NPU)/.installed: constraints.txt tests/npu/runtime.c tests/npu/build.py $(INSTALLED)
+	@echo "==> installing torch_npu over a stub of its runtime into $(NPU)"
+	@rm -rf $(NPU) && mkdir -p $(NPU)
+	@$(PIP) install -qq --no-deps -c constraints.txt --target $(NPU)/packages torch-npu
+	@$(BIN)/python tests/npu/build.py $(NPU)/lib
+	@touch $@
+
+test-npu: $(NPU)/.installed system-tools  ## the Ascend platform: torch_npu over a stub of its runtime
+	TASK_QUEUE_ENABLE=0 LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/lib PYTHONPATH=$(CURDIR)/$(NPU)/packages \
+	    ANABRANCH_NPU_STUB=$(CURDIR)/$(NPU)/lib $(PYTEST) tests/platforms/test_npu.py tests/kernels/vendor
+
+$(LM_EVAL_VENV)/.installed: constraints.txt | $(INSTALLED)
+	@test -x $(LM_EVAL_VENV)/bin/python || $(PYTHON) -m venv $(LM_EVAL_VENV)
+	@echo "==> installing lm-eval into $(LM_EVAL_VENV) (0.7 GB on disk, a minute or two)"
+	@$(LM_EVAL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-compile -c constraints.txt \
+	    'lm_eval[api]' transformers
+	@touch $@
+
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -64,7 +85,7 @@ format: $(INSTALLED)  ## let ruff fix and format
 	$(BIN)/ruff format
 
 clean:  ## remove .venv and whatever was generated
-	rm -rf $(VENV) $(MLX_VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	rm -rf $(VENV) $(MLX_VENV) $(LM_EVAL_VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch.compile needs the compiler and Python's headers, the web page's test Chromium.

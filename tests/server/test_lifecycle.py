@@ -373,7 +373,6 @@ def test_other_mistakes_of_a_command_line(model: Path, tmp_path: Path) -> None:
         ((str(model), "--api-key", ""), 1, "API key"),
         ((str(model), "--max-num-seq", "4"), 2, "did you mean --max-num-seqs?"),
         ((str(model), "--chat-template", str(tmp_path / "none.jinja")), 1, "none.jinja"),
-        ((), 1, "which model?"),
     ):
         found, said = start(*arguments)
         assert found == code and words in said, said

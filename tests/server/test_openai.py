@@ -404,6 +404,17 @@ def test_langchain_calls_tools(server: Running) -> None:
     answer = chat.bind_tools([WEATHER], tool_choice="get_weather").invoke("Where does the river go?")
     (call,) = answer.tool_calls
     assert call["name"] == "get_weather" and call["args"]["city"] in ("Basel", "Bern") and not answer.invalid_tool_calls
+
+    def used(answer: Any, result: str) -> int:
+        """Tokens of the prompt when the chat goes on with the tool's result."""
+        history = [("user", "Where does the river go?"), answer]
+        history.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        told = chat.bind_tools([WEATHER]).invoke(history, max_tokens=4)
+        return int(told.usage_metadata["input_tokens"])
+
+    assert used(answer, "sunshine") == used(answer, "sun") + len("shine")
+    written = '<tool_call>\n{"name": "get_weather", "arguments": ' + json.dumps(call["args"]) + "}\n</tool_call>"
+    assert used(answer, "sun") == used(("assistant", written), "sun")
     merged = None
     for chunk in chat.bind_tools([WEATHER], tool_choice="required", parallel_tool_calls=False).stream("Where to?"):
         merged = chunk if merged is None else merged + chunk

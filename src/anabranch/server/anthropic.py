@@ -24,6 +24,7 @@ Event = dict[str, Any]
 
 ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 ERRORS |= {408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+TOO_LONG = "prompt is too long"  # clients look for these words before they shorten a conversation
 
 
 # Bodies.
@@ -332,7 +333,10 @@ def usage(num_prompt: int, num_cached: int, num_new: int) -> dict[str, int]:
 def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
     """What an error is there, with the fields of the envelope that all routes share."""
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {**error.body()["error"], "type": kind}, "request_id": request_id}
+    told = {**error.body()["error"], "type": kind}
+    if error.code == "context_length_exceeded":
+        told["message"] = f"{TOO_LONG}: {error.message}"
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 def encode(event: Event) -> bytes:

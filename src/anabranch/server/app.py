@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from anabranch import __version__
-from anabranch.server import openai_api, operations
+from anabranch.server import anthropic, anthropic_api, openai_api, operations, page
 from anabranch.server.errors import ApiError, internal
 from anabranch.server.guard import Guard
 from anabranch.server.service import Service
@@ -25,21 +25,31 @@ def make_app(service: Service) -> Guard:
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _bug},
     )
     app.include_router(operations.router)
+    app.include_router(page.router)
     app.include_router(openai_api.router)
+    app.include_router(anthropic_api.router)
     _describe(app)
-    guard = Guard(app, service.settings)
+    guard = Guard(app, service.settings, encode_error)
     app.state.service, app.state.guard = service, guard
     return guard
 
 
-def _respond(error: ApiError) -> Response:
-    return Response(error.encoded(), error.status, error.headers, "application/json")
+def encode_error(error: ApiError, path: str, request_id: str) -> bytes:
+    """In the envelope of the route's dialect."""
+    if path in anthropic_api.BODIES:
+        return msgspec.json.encode(anthropic.error_body(error, request_id))
+    return error.encoded()
+
+
+def _respond(request: Request, error: ApiError) -> Response:
+    body = encode_error(error, request.url.path, request.state.request_id)
+    return Response(body, error.status, error.headers, "application/json")
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.state.log["error"] = error.code
-    return _respond(error)
+    return _respond(request, error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -57,12 +67,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     """The guard logs it: Starlette raises it again after this answer."""
-    return _respond(internal(request.state.request_id))
+    return _respond(request, internal(request.state.request_id))
 
 
 def _describe(app: FastAPI) -> None:
     """Bodies are decoded by msgspec and not by FastAPI: add their schemas to what it says about the routes."""
-    bodies = openai_api.BODIES
+    bodies = openai_api.BODIES | anthropic_api.BODIES
     _, components = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
     error: dict[str, Any] = {
         "type": "object",

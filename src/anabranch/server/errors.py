@@ -36,7 +36,9 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message[:MAX_MESSAGE], code, param
+        # A message may quote what a client sent, and half a surrogate pair cannot be written as UTF-8.
+        self.message = message[:MAX_MESSAGE].encode("utf-8", "replace").decode()
+        self.status, self.code, self.param = status, code, param
         self.headers = headers or {}
         if status == 500:
             self.headers.setdefault("x-should-retry", "false")
@@ -46,8 +48,6 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def encoded(self) -> bytes:
-        # A message may quote what a client sent, and half a surrogate pair cannot be written as UTF-8.
-        self.message = self.message.encode("utf-8", "replace").decode()
         return msgspec.json.encode(self.body())
 
 

@@ -14,6 +14,7 @@ import logging
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -31,8 +32,8 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, settings: Settings, encode_error: Callable[[ApiError, str, str], bytes]) -> None:
+        self.app, self.encode_error = app, encode_error
         self.max_header_bytes = settings.max_header_bytes
         self.keys = [_digest(key.encode()) for key in settings.api_key]
         self.responses: Counter[tuple[str, int]] = Counter()
@@ -45,21 +46,29 @@ class Guard:
         noted: dict[str, Any] = {}
         scope.setdefault("state", {}).update(request_id=request_id, log=noted)
         began, status = time.monotonic(), 0
-        id_header = (b"x-request-id", request_id.encode())
+        # OpenAI's client reads the first, Anthropic's the second.
+        id_headers = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), id_header]
+                message["headers"] = [*message.get("headers", ()), *id_headers]
             await send(message)
+
+        async def respond(error: ApiError) -> None:
+            body = self.encode_error(error, scope["path"], request_id)
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+            await send_with_id({"type": "http.response.start", "status": error.status, "headers": headers})
+            await send_with_id({"type": "http.response.body", "body": body})
 
         try:
             self._check(scope["path"], headers)
             await self.app(scope, receive, send_with_id)
         except ApiError as error:
             noted["error"] = error.code
-            await respond(error, send_with_id)
+            await respond(error)
         except ClientGone:
             status = CLIENT_GONE
         except Exception:
@@ -67,13 +76,13 @@ class Guard:
             if not status or status == 500:  # FastAPI's own handler may have answered
                 noted["error"] = "internal_error"
             if not status:
-                await respond(internal(request_id), send_with_id)
+                await respond(internal(request_id))
         finally:
             route = _route(scope)
             self.responses[route, status] += 1
             noted |= {"id": request_id, "method": scope["method"], "route": route, "status": status}
             noted["seconds"] = round(time.monotonic() - began, 4)
-            quiet = route in OPEN or route in ("/metrics", "/debug/stats", "/debug/experts")
+            quiet = route in OPEN or route == "/metrics" or route.startswith(("/debug/", "/page/"))
             log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": noted})
 
     def _check(self, path: str, headers: list[tuple[bytes, bytes]]) -> None:
@@ -128,11 +137,3 @@ def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
 def _route(scope: Scope) -> str:
     """The pattern that matched; one word for all that matched nothing."""
     return getattr(scope.get("route"), "path", "unknown")
-
-
-async def respond(error: ApiError, send: Send) -> None:
-    body = error.encoded()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -28,6 +28,8 @@ class History:
         self._first: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)
         self._last_at: float | None = None
         self._last_counts = 0, 0
+        self.num_loads = 0
+        """How often the engine's histogram has changed."""
         self._load_before: Counts = []
         self._load_last: Counts = []
 
@@ -58,6 +60,7 @@ class History:
         load = stats.get("expert_load") or []
         if load != self._load_last:  # the engine copies its histogram every few steps only
             self._load_before, self._load_last = self._load_last, load
+            self.num_loads += 1
         self.stats = stats
 
     def percentiles(self, *shares: float) -> list[float]:
@@ -66,11 +69,11 @@ class History:
         recent = sorted(seconds for at, seconds in self._first if at >= since)
         return [recent[min(int(share * len(recent)), len(recent) - 1)] if recent else 0.0 for share in shares]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, since: float = 0.0) -> dict[str, Any]:
         p50, p90, p99 = self.percentiles(0.5, 0.9, 0.99)
         return {
             "interval_seconds": INTERVAL,
-            "samples": list(self.samples),
+            "samples": [sample for sample in self.samples if sample["time"] > since],
             "ttft_seconds": {"p50": p50, "p90": p90, "p99": p99},
             "running": self.stats.get("running", 0),
             "waiting": self.stats.get("waiting", 0),

@@ -37,6 +37,7 @@ from anabranch.server.history import INTERVAL
 from anabranch.server.parsers import find_parsers
 from anabranch.server.service import Model, Service
 from anabranch.server.settings import Settings
+from anabranch.server.tracing import traced
 
 log = logging.getLogger("anabranch.server")
 
@@ -73,7 +74,7 @@ class Server:
         self.service = Service(settings, engine, settings.served_model_name or (model_name(engine.model),))
         self.http = _Http(
             uvicorn.Config(
-                make_app(self.service),
+                traced(make_app(self.service)),
                 http=protocol_for(settings),
                 ws="none",
                 lifespan="off",

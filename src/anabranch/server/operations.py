@@ -1,10 +1,9 @@
-"""Routes for those who run the server: health, metrics, version, a look inside, and the page."""
+"""Routes for those who run the server: health, metrics, version, a look inside."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,13 +11,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from anabranch import __version__
 from anabranch.server import metrics
-from anabranch.server.errors import ApiError
+from anabranch.server.errors import ApiError, bad_request
 from anabranch.server.service import Service
 from anabranch.server.stream import json_response
 
 router = APIRouter()
 
-PAGE = Path(__file__).parent / "page" / "index.html"
 STATS_SECONDS = 2.0  # to wait for fresh numbers of a busy engine before the last ones are shown
 
 
@@ -46,9 +44,15 @@ async def show_metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/debug/stats", summary="The last minutes: tokens/s, TTFT, running, waiting, KV use")
+@router.get(
+    "/debug/stats", summary="The last minutes: tokens/s, TTFT, running, waiting, KV use; ?since=TIME: later ones"
+)
 async def show_stats(request: Request) -> Response:
     service: Service = request.app.state.service
+    try:
+        since = float(request.query_params.get("since", 0))
+    except ValueError:
+        raise bad_request("since: seconds of a sample's own `time`, a number", "since") from None
     await fresh_stats(service)
     about = {
         "phase": service.phase,
@@ -58,21 +62,19 @@ async def show_stats(request: Request) -> Response:
         "in_flight": service.num_admitted,
         "asyncio_tasks": len(asyncio.all_tasks()),
     }
-    return json_response(about | service.history.as_dict())
+    return json_response(about | service.history.as_dict(since))
 
 
 @router.get(
     "/debug/experts", summary="Tokens by layer and expert, since the start and lately, with each layer's balance"
 )
 async def show_experts(request: Request) -> Response:
-    return json_response(request.app.state.service.history.experts())
-
-
-@router.get("/", summary="The page")
-async def page() -> Response:
-    if not PAGE.is_file():
-        raise ApiError(404, "no page is installed; the API is under /v1, described by /openapi.json", code="not_found")
-    return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8")
+    service: Service = request.app.state.service
+    # Up to some hundred kB, asked for once a second, and the same while nothing runs.
+    tag = f'"{service.started:.3f}-{service.history.num_loads}"'
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers={"etag": tag})
+    return json_response(service.history.experts(), {"etag": tag, "cache-control": "no-cache"})
 
 
 async def fresh_stats(service: Service) -> dict[str, Any]:

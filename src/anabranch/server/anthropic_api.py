@@ -1,0 +1,107 @@
+"""The routes of Anthropic's dialect: a message, whole or as events, and how many tokens its prompt has.
+
+Bodies, blocks and events are anthropic's; between them a message is a chat like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from anabranch.server import stream
+from anabranch.server.anthropic import (
+    CountTokens,
+    Event,
+    Messages,
+    Reply,
+    chat_completion,
+    encode,
+    error_body,
+    shows_thinking,
+)
+from anabranch.server.body import read_json
+from anabranch.server.chat import render
+from anabranch.server.errors import ApiError
+from anabranch.server.openai_chat import ChatAnswer, read_chat
+from anabranch.server.openai_usage import usage
+from anabranch.server.service import Service
+from anabranch.server.stream import json_response
+
+router = APIRouter()
+
+BODIES: dict[str, type[msgspec.Struct]] = {"/v1/messages": Messages, "/v1/messages/count_tokens": CountTokens}
+
+
+@router.post("/v1/messages", summary="Answer a conversation, in Anthropic's dialect")
+async def messages(request: Request) -> Response:
+    body = await read_json(request, Messages)
+    service: Service = request.app.state.service
+    service.check_ready()
+    service.check_model(body.model)
+    log = request.state.log
+    log["stream"] = body.stream
+    answer = MessagesAnswer(service, body, log)
+    if not body.stream:
+        return await stream.whole(request, answer.whole())
+
+    def on_error(error: ApiError) -> bytes:
+        return encode(error_body(error, request.state.request_id))
+
+    return await stream.events(request, answer.events(), last=b"", on_error=on_error)
+
+
+@router.post("/v1/messages/count_tokens", summary="The number of tokens of a conversation, in Anthropic's dialect")
+async def count_tokens(request: Request) -> Response:
+    body = await read_json(request, CountTokens)
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    model, chat = service.model, read_chat(chat_completion(body))
+    chat.check()
+
+    def work() -> int:
+        return len(model.tokenizer.encode(render(model, chat), add_special_tokens=False))
+
+    size = sum(len(message["content"]) for message in chat.messages)
+    return json_response({"input_tokens": await service.prepare(work, "messages", size)})
+
+
+class MessagesAnswer:
+    """One request's way from body to answer."""
+
+    def __init__(self, service: Service, body: Messages, log: dict[str, Any]) -> None:
+        self.service, self.log = service, log
+        self.chat = ChatAnswer(service, chat_completion(body), log)
+        self.reply = Reply(f"msg_{uuid4().hex}", service.names[0], shows_thinking(body))
+
+    async def whole(self) -> dict[str, Any]:
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return self.reply.message
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._events()) as events:
+            async for some in events:
+                if some:  # text may be held back, for half a character or a tag that may come
+                    yield b"".join(map(encode, some))
+
+    async def _events(self) -> AsyncGenerator[list[Event], None]:
+        with self.service.admitted(1):
+            await self.chat.prepare()
+            output, begun = self.chat.answer.output, False
+            async with aclosing(self.chat.deltas()) as deltas:
+                async for _, parts in deltas:
+                    # The beginning comes with the first token: what fails before it is an answer with a status.
+                    start = [] if begun else [self.reply.start(len(output.prompt_ids), output.num_cached)]
+                    begun = True
+                    yield start + self.reply.feed(parts)
+        usage([self.chat.answer], self.log)
+        (said,) = output.completions
+        assert said.finish_reason is not None
+        counts = len(output.prompt_ids), output.num_cached, len(said.token_ids)
+        yield self.reply.finish(said.finish_reason, said.stop_reason, *counts)

@@ -1,0 +1,47 @@
+"""The page at `/`: a chat, the last minutes as charts, the expert heat map. This file sends the files beside it.
+
+    index.html, style.css   what there is and how it looks
+    theme.js                light or dark, before the first paint
+    main.js                 asks the server once a second and hands out what it says
+    api.js                  requests with a key, events out of a stream
+    chat.js, text.js        the conversation; an answer's markdown as elements
+    charts.js, experts.js   small charts of our own; layers × experts
+
+No build step, nothing from elsewhere: the policy below lets a browser talk to this server only, and run and show only
+what these files hold. The page knows the same routes every client knows, and /debug/stats and /debug/experts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+
+router = APIRouter()
+
+FOLDER = Path(__file__).parent
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # a newer server has a newer page
+}
+
+
+def _add(file: Path) -> None:
+    """A route a file: there is no path to escape from."""
+
+    async def send() -> Response:
+        return Response(file.read_bytes(), media_type=f"{KINDS[file.suffix]}; charset=utf-8", headers=HEADERS)
+
+    is_index = file.name == "index.html"
+    router.add_api_route(
+        "/" if is_index else f"/page/{file.name}", send, summary="The page", include_in_schema=is_index
+    )
+
+
+for _file in sorted(FOLDER.iterdir()):
+    if _file.suffix in KINDS:
+        _add(_file)
