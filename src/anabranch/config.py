@@ -117,7 +117,7 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
     if config.memory_fraction == 0.0:
         chosen["memory_fraction"] = platform.memory_fraction
     if config.graph_mode == "auto":
-        chosen["graph_mode"] = platform.graph_mode
+        chosen["graph_mode"] = "full" if platform.graph_mode == "full" else "none"
     if config.prefill_graph == "auto":
         chosen["prefill_graph"] = "none" if "none" in (platform.graph_mode, config.graph_mode) else "breakable"
     for name in ("graph_mode", "prefill_graph"):
@@ -125,6 +125,8 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
             raise ValueError(
                 f"{name} {getattr(config, name)}: platform {platform.name!r} captures no graphs; use auto or none"
             )
+    if config.graph_mode == "full" and platform.graph_mode == "pieces":
+        raise ValueError(f"graph_mode full: platform {platform.name!r} captures between attentions only; use auto")
     if config.max_model_len == AUTO:
         chosen["max_model_len"] = model.max_position
     elif config.max_model_len > model.max_position:

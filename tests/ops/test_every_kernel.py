@@ -1,22 +1,22 @@
-"""Every op × kernel × dtype × sample, judged by the op's reference in fp32. The reference itself is judged too.
+"""Every op × kernel × dtype × sample, judged by the op's reference in fp32 on the CPU. The reference is judged too, and
+so is the judge (anabranch.conformance.judge).
 
 A new kernel needs no test of its own to be judged here: registering it is enough.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from anabranch import kernels, ops, platforms
+from anabranch.conformance.judge import copy, differences, faults
 from anabranch.ops import op as dispatcher
 from anabranch.ops.op import Op
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Arguments = dict[str, Any]
 
 
 def import_providers() -> dict[str, str]:
@@ -75,93 +75,17 @@ def test_kernel_agrees_with_reference(name: str, provider: str, platform: platfo
         if dtype not in op.tolerance or (platform.name != "cpu" and platform.compute_dtype(dtype) != dtype):
             continue
         for label, arguments in op.samples(dtype, torch.Generator().manual_seed(0)):
-            arguments = copy(arguments, device=platform.device)
-            if accepts is not None and not accepts(**arguments):
+            if accepts is not None and not accepts(**copy(arguments, device=platform.device)):
                 continue
             num_judged += 1
             try:
-                wrong += [f"{dtype}, {label}: {fault}" for fault in faults(op, function, arguments, dtype)]
+                found = faults(op, function, arguments, dtype, platform.device)
+                wrong += [f"{dtype}, {label}: {fault}" for fault in found]
             except Exception as error:
                 error.add_note(f"sample: {dtype}, {label}")
                 raise
     assert not wrong, f"{name} by {provider} on {platform.name}:\n" + "\n".join(wrong)
     assert num_judged, f"{name} by {provider} accepts none of the op's samples, so nothing was judged"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The judge
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def faults(op: Op[..., Any], function: Callable[..., Any], arguments: Arguments, dtype: torch.dtype) -> list[str]:
-    """What is wrong with `function` as a kernel of `op` on one sample; [] if nothing."""
-    exact = {
-        name: value.float() if isinstance(value, torch.Tensor) and value.dtype == dtype else value
-        for name, value in copy(arguments).items()
-    }
-    like, given = copy(arguments), copy(arguments)
-    expected = outputs(op, op.reference(**exact), exact)
-    form = outputs(op, op.reference(**like), like)
-    with poisoned_memory():
-        result = function(**given)
-    found = outputs(op, result, given)
-
-    wrong = []
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) and name not in op.mutates and not same_bits(value, given[name]):
-            wrong.append(f"writes over its input {name}")
-    if found.keys() != expected.keys():
-        return [*wrong, f"gives {len(found)} outputs, not {len(expected)}"]
-    for name in expected:
-        wrong += differences(name, found[name], expected[name], form[name], op.tolerance[dtype])
-    return wrong
-
-
-def differences(
-    name: str, found: torch.Tensor, expected: torch.Tensor, form: torch.Tensor, tolerance: float
-) -> Iterator[str]:
-    if (found.shape, found.dtype) != (form.shape, form.dtype):
-        yield f"{name} is {found.dtype} {list(found.shape)}, not {form.dtype} {list(form.shape)}"
-    elif not found.is_floating_point():
-        if not torch.equal(found, expected):
-            yield f"{name} is {found.tolist()}, not {expected.tolist()}"
-    else:
-        error, scale = (found.double() - expected.double()).norm().item(), expected.double().norm().item()
-        if not error <= tolerance * scale:  # so that NaN never passes
-            yield f"{name} differs by {error:.3g} of {scale:.3g}, more than {tolerance:g} times it"
-
-
-def outputs(op: Op[..., Any], result: Any, arguments: Arguments) -> Mapping[str, torch.Tensor]:
-    """What a call gave: its results and the arguments it may write to."""
-    results = () if result is None else (result,) if isinstance(result, torch.Tensor) else result
-    return {f"result {i}": tensor for i, tensor in enumerate(results)} | {name: arguments[name] for name in op.mutates}
-
-
-def copy(arguments: Arguments, device: torch.device | None = None) -> Arguments:
-    """Fresh tensors with the same strides."""
-
-    def duplicate(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)
-        return fresh.copy_(value)
-
-    return {name: duplicate(value) for name, value in arguments.items()}
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """New tensors start as NaN (integers: the largest), so that what a kernel forgets to write is seen."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

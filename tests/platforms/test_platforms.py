@@ -11,7 +11,11 @@ from textwrap import dedent
 import pytest
 import torch
 
-from anabranch import platforms
+from anabranch import conformance, platforms
+from anabranch.config import EngineConfig, resolve
+from anabranch.conformance import models, tiny
+from anabranch.loader.load import load_model
+from anabranch.models.config import read_config
 from anabranch.platforms import cpu
 from anabranch.platforms.cpu import CpuPlatform
 from anabranch.platforms.cuda import CudaPlatform
@@ -124,6 +128,39 @@ def test_the_fake_platform_writes_down_what_was_asked_of_it() -> None:
     assert platform.log == expected
     assert runs == [1, 1]
     assert platform.memory() == platforms.Memory(free=1000, total=1000)
+
+
+def test_weights_are_laid_out_but_for_embeddings_and_routers(tmp_path: Path) -> None:
+    tiny.write("qwen2_moe", tmp_path)
+    platform = FakePlatform()
+    model = load_model(tmp_path, platform=platform)
+    found = sorted(line for line in platform.log if line.startswith("lay out"))
+    layer = [[256, 128], [128, 128], [6, 64, 128], [6, 128, 32], [96, 128], [128, 48], [1, 128]]
+    expected = [*layer, *layer, [tiny.VOCAB_SIZE, 128]]  # qkv, output, experts, shared expert and its gate; the head
+    assert found == sorted(f"lay out {shape}" for shape in expected)
+    assert model.layers[0].mlp.router.weight.shape == (6, 128)
+
+
+class PiecesPlatform(FakePlatform):
+    graph_mode = "pieces"
+
+
+def test_a_platform_may_capture_all_steps_in_pieces(tmp_path: Path) -> None:
+    tiny.write("qwen2_moe", tmp_path)
+    platform = PiecesPlatform()
+    config = resolve(EngineConfig(model=""), read_config(tmp_path), platform)
+    assert (config.graph_mode, config.prefill_graph) == ("none", "breakable")
+    with pytest.raises(ValueError, match="graph_mode full: platform 'fake' captures between attentions only; use auto"):
+        resolve(EngineConfig(model="", graph_mode="full"), read_config(tmp_path), platform)
+    assert models.other_answers(tmp_path, platform) == []
+    assert platform.log.count("replay") > 50  # three pieces a step
+
+
+@pytest.mark.gpu
+def test_this_machines_accelerator_conforms() -> None:
+    results = list(conformance.conformance(platforms.current()))
+    assert {result.section for result in results} == set(conformance.SECTIONS)
+    assert not [result for result in results if not result.passed]
 
 
 ACME_PLATFORM = """

@@ -28,7 +28,9 @@ def run(options: argparse.Namespace) -> int:
     for name in platforms.names():
         kind = platforms.load(name)
         state = "in use" if name == platform.name else "available" if kind.available() else "not on this machine"
-        print(f"  {name:<6} {state:<20} proven: {kind.proven or 'nothing: never run on this hardware'}")
+        print(f"  {name:<6} {state:<20} proven: {kind.proven or 'nothing'}")
+        unproven = kind.unproven if kind.proven else f"all of it: anabranch conformance --platform {name}"
+        print(f"  {'':<6} {'':<16} not proven: {unproven or 'nothing known'}")
     memory = platform.memory()
     print(f"\n{platform.name}: {platform.describe()}")
     print(f"  memory {memory.free / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB")

@@ -15,12 +15,14 @@ from typing import Literal
 import torch
 
 from anabranch import kernels, platforms
+from anabranch.layers.linear import Linear
 from anabranch.loader import dummy, names
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.loader.read import Progress, read_weights
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder
+from anabranch.moe.experts import Experts
 from anabranch.moe.options import MoEOptions, apply
 from anabranch.stages import count, stage
 
@@ -54,7 +56,18 @@ def load_model(
             count(sum(parameter.nbytes for parameter in parameters.values()))
         else:
             count(read_weights(parameters, copies, platform, progress))
+        lay_out(decoder, platform)
     return decoder
+
+
+def lay_out(decoder: Decoder, platform: platforms.Platform) -> None:
+    """Weights as the device multiplies by them best. Not those of embeddings, whose rows are also picked one by one,
+    nor of routers, which are small and multiplied in fp32."""
+    for module in decoder.modules():
+        if isinstance(module, Linear | Experts):
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() > 1:
+                    parameter.data = platform.lay_out(parameter.data)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, platform: platforms.Platform) -> torch.dtype:

@@ -22,8 +22,10 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         ("window", [(9, 9), (1, 14), (4, 13)], 3, 4, 2, 8),
         ("window longer than context", [(5, 8), (1, 3)], 64, 2, 1, 8),
         ("padding rows and an empty request", [(2, 6), (0, 0), (1, 1)], 0, 2, 1, 8),
+        ("pages of 128", [(3, 150), (1, 5), (2, 128)], 0, 4, 2, 64),
+        ("pages of 128, window", [(4, 140), (1, 300)], 9, 2, 1, 64),
     ):
-        page_size, pages = 4, 17
+        page_size, pages = (128, 7) if label.startswith("pages of 128") else (4, 17)
         tokens = sum(n for n, _ in requests) + (3 if label.startswith("padding") else 0)
         start = [0]
         for n, _ in requests:

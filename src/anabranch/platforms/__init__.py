@@ -19,6 +19,9 @@ __all__ = ["Fetch", "Fork", "Graph", "Memory", "Platform", "SideStream", "Stagin
 # In order of detection: the CPU is always available, so it comes last.
 BUILT_IN = {
     "cuda": "anabranch.platforms.cuda:CudaPlatform",
+    "hip": "anabranch.platforms.hip:HipPlatform",
+    "npu": "anabranch.platforms.npu:NpuPlatform",
+    "xpu": "anabranch.platforms.xpu:XpuPlatform",
     "mlx": "anabranch.platforms.mlx:MlxPlatform",
     "cpu": "anabranch.platforms.cpu:CpuPlatform",
     "fake": "anabranch.platforms.fake:FakePlatform",

@@ -19,7 +19,8 @@ class FakePlatform(Platform):
     collective_backend = "gloo"
     providers = {"torch": "anabranch.kernels.torch"}
     graph_mode = "full"
-    proven = "no hardware behind it"
+    proven = "every test of streams, copies and graphs that needs no hardware"
+    unproven = "nothing to prove: there is no hardware behind it"
 
     def __init__(self, memory: int = 1 << 30) -> None:
         self.log: list[str] = []
@@ -45,6 +46,10 @@ class FakePlatform(Platform):
 
     def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
         return torch.float32
+
+    def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
+        self.log.append(f"lay out {list(weight.shape)}")
+        return weight.clone()
 
     def synchronize(self) -> None:
         self.log.append("synchronize")

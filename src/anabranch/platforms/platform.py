@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-GraphMode = Literal["full", "none"]
+GraphMode = Literal["full", "pieces", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,13 @@ class Platform(abc.ABC):
     page_size: ClassVar[int] = 16
     """Tokens in one KV page."""
     graph_mode: ClassVar[GraphMode] = "none"
-    """Whether decode steps are captured."""
-    memory_fraction: ClassVar[float] = 0.9
-    """Share of the device's memory the engine takes by default."""
+    """What is captured: decode steps whole and others in pieces between attentions, or all of them in pieces."""
+    memory_fraction: float = 0.9
+    """Share of the device's memory the engine takes by default; an instance may know better than its class."""
     proven: ClassVar[str] = ""
-    """What has been run on this hardware, in words; empty means never run there."""
+    """What tests show of it on this commit, and where they ran, in words; empty: nothing."""
+    unproven: ClassVar[str] = ""
+    """What they do not show."""
 
     @classmethod
     @abc.abstractmethod
@@ -117,6 +119,10 @@ class Platform(abc.ABC):
     def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """The dtype to compute in when a checkpoint asks for `wanted`."""
         return wanted
+
+    def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
+        """A loaded weight, a matrix or a stack of them, as the device multiplies by it best: same shape and values."""
+        return weight
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

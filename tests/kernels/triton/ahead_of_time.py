@@ -24,8 +24,20 @@ TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
     "sm_100": ("cuda", 100, 32),
+    "gfx90a": ("hip", "gfx90a", 64),
     "gfx942": ("hip", "gfx942", 64),
+    "gfx950": ("hip", "gfx950", 64),
 }
+AMD = tuple(target for target in TARGETS if target.startswith("gfx"))
+SHARED = {
+    "sm_80": 163 << 10,
+    "sm_90": 226 << 10,
+    "sm_100": 226 << 10,
+    "gfx90a": 64 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+}
+"""Bytes of shared memory that one program may have."""
 DEPENDENT = ("sm_90", "sm_100")
 """Where kernels are launched before their predecessor is done."""
 TYPES = {

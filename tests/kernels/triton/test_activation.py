@@ -6,11 +6,11 @@ import torch
 from anabranch import ops
 
 pytest.importorskip("triton")
+from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import activation as kernel
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, run_interpreted
-from tests.ops.test_every_kernel import copy, faults
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from anabranch.conformance.judge import faults
 from anabranch.kernels.triton import attention as kernel
 from anabranch.kernels.triton import attention_decode, attention_tiles
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, Machine, PrefillTile
@@ -19,7 +20,6 @@ from anabranch.kernels.triton.precompile import precompile, recording
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, interpreter, run_interpreted
-from tests.ops.test_every_kernel import faults
 
 Arguments = dict[str, Any]
 NAN = float("nan")
@@ -358,10 +358,12 @@ def test_pools_of_more_than_2_to_the_31_elements() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 MACHINES = {
-    "sm_80": Machine(163 << 10, 108),
-    "sm_90": Machine(226 << 10, 132, wgmma=True, gluon=True),
-    "sm_100": Machine(226 << 10, 148),
-    "gfx942": Machine(64 << 10, 304),
+    "sm_80": Machine(ahead_of_time.SHARED["sm_80"], 108),
+    "sm_90": Machine(ahead_of_time.SHARED["sm_90"], 132, wgmma=True, gluon=True),
+    "sm_100": Machine(ahead_of_time.SHARED["sm_100"], 148),
+    "gfx90a": Machine(ahead_of_time.SHARED["gfx90a"], 104),
+    "gfx942": Machine(ahead_of_time.SHARED["gfx942"], 304),
+    "gfx950": Machine(ahead_of_time.SHARED["gfx950"], 256),
 }
 LAUNCHES = ("attend_rows", "attend_pieces", "combine_pieces")
 

@@ -12,6 +12,7 @@ from anabranch import ops
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import expert_sort as kernel
+from tests.kernels.triton import ahead_of_time
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLACES = (
@@ -98,24 +99,16 @@ def test_in_a_graph(tokens: int) -> None:
         assert torch.equal(order_N, expected[0]) and torch.equal(start_E, expected[1])
 
 
-TARGETS = {
-    "sm_80": ("cuda", 80, 32),
-    "sm_90": ("cuda", 90, 32),
-    "sm_100": ("cuda", 100, 32),
-    "gfx942": ("hip", "gfx942", 64),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="needs a compiler")
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("num_experts", [60, 128, 512])
 def test_compiles_ahead_of_time(num_experts: int, target: str) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    backend, architecture, num_lanes = TARGETS[target]
+    backend, architecture, num_lanes = ahead_of_time.TARGETS[target]
     dependent = target in ("sm_90", "sm_100")
     cases: list[tuple[Any, dict[str, Any]]] = [
         (kernel.sort_few_kernel, kernel.constants_of_few(num_pairs, num_experts)) for num_pairs in (8, 256, 2048, 4096)

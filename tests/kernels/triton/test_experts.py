@@ -20,6 +20,7 @@ from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.triton import experts_plan, experts_tiles
 from anabranch.kernels.triton.experts_tiles import GroupedTiles, HopperTiles, Machine, SmallTiles, Tile, Tiles
 from anabranch.ops.experts import COMBINES
+from tests.kernels.triton import ahead_of_time
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="in test_in_the_interpreter")
@@ -255,10 +256,7 @@ def test_the_number_of_tiles_is_bounded() -> None:
 
 
 MACHINES = {
-    "sm_80": Machine(shared_bytes=163 << 10),
-    "sm_90": Machine(shared_bytes=226 << 10, hopper=True),
-    "sm_100": Machine(shared_bytes=226 << 10),
-    "gfx942": Machine(shared_bytes=64 << 10),
+    target: Machine(shared_bytes=shared, hopper=target == "sm_90") for target, shared in ahead_of_time.SHARED.items()
 }
 
 
@@ -448,12 +446,6 @@ def test_calls_that_overlap() -> None:
 # Ahead of time
 # ---------------------------------------------------------------------------------------------------------------------
 
-TARGETS = {
-    "sm_80": ("cuda", 80, 32),
-    "sm_90": ("cuda", 90, 32),
-    "sm_100": ("cuda", 100, 32),
-    "gfx942": ("hip", "gfx942", 64),
-}
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -516,7 +508,9 @@ def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     source = GluonASTSource if function.is_gluon() else ASTSource
     options = {name: x for name, x in kwargs.items() if name in OPTIONS}
     return triton.compile(
-        source(function, signature, constants, aligned), target=GPUTarget(*TARGETS[target]), options=options
+        source(function, signature, constants, aligned),
+        target=GPUTarget(*ahead_of_time.TARGETS[target]),
+        options=options,
     )
 
 
@@ -556,7 +550,7 @@ AHEAD: dict[str, tuple[int, str, str, bool]] = {
 
 @pytest.mark.slow
 @compiler
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("case", AHEAD)
 def test_portable_kernels_compile_ahead_of_time(
     case: str, target: str, launches: list[Any], monkeypatch: pytest.MonkeyPatch

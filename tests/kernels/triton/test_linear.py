@@ -8,12 +8,12 @@ import torch
 from anabranch import ops
 
 pytest.importorskip("triton")
+from anabranch.conformance.judge import copy, faults, poisoned_memory
 from anabranch.kernels.triton import linear as kernel
 from anabranch.kernels.triton.linear import MultiplyTiles, StreamTiles, Tiles
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, run_interpreted
-from tests.ops.test_every_kernel import copy, faults, poisoned_memory
 
 TILES: dict[str, Tiles] = {
     "stream": StreamTiles(2, 4),
@@ -220,7 +220,7 @@ AHEAD: dict[str, tuple[int, int, int, bool]] = {
 def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dependent = target in ahead_of_time.DEPENDENT
     monkeypatch.setattr(kernel, "dependent_launch", lambda device: dependent)
-    if target == "gfx942":
+    if target in ahead_of_time.AMD:
         for name, value in {"NUM_LANES": 64, "NUM_STAGES": 2, "LEAST_COLUMNS": 16}.items():
             monkeypatch.setattr(kernel, name, value)
     tokens, D, F, biased = AHEAD[case]
@@ -232,8 +232,8 @@ def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.Monk
     (launch,) = launches
     assert launch.grid[0] >= 120, "a program for nearly every multiprocessor"
     compiled = compile_for(target, launch)
-    assert compiled.metadata.shared <= (64 if target == "gfx942" else 100) << 10
-    if target == "gfx942" and isinstance(tiles, MultiplyTiles):
+    assert compiled.metadata.shared <= (64 if target in ahead_of_time.AMD else 100) << 10
+    if target in ahead_of_time.AMD and isinstance(tiles, MultiplyTiles):
         assert "v_mfma" in compiled.asm["amdgcn"]
     if target == "sm_90":
         found = ahead_of_time.resources(compiled)

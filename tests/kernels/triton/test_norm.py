@@ -8,11 +8,11 @@ import torch
 from anabranch import ops
 
 pytest.importorskip("triton")
+from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import norm as kernel
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, run_interpreted
-from tests.ops.test_every_kernel import copy, faults
 
 WIDTHS = (1, 7, 24, 128, 300, 512, 2816)
 

@@ -17,6 +17,7 @@ from anabranch import ops
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import route as kernel
+from tests.kernels.triton import ahead_of_time
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLACES = (
@@ -208,12 +209,6 @@ def test_graph_reads_scale_and_token_count_when_replayed() -> None:
 # Ahead of time
 # ---------------------------------------------------------------------------------------------------------------------
 
-TARGETS = {
-    "sm_80": ("cuda", 80, 32),
-    "sm_90": ("cuda", 90, 32),
-    "sm_100": ("cuda", 100, 32),
-    "gfx942": ("hip", "gfx942", 64),
-}
 COMPILED = {
     "bf16 128/8": ("bf16", 128, 8, {"expert_scale_E": True}),
     "fp32 128/8": ("fp32", 128, 8, {"num_tokens": True}),
@@ -230,7 +225,7 @@ COMPILED = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="needs a compiler")
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiles_ahead_of_time(case: str, target: str) -> None:
     import triton
@@ -238,7 +233,7 @@ def test_compiles_ahead_of_time(case: str, target: str) -> None:
     from triton.compiler import ASTSource
 
     dtype, num_experts, top_k, options = COMPILED[case]
-    backend, architecture, num_lanes = TARGETS[target]
+    backend, architecture, num_lanes = ahead_of_time.TARGETS[target]
     for few in (True, False):
         vector = math.gcd(16 // DTYPES[dtype].itemsize, num_experts)
         constants: dict[str, Any] = kernel.choose_constants(

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from anabranch.conformance.judge import copy, poisoned_memory
 from anabranch.kernels.triton import draw as draw_kernel
 from anabranch.kernels.triton import exact as kernel_exact
 from anabranch.kernels.triton import sample as kernel
@@ -21,7 +22,6 @@ from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import INTERPRETED, compiler, everywhere, interpreter, run_interpreted
 from tests.ops.sampling_rows import sampling_rows
-from tests.ops.test_every_kernel import copy, poisoned_memory
 from tests.ops.test_sample import allowed
 
 SETTINGS: dict[str, dict[str, int]] = {

@@ -1,0 +1,93 @@
+"""Is a function a kernel of an op? Judged on one sample, by the op's reference in fp32 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from anabranch.ops.op import Op
+
+Arguments = dict[str, Any]
+
+
+def faults(
+    op: Op[..., Any],
+    function: Callable[..., Any],
+    arguments: Arguments,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> list[str]:
+    """What is wrong with `function` as a kernel of `op`, called on the device (default: where the arguments are).
+    The judge is on the CPU: a reference computed by the device would share its mistakes."""
+    given = copy(arguments, device)
+    arguments = copy(arguments, torch.device("cpu"))
+    exact = {
+        name: value.float() if isinstance(value, torch.Tensor) and value.dtype == dtype else value
+        for name, value in copy(arguments).items()
+    }
+    like = copy(arguments)
+    expected = outputs(op, op.reference(**exact), exact)
+    form = outputs(op, op.reference(**like), like)
+    with poisoned_memory():
+        result = function(**given)
+    found = outputs(op, result, given)
+
+    wrong = []
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and name not in op.mutates and not same_bits(value, given[name].cpu()):
+            wrong.append(f"writes over its input {name}")
+    if found.keys() != expected.keys():
+        return [*wrong, f"gives {len(found)} outputs, not {len(expected)}"]
+    for name in expected:
+        wrong += differences(name, found[name].cpu(), expected[name], form[name], op.tolerance[dtype])
+    return wrong
+
+
+def differences(
+    name: str, found: torch.Tensor, expected: torch.Tensor, form: torch.Tensor, tolerance: float
+) -> Iterator[str]:
+    if (found.shape, found.dtype) != (form.shape, form.dtype):
+        yield f"{name} is {found.dtype} {list(found.shape)}, not {form.dtype} {list(form.shape)}"
+    elif not found.is_floating_point():
+        if not torch.equal(found, expected):
+            yield f"{name} is {found.tolist()}, not {expected.tolist()}"
+    else:
+        error, scale = (found.double() - expected.double()).norm().item(), expected.double().norm().item()
+        if not error <= tolerance * scale:  # so that NaN never passes
+            yield f"{name} differs by {error:.3g} of {scale:.3g}, more than {tolerance:g} times it"
+
+
+def outputs(op: Op[..., Any], result: Any, arguments: Arguments) -> Mapping[str, torch.Tensor]:
+    """What a call gave: its results and the arguments it may write to."""
+    results = () if result is None else (result,) if isinstance(result, torch.Tensor) else result
+    return {f"result {i}": tensor for i, tensor in enumerate(results)} | {name: arguments[name] for name in op.mutates}
+
+
+def copy(arguments: Arguments, device: torch.device | None = None) -> Arguments:
+    """Fresh tensors with the same strides."""
+
+    def duplicate(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)
+        return fresh.copy_(value)
+
+    return {name: duplicate(value) for name, value in arguments.items()}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New tensors start as NaN (integers: the largest), so that what a kernel forgets to write is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

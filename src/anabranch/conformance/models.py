@@ -1,0 +1,110 @@
+"""A tiny model of each family on the platform, against the same model by references on the CPU.
+
+Where the platform runs models its own way (Platform.runner), only the engine's answers can be compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from anabranch import ops
+from anabranch.config import EngineConfig, resolve
+from anabranch.conformance import tiny
+from anabranch.conformance.result import Result, attempt
+from anabranch.engine.engine import Engine
+from anabranch.engine.single import SingleSequence
+from anabranch.loader.load import DTYPES, load_model
+from anabranch.models.config import read_config
+from anabranch.platforms import Platform
+from anabranch.platforms.cpu import CpuPlatform
+from anabranch.request import Request
+from anabranch.sampling_params import SamplingParams
+
+STEPS = (100, 41, 1, 1, 1)
+"""Tokens of each: a prefill, the next chunk of it, decoding."""
+TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""Of a row of logits, relative to its norm."""
+ROWS = {"float32": 1.0, "float16": 0.9, "bfloat16": 0.9}
+"""Share of rows that must be so near: in half precision a token may choose another expert, and then it is far off."""
+
+
+def check_models(platform: Platform) -> Iterator[Result]:
+    own_runner = platform.runner != Platform.runner
+    with TemporaryDirectory() as scratch:
+        for family in tiny.FAMILIES:
+            folder = Path(scratch, family)
+            tiny.write(family, folder)
+            if own_runner:
+                yield attempt("models", family, "answers, float32", partial(other_answers, folder, platform))
+                continue
+            expected = logits(folder, CpuPlatform(), "float32", reference=True)
+            for dtype in dtypes(platform):
+                yield attempt("models", family, f"logits, {dtype}", partial(far, expected, folder, platform, dtype))
+            if family in ("qwen2_moe", "gemma4_text"):  # a shared expert; two groups of pages
+                what = f"answers, graphs {platform.graph_mode}"
+                yield attempt("models", family, what, partial(other_answers, folder, platform))
+
+
+def dtypes(platform: Platform) -> list[str]:
+    """Those that the platform computes in, among fp32 and what it makes of bf16."""
+    names = {value: name for name, value in DTYPES.items()}
+    return list(dict.fromkeys(names[platform.compute_dtype(wanted)] for wanted in (torch.float32, torch.bfloat16)))
+
+
+def far(expected: torch.Tensor, folder: Path, platform: Platform, dtype: str) -> list[str]:
+    """Logits that differ too much from the expected ones."""
+    found = logits(folder, platform, dtype)
+    error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    near = (error <= TOLERANCE[dtype]).float().mean().item()  # NaN is not near
+    if near >= ROWS[dtype]:
+        return []
+    return [f"{1 - near:.0%} of the rows differ by more than {TOLERANCE[dtype]:g}, the worst by {error.max():.3g}"]
+
+
+def logits(folder: Path, platform: Platform, dtype: str, *, reference: bool = False) -> torch.Tensor:
+    """Of every token of a sequence that is fed in STEPS; fp32, on the CPU."""
+    model = load_model(folder, platform=platform, dtype=dtype)
+    if reference:
+        ops.bind(platform, "reference")
+    rng = random.Random(0)
+    sequence = SingleSequence(model, tiny.MAX_LENGTH, page_size=platform.page_size)
+    return torch.cat([sequence.forward([rng.randrange(tiny.VOCAB_SIZE) for _ in range(n)]).cpu() for n in STEPS])
+
+
+def other_answers(folder: Path, platform: Platform) -> list[str]:
+    """Answers of requests that join and leave, as the engine runs by default, against a CPU without graphs."""
+    expected, found = answers(folder, CpuPlatform()), answers(folder, platform)
+    return [f"request {i} got {found[i]}, not {expected[i]}" for i in expected if found[i] != expected[i]][:1]
+
+
+def answers(folder: Path, platform: Platform) -> dict[str, list[int]]:
+    """Greedy, in fp32."""
+    asked = EngineConfig(model=str(folder), dtype="float32", max_num_seqs=8, max_num_batched_tokens=128, num_pages=64)
+    model = read_config(folder)
+    config = resolve(replace(asked, tune="off"), model, platform)
+    module, _, name = platform.runner.partition(":")
+    runner = getattr(importlib.import_module(module), name)(config, platform, None)
+    engine = Engine(config, runner, model, None)
+    runner.warm_up()
+    rng = random.Random(1)
+    waiting = []
+    for i in range(6):
+        prompt = tuple(rng.randrange(tiny.VOCAB_SIZE) for _ in range(rng.randrange(1, 160)))
+        params = SamplingParams(temperature=0, max_tokens=4 + 3 * i, ignore_eos=True)
+        waiting.append(Request(id=str(i), prompt_ids=prompt, params=params))
+    got: dict[str, list[int]] = {request.id: [] for request in waiting}
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(waiting.pop(0))
+        for update in engine.step():
+            got[update.id] += update.token_ids
+    engine.close()
+    return got

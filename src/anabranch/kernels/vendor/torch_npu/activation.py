@@ -1,0 +1,25 @@
+"""Gated activations. T rows, I intermediate width."""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+
+from anabranch import ops
+
+TANH = 1
+"""Of geglu's `approximate`."""
+
+
+def accepts(x_T2I: torch.Tensor, kind: str) -> bool:
+    return kind in ("silu", "gelu_tanh") and x_T2I.numel() > 0
+
+
+@ops.gated_activation.kernel("torch_npu", on=("npu",), accepts=accepts)
+def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
+    y_TI: torch.Tensor
+    if kind == "silu":
+        y_TI = torch_npu.npu_swiglu(x_T2I, dim=-1)
+    else:
+        y_TI = torch_npu.npu_geglu(x_T2I, dim=-1, approximate=TANH, activate_left=True)[0]
+    return y_TI

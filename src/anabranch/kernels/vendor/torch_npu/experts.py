@@ -1,0 +1,93 @@
+"""The experts' feed-forward: rows in expert order, two grouped products with the activation between, rows back.
+
+Rows are summed by the last operator in a fixed order, so every `combine` is this one.
+
+T tokens, D hidden width, K experts per token, E experts, I expert width, F = 2 · I, N = T · K rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+
+from anabranch import ops
+
+COUNTS = 1
+"""Of the operators' `..._type`: how many rows each expert has, not where they end."""
+ROWS_ALONG_M, ONE_OUTPUT = 0, 2
+"""Of `group_type` and `split_item`: groups are of rows, and stay in one tensor."""
+BY_TOKEN = 2
+"""Of `drop_pad_mode`: the place of pair t · K + k stands at t · K + k; nothing is dropped."""
+ALIGNMENT = 16
+
+
+def accepts(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    gate_up_EFD: torch.Tensor,
+    down_EDI: torch.Tensor,
+    activation: str,
+    gate_up_bias_EF: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    scaling: float = 1.0,
+    combined: bool = True,
+    combine: str = "auto",
+) -> bool:
+    half = x_TD.dtype in (torch.float16, torch.bfloat16) and gate_up_EFD.dtype == down_EDI.dtype == x_TD.dtype
+    aligned = not any(size % ALIGNMENT for size in down_EDI.shape[1:])
+    return half and aligned and gate_up_bias_EF is None and down_bias_ED is None and x_TD.shape[0] > 0
+
+
+@ops.experts.kernel("torch_npu", on=("npu",), accepts=accepts)
+def experts(
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    gate_up_EFD: torch.Tensor,
+    down_EDI: torch.Tensor,
+    activation: str,
+    gate_up_bias_EF: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    scaling: float = 1.0,
+    combined: bool = True,
+    combine: str = "auto",
+) -> torch.Tensor:
+    (tokens, top_k), num_experts = expert_TK.shape, gate_up_EFD.shape[0]
+    # A pair without an expert visits the first one and weighs nothing: rows left out would be -1 in place_N, which the
+    # last operator does not take.
+    weight_TK = torch.where(expert_TK < 0, 0.0, weight_TK * scaling)
+    rows_ND, place_N, count_E, _ = torch_npu.npu_moe_init_routing_v2(
+        x_TD,
+        expert_TK.clamp(min=0),
+        active_num=tokens * top_k,
+        expert_num=num_experts,
+        expert_tokens_num_type=COUNTS,
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, num_experts],
+        quant_mode=-1,
+        row_idx_type=0,
+    )
+    h_NF = _products(rows_ND, gate_up_EFD, count_E)
+    rows_ND = _products(ops.gated_activation(h_NF, activation), down_EDI, count_E)
+    if not combined:
+        y_TKD = rows_ND.index_select(0, place_N).view(tokens, top_k, -1)
+        return (y_TKD.float() * weight_TK[..., None]).to(x_TD.dtype)
+    y_TD: torch.Tensor = torch_npu.npu_moe_finalize_routing(
+        rows_ND, None, None, None, weight_TK.to(x_TD.dtype), place_N, None, drop_pad_mode=BY_TOKEN
+    )
+    return y_TD
+
+
+def _products(x_ND: torch.Tensor, weight_EFD: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows times its weight. The loader keeps weights as [E, D, F] behind the scenes (Platform.lay_out),
+    so turning them round copies nothing."""
+    y_NF: torch.Tensor = torch_npu.npu_grouped_matmul(
+        [x_ND],
+        [weight_EFD.transpose(1, 2)],
+        group_list=count_E,
+        split_item=ONE_OUTPUT,
+        group_type=ROWS_ALONG_M,
+        group_list_type=COUNTS,
+    )[0]
+    return y_NF

@@ -1,0 +1,143 @@
+"""What devices with streams have in common: their torch modules (torch.cuda, torch.xpu, ...) speak alike.
+
+Knows streams, events, page-locked memory and captures; what a chip is called and can compute is in its own file.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from anabranch.platforms.platform import Memory, Platform
+
+
+class AcceleratorPlatform(Platform):
+    device_type: ClassVar[str]
+    """As torch names the device."""
+    graph_class: ClassVar[str] = ""
+    """The class of captured graphs in the device's module; empty: nothing is captured."""
+
+    @property
+    def api(self) -> Any:
+        """The device's module, as torch.cuda is one."""
+        return torch.get_device_module(self.device_type)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.device_type, self.api.current_device())
+
+    def memory(self) -> Memory:
+        free, total = self.api.mem_get_info(self.device)
+        return Memory(free=free, total=total)
+
+    def synchronize(self) -> None:
+        self.api.synchronize(self.device)
+
+    def fetch(self, tensor: torch.Tensor) -> DeviceFetch:
+        return DeviceFetch(self.api, tensor)
+
+    def make_staging(self, num_bytes: int) -> DeviceStaging:
+        return DeviceStaging(self.api, num_bytes, self.device)
+
+    def make_side_stream(self) -> DeviceSideStream:
+        return DeviceSideStream(self.api, self.device)
+
+    def make_graph_pool(self) -> Any:
+        return self.api.graph_pool_handle() if self.graph_class else None
+
+    def capture(self, function: Callable[[], object], pool: Any = None) -> Any:
+        if not self.graph_class:
+            return None
+        # Not the module's own `graph()`: it collects garbage and empties the allocator before every capture, which
+        # takes long.
+        graph = getattr(self.api, self.graph_class)()
+        main = self.api.current_stream(self.device)
+        stream = self._capture_stream()
+        stream.wait_stream(main)
+        with self.api.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        main.wait_stream(stream)
+        return graph
+
+    @functools.cache  # noqa: B019 (a platform lives as long as the process)
+    def _capture_stream(self) -> Any:
+        return self.api.Stream(self.device)
+
+
+class DeviceSideStream:
+    def __init__(self, api: Any, device: torch.device) -> None:
+        self.api = api
+        self.stream = api.Stream(device)
+
+    def fork(self, *inputs: torch.Tensor) -> DeviceFork:
+        return DeviceFork(self.api, self.stream, inputs)
+
+
+class DeviceFork:
+    def __init__(self, api: Any, stream: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.api = api
+        self.stream = stream
+        self.inputs = inputs
+        self.ready = api.current_stream(stream.device).record_event()
+
+    def side(self) -> AbstractContextManager[None]:
+        return self._side()
+
+    @contextmanager
+    def _side(self) -> Iterator[None]:
+        with self.api.stream(self.stream):
+            self.stream.wait_event(self.ready)
+            yield
+        # The allocator must not hand the inputs' memory out again while the side stream may still read it.
+        for tensor in self.inputs:
+            tensor.record_stream(self.stream)
+
+    def join(self, *results: torch.Tensor) -> None:
+        main = self.api.current_stream(self.stream.device)
+        main.wait_stream(self.stream)
+        for tensor in results:
+            tensor.record_stream(main)
+
+
+class DeviceStaging:
+    """Page-locked memory and a stream of its own: copies run beside each other and beside the host."""
+
+    def __init__(self, api: Any, num_bytes: int, device: torch.device) -> None:
+        self.api = api
+        self.buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.stream = api.Stream(device)
+
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, tuple[slice, ...]]]) -> None:
+        with self.api.stream(self.stream):
+            (target, part), *others = places
+            if not others and not part and target.dtype == source.dtype and target.is_contiguous():
+                target.copy_(source, non_blocking=True)
+                return
+            # What is not a plain copy is done on the device: torch would do it on the host, and wait.
+            arrived = source.to(self.stream.device, non_blocking=True)
+            for target, part in places:
+                target.copy_(arrived[part])
+
+    def wait(self) -> None:
+        self.stream.synchronize()
+
+
+class DeviceFetch:
+    """Page-locked memory and an event: waiting for it does not wait for work enqueued later."""
+
+    def __init__(self, api: Any, tensor: torch.Tensor) -> None:
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.host.copy_(tensor, non_blocking=True)
+        self.done = api.current_stream(tensor.device).record_event()
+
+    def wait(self) -> torch.Tensor:
+        self.done.synchronize()
+        return self.host

@@ -1,0 +1,33 @@
+"""Intel GPUs through torch.xpu: Triton kernels where they are for `xpu`, torch elsewhere; nothing is captured."""
+
+from __future__ import annotations
+
+import torch
+
+from anabranch.platforms.accelerator import AcceleratorPlatform
+
+
+class XpuPlatform(AcceleratorPlatform):
+    name = "xpu"
+    device_type = "xpu"
+    collective_backend = "xccl"
+    providers = {"triton": "anabranch.kernels.triton", "torch": "anabranch.kernels.torch"}
+    memory_fraction = 0.85
+    proven = "which kernels are chosen and which shapes come out"
+    unproven = "never run on Intel hardware, nor compiled for it"
+
+    @classmethod
+    def available(cls) -> bool:
+        return hasattr(torch, "xpu") and torch.xpu.is_available()
+
+    def describe(self) -> str:
+        properties = torch.xpu.get_device_properties(self.device)
+        return f"{properties.name}, {properties.max_compute_units} units, {properties.total_memory / 1e9:.0f} GB"
+
+    def has(self, capability: str) -> bool:
+        if capability == "bf16":
+            return bool(torch.xpu.is_bf16_supported())
+        return capability == "streams"
+
+    def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
+        return torch.float16 if wanted == torch.bfloat16 and not self.has("bf16") else wanted

@@ -1,0 +1,130 @@
+"""Ascend's operators as we call them: taken by torch_npu's schemas and Meta kernels, and right if they compute what
+their documentation says (tests/npu). How the chip itself computes is not seen here."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.npu import rig
+
+rig.needed()
+
+from anabranch import kernels, ops  # noqa: E402
+from anabranch.conformance import models, tiny  # noqa: E402
+from anabranch.conformance.ops import check_ops  # noqa: E402
+from anabranch.loader.load import load_model  # noqa: E402
+from anabranch.platforms.cpu import CpuPlatform  # noqa: E402
+from tests.npu.executor import OnCpu  # noqa: E402
+from tests.npu.machine import Npu, machine  # noqa: E402
+
+OPERATORS = {
+    "npu_rms_norm",
+    "npu_add_rms_norm",
+    "npu_rotary_mul",
+    "npu_swiglu",
+    "npu_geglu",
+    "npu_scatter_pa_kv_cache",
+    "npu_fused_infer_attention_score",
+    "npu_moe_gating_top_k_softmax",
+    "npu_moe_init_routing_v2",
+    "npu_grouped_matmul",
+    "npu_moe_finalize_routing",
+}
+OF_MODEL = {
+    "npu_rms_norm",
+    "npu_add_rms_norm",
+    "npu_rotary_mul",
+    "npu_scatter_pa_kv_cache",
+    "npu_fused_infer_attention_score",
+}
+OF_MOE = {
+    "npu_moe_gating_top_k_softmax",
+    "npu_moe_init_routing_v2",
+    "npu_grouped_matmul",
+    "npu_moe_finalize_routing",
+}
+
+
+@pytest.fixture
+def npu() -> Iterator[tuple[Npu, OnCpu]]:
+    with machine() as found:
+        yield found
+
+
+def test_every_op_and_every_kernel_of_it(npu: tuple[Npu, OnCpu]) -> None:
+    platform, mode = npu
+    results = list(check_ops(platform))
+    assert not [result for result in results if not result.passed]
+    ours = {result.name for result in results if result.what.startswith("torch_npu")}
+    assert ours == {name for name, op in ops.OPS.items() if "torch_npu" in op.kernels}
+    assert set(mode.calls) >= OPERATORS
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_model_in_half_precision_runs_on_ascends_operators(
+    family: str, npu: tuple[Npu, OnCpu], tmp_path: Path
+) -> None:
+    platform, mode = npu
+    tiny.write(family, tmp_path)
+    expected = models.logits(tmp_path, CpuPlatform(), "float32", reference=True)
+    assert models.far(expected, tmp_path, platform, "bfloat16") == []
+    assert models.far(expected, tmp_path, platform, "float16") == []
+    wanted = OF_MODEL | (OF_MOE if family not in ("llama", "qwen3") else set())
+    wanted |= {"npu_geglu" if family.startswith("gemma") else "npu_swiglu", "npu_format_cast"}
+    if family.startswith("gemma"):
+        wanted -= {"npu_add_rms_norm"}
+    assert wanted <= set(mode.calls), wanted - set(mode.calls)
+
+
+def test_the_engine_on_an_npu_gives_the_cpus_answers(npu: tuple[Npu, OnCpu], tmp_path: Path) -> None:
+    """Steps in captured pieces, padded, with a shared expert on its side stream; requests join and leave."""
+    platform, _ = npu
+    tiny.write("qwen2_moe", tmp_path)
+    assert models.other_answers(tmp_path, platform) == []
+
+
+def test_a_step_asks_the_device_for_its_lengths_once(npu: tuple[Npu, OnCpu], tmp_path: Path) -> None:
+    platform, _ = npu
+    tiny.write("gemma4_text", tmp_path)
+    asked = []
+
+    class Counting(OnCpu):
+        def _to_copy(self, source: torch.Tensor, kwargs: dict[str, object]) -> torch.Tensor:
+            if source.dtype == torch.int32 and str(kwargs.get("device")) == "cpu":
+                asked.append(source.shape)
+            return super()._to_copy(source, kwargs)
+
+    with Counting():
+        models.logits(tmp_path, platform, "bfloat16")
+    assert len(asked) == 2 * len(models.STEPS)  # query_start and context_len
+
+
+def test_padding_rows_are_written_nowhere(npu: tuple[Npu, OnCpu]) -> None:
+    platform, _ = npu
+    kernels.bind(platform)
+    store = ops.kv_store.kernels["torch_npu"].function
+    for slots in ([-1, 5, -1, 0], [-1, -1, -1, -1], [3, 2, 1, 0]):
+        k, v = (torch.randn(4, 2, 16, dtype=torch.float16) for _ in range(2))
+        pages = torch.randn(2, 3, 4, 2, 16, dtype=torch.float16)
+        expected = pages.clone()
+        ops.kv_store.reference(k, v, *expected, torch.tensor(slots))
+        found = pages.npu()
+        store(k.npu(), v.npu(), found[0], found[1], torch.tensor(slots).npu())
+        assert torch.equal(found.cpu(), expected)
+
+
+def test_weights_lie_in_blocks_and_experts_the_way_the_grouped_product_takes_them(
+    npu: tuple[Npu, OnCpu], tmp_path: Path
+) -> None:
+    platform, mode = npu
+    tiny.write("qwen3_moe", tmp_path)
+    model = load_model(tmp_path, platform=platform, dtype="bfloat16")
+    # Each layer: qkv, output, and two stacks of experts. Not embeddings, routers and norms, nor a head of 97 rows.
+    assert mode.calls.count("npu_format_cast") == 2 * 4
+    experts = model.layers[0].mlp.experts
+    assert experts.gate_up_EFD.transpose(1, 2).is_contiguous() and experts.down_EDI.transpose(1, 2).is_contiguous()
+    on_cpu = load_model(tmp_path, platform=CpuPlatform(), dtype="bfloat16")
+    for (name, found), expected in zip(model.named_parameters(), on_cpu.parameters(), strict=True):
+        assert found.shape == expected.shape and torch.equal(found.cpu(), expected), name
