@@ -18,6 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # needs the engine and has a place of its own.
 ORDER = (
     "root",
+    "bundled",
     "platforms",
     "ops",
     "kernels",
@@ -31,6 +32,7 @@ ORDER = (
     "llm",
     "server",
     "bench",
+    "conformance",
     "cli",
 )
 HARDWARE = re.compile(r"\b(torch\.(cuda|npu|xpu|mps)|torch_npu|is_(cuda|npu|xpu))\b")

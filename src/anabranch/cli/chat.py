@@ -1,6 +1,7 @@
 """Talk to a model in the terminal. An empty line or Ctrl-D ends the conversation, Ctrl-C cuts an answer short.
 
-MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name); it must have a chat template.
+MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name), with a chat template; without one, the small
+model that comes with Anabranch answers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", nargs="?")
     parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
     add_model_options(parser)
     add_sampling_options(parser, max_tokens=512, temperature=0.7)

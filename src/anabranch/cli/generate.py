@@ -1,16 +1,19 @@
 """Write a continuation of a prompt to standard output as it is generated.
 
-MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name).
+MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name); without one, the small model that comes with
+Anabranch writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
 
+from anabranch import bundled
 from anabranch.config import add_flags, flags
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", nargs="?")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads standard input")
     add_model_options(parser)
     add_sampling_options(parser, max_tokens=128, temperature=0.0)
@@ -73,7 +76,7 @@ def open_model(options: argparse.Namespace) -> LLM:
     from anabranch.llm import LLM
 
     return LLM(
-        options.model,
+        options.model or bundled.folder(),
         dtype=options.dtype,
         load_format=options.load_format,
         max_model_len=options.max_model_len,
@@ -87,6 +90,8 @@ def open_model(options: argparse.Namespace) -> LLM:
 
 def run(options: argparse.Namespace) -> int:
     params = sampling_params(options)
+    if options.model is None and os.path.isfile(os.path.join(options.prompt, "config.json")):
+        raise ValueError(f"{options.prompt} is a model; give the text to continue behind it")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not prompt:
         raise ValueError("the prompt is empty: give some text to continue")

@@ -17,7 +17,9 @@ COMMANDS = {
     "plan": "does it fit? weights by kind, KV cache, context × concurrency in a given memory",
     "tune": "measure the best tiles of a model's experts on this GPU",
     "doctor": "this machine: versions, platform, and which kernel each op would use",
+    "conformance": "does a platform do what it must? ops, models, streams and graphs, judged on the CPU",
     "bench offline": "time to first token, decode and throughput, as other engines are measured",
+    "bench serve": "load on a server, ours or another's: latencies and throughput",
     "bench report": "result files, ours and other engines', as one table with ratios and targets",
     "bench step": "one decode step, kernel by kernel: µs, share, floor, gaps",
     "bench ops": "each op's kernel alone: µs, bytes or arithmetic a second, share of what the machine can do",
@@ -70,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog=f"anabranch {name}", description=command.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_options(parser)
-    options = parser.parse_args(rest)
+    options = parser.parse_intermixed_args(rest)  # an optional MODEL may stand before options and a PROMPT behind them
     try:
         code: int = command.run(options)
         return code

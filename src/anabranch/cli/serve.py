@@ -1,6 +1,7 @@
 """Serve a model over HTTP: OpenAI's API on http://127.0.0.1:8000/v1.
 
-MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name).
+MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name); without one, the small model that comes with
+Anabranch is served.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
+from anabranch import bundled
 from anabranch.config import EngineConfig
 
 ENGINE_FLAGS = {"memory_fraction": "--gpu-memory-utilization"}
@@ -115,14 +117,15 @@ class Help(argparse.Action):
         if values == "all":
             for action, about in parser.get_default("_rare"):
                 action.help = about
-        parser.usage = "anabranch serve MODEL [options]"
+        parser.usage = "anabranch serve [MODEL] [options]"
         parser.print_help()
         parser.exit()
 
 
 def run(options: argparse.Namespace) -> int:
     if options.model is None:
-        raise ValueError("which model? give a folder or a hub id: anabranch serve MODEL")
+        options.model = bundled.folder()
+        options.served_model_name = options.served_model_name or [bundled.NAME]
     try:
         from anabranch.server import logs
         from anabranch.server.lifecycle import serve

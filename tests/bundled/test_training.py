@@ -1,0 +1,264 @@
+"""The tools that made the bundled model, end to end at a size that a CPU trains in seconds.
+
+The teacher's part is left out (its package is not installed everywhere): plans alone make text of the same form.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch.llm import LLM, SamplingParams
+from tools import tiny_model
+from tools.train_demo import model as models
+from tools.train_demo import plans, prepare, sentences, train, write_text
+from tools.train_demo.optimizer import orthogonalize
+
+SHAPE = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "num_experts": 8, "top_k": 2}
+SHAPE |= {"expert_width": 32, "shared_width": 64, "max_position": 128}
+
+
+def drafts(num_plans: int) -> list[write_text.Draft]:
+    made = []
+    for plan in map(plans.make, range(num_plans)):
+        whole = [part for part in plan.parts if part.given.endswith((".", "!", "?", '"'))]
+        made.append(write_text.Draft(plan, "".join(part.before + part.given for part in whole).strip()))
+    return made
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    paths = write_text.save(drafts(3000), folder / "text")
+    prepare.prepare(paths, folder / "data", vocab_size=1024, min_count=1, heldout=0.05)
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path) -> Path:
+    out = data.parent / "model"
+    options = train.parse([str(data), str(out), "--steps", "120", "--batch", "16", "--length", "96"])
+    vocab_size = json.loads((data / "data.json").read_text())["vocab_size"]
+    train.run(data, out, options, models.Shape(vocab_size=vocab_size, **SHAPE))
+    return out
+
+
+def test_a_plan_is_a_function_of_its_number_and_its_words_fit() -> None:
+    made = [plans.make(number) for number in range(2000)]
+    assert made[:50] == [plans.make(number) for number in range(50)]
+    assert len({(plan.request, plan.parts) for plan in made if plan.kind == "story"}) > 1000
+    texts = [plan.request for plan in made] + [part.given for plan in made for part in plan.parts]
+    assert not [text for text in texts if "{" in text or "_" in text or " a old" in text]
+    for plan in made:
+        whole = " ".join(part.given for part in plan.parts if part.given.endswith("."))
+        assert not sentences.NOT_WANTED.search(whole.replace("small language model", ""))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('Pip found a ball. "Is it mine?" he asked.', ""),
+        ("Pip found a ball and", "ending"),
+        ('Pip said, "It is mine.', "ending"),
+        ("Pip found a ball — it was red.", "characters"),
+        ("He ran down the hill. He ran down the hill. He ran down the hill.", "repeats"),
+        ("Pip was very very glad. He had had fun.", ""),
+        ("Pip was very very glad. He had fun fun.", "stutter"),
+        ("Pip ran ran home.", "stutter"),
+        ("Otto baked cake. The cake was good cake, for cake is cake.", "one word"),
+        ("I am an AI and cannot answer.", "subject"),
+        ("Pip met a dog named Max. Then he met a cat named Max.", "name"),
+    ],
+)
+def test_faults_of_a_text(text: str, fault: str) -> None:
+    assert sentences.fault(text) == fault
+
+
+def test_the_hero_may_be_named_often_but_not_twice() -> None:
+    text = "Bruno sat. Bruno ate. Bruno slept. Bruno woke. Then Bruno met a bear named Bruno."
+    given = ["Bruno sat."]
+    assert sentences.fault(text.partition(" Then")[0], given, "Bruno") == ""
+    assert sentences.fault(text.partition(" Then")[0], given) == "one word"
+    assert sentences.fault(text, given, "Bruno") == "name"
+
+
+def test_a_continuation_is_cut_at_whole_sentences() -> None:
+    assert sentences.cut(" It was red. He took it. Then he", 3) == " It was red. He took it."
+    assert sentences.cut(" It was red. He took it.", 1) == " It was red."
+    assert sentences.cut(' He was glad. He said, "Look. It is mine', 3) == " He was glad."
+    assert sentences.cut(" It was red. One day, he lost it.", 3) == " It was red."
+    assert sentences.cut(" and then he", 2) == ""
+    answer = "Pip was a fox. Then he"
+    assert sentences.extend(answer, " ran home.\nNew line.", 2, [], "Pip") == (f"{answer} ran home.", "")
+    assert sentences.extend(answer, "llo ran home.", 2, [], "Pip") == (answer, "joint")
+    assert sentences.extend(answer, " ran", 2, [], "Pip") == (answer, "ending")
+    assert sentences.extend("Pip was a fox.", " He", 2, [], "Pip") == ("Pip was a fox.", "")
+
+
+def test_a_teacher_writes_the_same_answers_again(tmp_path: Path) -> None:
+    """One of random weights: what it writes is noise and dropped, but for parts that leave it nothing to add."""
+    tiny_model.write(tmp_path)
+    teacher = write_text.Teacher(str(tmp_path), {"max_num_seqs": 16})
+    assert len(teacher.line_ends) == 1
+    kept = teacher.write(range(24))
+    again = [draft.answer for draft in teacher.write(range(24))]
+    teacher.close()
+    assert [draft.answer for draft in kept] == again
+    assert teacher.tally.faults.total() == 48 and teacher.tally.faults["none"] == 2 * len(kept) < 48
+    assert teacher.tally.output_tokens > 500 and teacher.tally.prompt_tokens > teacher.tally.cached_tokens > 0
+    for draft in kept:
+        assert not sentences.fault(draft.answer, hero=draft.plan.hero)
+        assert all(part.given in draft.answer for part in draft.plan.parts)
+
+
+def test_duplicates_go_and_plans_words_do_not_count() -> None:
+    given, story = "One day, Pip found a red ball in the forest.", " It was very big and he could not lift it alone."
+    rows = [
+        {"kind": "story", "request": "a", "given": [given], "answer": given + story},
+        {"kind": "story", "request": "a", "given": [given], "answer": given + story},
+        {"kind": "story", "request": "b", "given": [given], "answer": given + story + " So."},
+        {
+            "kind": "story",
+            "request": "c",
+            "given": [given],
+            "answer": given + " A bird sang and the sun was warm that day.",
+        },
+    ]
+    kept, counts = prepare.drop_duplicates(rows)
+    assert [row["request"] for row in kept] == ["a", "c"]
+    assert counts == {"duplicate": 1, "near-duplicate": 1}
+    assert len(prepare.drop_rare_words(rows, 2)) == 2
+
+
+def test_the_tokenizer_gives_every_text_back(data: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from anabranch.engine.chat_template import ChatTemplate
+    from anabranch.engine.tokenizer import Tokenizer
+
+    ours, theirs = Tokenizer(data), AutoTokenizer.from_pretrained(data)
+    for text in ("Once upon a time, 42 foxes ran.", "naïve — 日本\n\n  two  spaces\t🦊", ""):
+        ids = ours.encode(text)
+        assert ids[0] == train.END_ID and ids == theirs.encode(text)
+        assert ours.backend.decode(ids) == text
+    messages = [{"role": "user", "content": "Hello!"}]
+    text = ChatTemplate(data).render(messages)
+    assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text.startswith(f"{prepare.END}{prepare.TURN}user\n")
+    stream = np.load(data / "train.npz")["tokens"]
+    chats = ours.backend.decode(stream[:20000].tolist(), skip_special_tokens=False).split(prepare.END)
+    start = text.removeprefix(prepare.END).partition("Hello!")[0]
+    assert any(chat.startswith(start) for chat in chats), "documents begin as the template begins"
+    assert (
+        ours.backend.encode(text, add_special_tokens=False).ids[-3:]
+        == ours.backend.encode(f"{prepare.TURN}assistant\n", add_special_tokens=False).ids
+    )
+
+
+def test_windows_begin_with_documents(data: Path) -> None:
+    tokens = np.load(data / "train.npz")["tokens"]
+    windows = train.Windows(tokens, 96, torch.device("cpu"))
+    batches = windows.batches(8)
+    for _ in range(200):
+        token_BT, target_BT = next(batches)
+        assert (token_BT[:, 0] == train.END_ID).all() and token_BT.shape == (8, 96)
+        assert torch.equal(token_BT[:, 1:], target_BT[:, :-1])
+    with pytest.raises(ValueError, match="write more text"):
+        train.Windows(tokens[:50], 96, torch.device("cpu"))
+
+
+def test_a_bigram_knows_what_it_counted() -> None:
+    cycle = np.tile(np.array([0, 1, 2, 3], dtype=np.uint16), 5000)
+    assert train.bigram_loss(cycle, cycle[:400], 4) < 0.01
+    noise = np.random.default_rng(0).integers(0, 4, 20000).astype(np.uint16)
+    assert train.bigram_loss(noise, noise[::-1], 4) == pytest.approx(np.log(4), abs=0.01)
+
+
+def test_orthogonalized_matrices_are_nearly_orthogonal() -> None:
+    for shape in ((3, 32, 64), (3, 64, 32)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
+        assert values.min() > 0.5 and values.max() < 1.5
+
+
+def test_all_experts_at_once_are_the_chosen_experts_one_by_one() -> None:
+    ffn = models.Model(models.Shape(vocab_size=64, **SHAPE), seed=3).layers[0].feed_forward
+    x_TD = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1)) * 3
+    y_TD, (balance, _), load_E = ffn(x_TD)
+    for row, want in zip(x_TD[0], y_TD[0]):
+        prob = (ffn.router.weight @ row).softmax(-1)
+        weight, expert = prob.topk(2)
+        gate, up = (ffn.gate_up.weight @ row).chunk(2)
+        got = torch.sigmoid(ffn.shared_gate.weight @ row) * (ffn.down.weight @ (torch.nn.functional.silu(gate) * up))
+        for w, e in zip(weight / weight.sum(), expert):
+            inner = torch.nn.functional.silu(ffn.gate_EID[e] @ row) * (ffn.up_EID[e] @ row)
+            got = got + w * (ffn.down_EDI[e] @ inner)
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+    assert load_E.sum().item() == pytest.approx(1) and balance.item() >= 0.9
+
+
+def test_the_shipped_shape_fits() -> None:
+    counts = models.count(models.Model(models.Shape()))
+    dense = models.count(models.Model(models.Shape().dense()))
+    assert 2 * counts["total"] < 14.5e6, "bytes of weights; the folder is to stay under 15 MB"
+    assert abs(counts["active"] - dense["total"]) < 0.01 * dense["total"], "dense is to be as large as what is active"
+
+
+def test_training_learns_and_reports(trained: Path) -> None:
+    result = json.loads((trained / "training.json").read_text())
+    curve = result["curve"]
+    assert curve[-1]["heldout"] < 0.6 * curve[0]["heldout"] and curve[-1]["step"] == result["steps"] == 120
+    assert result["heldout_loss"] < result["heldout_loss_wrong_experts"]
+    load = torch.tensor(result["expert_load"])
+    assert load.shape == (2, 8) and torch.allclose(load.sum(1), torch.ones(2), atol=1e-4)
+    assert load.max() < 0.5, "no expert has everything"
+
+
+def test_transformers_and_the_engine_load_it_and_agree(trained: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
+
+    prompts = ["Once upon a time", "One day, Pip found"]
+    with LLM(str(trained), max_num_seqs=2, max_num_batched_tokens=256) as llm:
+        assert llm.engine.model.dtype == "float32"
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+        ours = llm.generate(prompts, params)
+        chat = llm.chat([{"role": "user", "content": "What is a dog?"}], SamplingParams(max_tokens=8, seed=0))
+    assert chat[0].completions[0].token_ids
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    assert isinstance(model, Qwen2MoeForCausalLM) and model.dtype == torch.float32
+    for output in ours:
+        ids = torch.tensor([[*output.prompt_ids, *output.completions[0].token_ids]])
+        with torch.inference_mode():
+            logprobs = model(ids).logits.float().log_softmax(-1)[0, len(output.prompt_ids) - 1 : -1]
+        # A model this young has near ties; the token we chose must be as good as the best to rounding.
+        best, chosen = logprobs.max(-1).values, logprobs.gather(-1, ids[0, len(output.prompt_ids) :, None])[:, 0]
+        torch.testing.assert_close(chosen, best, atol=1e-4, rtol=0)
+        assert output.completions[0].logprobs is not None
+        for one, theirs in zip(output.completions[0].logprobs, chosen, strict=True):
+            assert one.logprob == pytest.approx(float(theirs), abs=1e-4)
+
+
+def test_our_training_loss_is_transformers_loss(trained: Path, data: Path) -> None:
+    """The model that was trained is the model that was saved, routing included."""
+    from transformers import AutoModelForCausalLM
+
+    result = json.loads((trained / "training.json").read_text())
+    windows = train.Windows(np.load(data / "heldout.npz")["tokens"], 96, torch.device("cpu"))
+    starts = np.sort(windows.epoch(0))
+    token_BT, target_BT = windows.gather(starts[: len(starts) // 16 * 16 or len(starts)])
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    with torch.inference_mode():
+        loss = torch.nn.functional.cross_entropy(model(token_BT).logits.flatten(0, 1), target_BT.flatten())
+    assert float(loss) == pytest.approx(result["heldout_loss"], abs=1e-3)
+
+
+def test_dense_takes_the_same_steps(data: Path) -> None:
+    options = argparse.Namespace(**vars(train.parse([str(data), "unused", "--model", "dense", "--steps", "12"])))
+    options.batch, options.length = 8, 96
+    vocab_size = json.loads((data / "data.json").read_text())["vocab_size"]
+    result = train.run(data, data.parent / "dense", options, models.Shape(vocab_size=vocab_size, **SHAPE))
+    assert result["shape"]["num_experts"] == 0 and result["shape"]["shared_width"] == 128
+    assert result["curve"][-1]["train"] < result["curve"][0]["train"] and "expert_load" not in result
+    assert not (data.parent / "dense" / "model.safetensors").exists()
