@@ -137,13 +137,14 @@ class StepMaker:
     def rehearsal(self, num_tokens: int) -> Step:
         """One request with so many new tokens, whose keys go nowhere: for kernels to be compiled."""
         rows_T = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        columns = -(-num_tokens // self.page_size)
+        # May be longer than any request: the tables of this machine's requests would be too narrow.
+        table_RM = torch.zeros(1, -(-num_tokens // self.page_size), dtype=torch.int32, device=self.device)
         return Step(
             token_T=rows_T,
             position_T=rows_T,
             query_start_R=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
             context_len_R=torch.tensor([num_tokens], dtype=torch.int32, device=self.device),
-            page_tables=tuple(table[:1, :columns] for table in self.tables),
+            page_tables=tuple(table_RM for _ in self.tables),
             slots=tuple(rows_T - 1 for _ in self.tables),
             logit_row=None,
             max_query=num_tokens,
