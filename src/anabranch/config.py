@@ -44,7 +44,7 @@ class EngineConfig:
     load_format: str = "safetensors"
     max_model_len: int = AUTO
     """Tokens a request may have, prompt and answer together. Auto: the model's limit, as far as the KV pool allows."""
-    max_num_seqs: int = 256
+    max_num_seqs: int = 512
     """Requests that run at the same time."""
     max_num_batched_tokens: int = 8192
     """Tokens computed in one step."""

@@ -30,6 +30,7 @@ from anabranch.engine.sampled import Logprobs, Sampled, token_logprobs
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_plan import Kind
 from anabranch.engine.scheduler import Sequence, Share
+from anabranch.layers.attention import KV
 from anabranch.loader.load import DTYPES, load_model
 from anabranch.moe.options import MoEOptions
 from anabranch.moe.tuning import tune
@@ -176,16 +177,18 @@ class TorchRunner:
                     progress(done + 1, len(work))
 
     def _rehearse(self) -> None:
-        """One step of every common size. It changes nothing that a request would see."""
+        """One step of every common size, through layers of every kind. It changes nothing that a request would see."""
         kinds: tuple[Kind, ...] = ("greedy", "drawn")
+        layers = self.model.config.layers
+        kv = self.kv[: max(layers.index(layer) for layer in layers) + 2]  # the first layer has no residual
         for size in common(decode_sizes(self.config.max_num_seqs)):
             for kind in kinds:
-                self._decode(kind, self.steps.padding(size))
+                self._decode(kind, self.steps.padding(size), kv)
         largest = self.config.max_num_batched_tokens
         for size in {*common(prefill_sizes(min(largest, LARGEST_PREFILL))), largest}:
             # Real steps are rarely multiples of 16, and Triton compiles those apart.
             for num_tokens in {size, max(1, size - 1)}:
-                self.model(self.steps.rehearsal(num_tokens), self.kv)
+                self.model(self.steps.rehearsal(num_tokens), kv)
 
     def _plan_graphs(self) -> None:
         config, platform = self.config, self.platform
@@ -193,7 +196,7 @@ class TorchRunner:
         if config.graph_mode == "full":
 
             def decode(kind: Kind, size: int) -> Captured[Decoded]:
-                return Captured(platform, pool, self.steps.padding(size), partial(self._decode, kind))
+                return Captured(platform, pool, self.steps.padding(size), partial(self._decode, kind, kv=self.kv))
 
             self.decodes = BySize(decode_sizes(config.max_num_seqs), decode)
         if config.prefill_graph != "none":
@@ -280,11 +283,11 @@ class TorchRunner:
         self._count(launched, decoded.experts, count, record)
         return launched
 
-    def _decode(self, kind: Kind, packed_3R: torch.Tensor) -> Decoded:
+    def _decode(self, kind: Kind, packed_3R: torch.Tensor, kv: list[KV]) -> Decoded:
         """What is captured: a step of single tokens, from the host's three numbers a row to the tokens it samples."""
         step = self.steps.unpack(packed_3R, self.steps.width, padded=True)
         seen = self.experts.look(True)
-        logits_RV = self.model.logits(self.model(step, self.kv))
+        logits_RV = self.model.logits(self.model(step, kv))
         if kind == "any":
             return Decoded(None, logits_RV, seen)
         slot_R = packed_3R[0].long()

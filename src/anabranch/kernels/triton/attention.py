@@ -221,10 +221,11 @@ def attend_single(call: Call, out_THD: torch.Tensor, tile: DecodeTile, pad: bool
 
 
 def most_pieces(R: int, G: int, most_keys: int, tile: DecodeTile, device: torch.device) -> int:
-    """W: as many pieces as the machine holds at a time, as far as there are keys for them. With many requests half as
-    many again, so that there is something to cut long ones with."""
-    places = tile.programs * machine_of(device).processors // G
-    return min(max(places, R + R // 2), R * triton.cdiv(most_keys, tile.keys))
+    """W: a piece of each request, and as many again as the machine holds at a time, as far as there are keys for them."""
+    blocks = triton.cdiv(most_keys, tile.keys)
+    if blocks < 2:
+        return R
+    return R + min(max(1, tile.programs * machine_of(device).processors // G), R * blocks)
 
 
 def launch_options(call: Call, programs: int) -> dict[str, bool]:
