@@ -134,20 +134,23 @@ class StepMaker:
         """What the slots sampled last."""
         self.last_token_S.index_copy_(0, self._upload(slots), token_R)
 
-    def rehearsal(self, num_tokens: int) -> Step:
-        """One request with so many new tokens, whose keys go nowhere: for kernels to be compiled."""
+    def rehearsal(self, num_tokens: int, num_requests: int = 1) -> Step:
+        """One request with many new tokens and others with one, whose keys go nowhere: for kernels to be compiled."""
+        most = num_tokens - num_requests + 1
+        new_R = torch.tensor([most] + [1] * (num_requests - 1), dtype=torch.int32)
+        query_start_R = torch.nn.functional.pad(new_R.cumsum(0, dtype=torch.int32), (1, 0))
         rows_T = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         # May be longer than any request: the tables of this machine's requests would be too narrow.
-        table_RM = torch.zeros(1, -(-num_tokens // self.page_size), dtype=torch.int32, device=self.device)
+        table_RM = torch.zeros(num_requests, -(-most // self.page_size), dtype=torch.int32, device=self.device)
         return Step(
             token_T=rows_T,
             position_T=rows_T,
-            query_start_R=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
-            context_len_R=torch.tensor([num_tokens], dtype=torch.int32, device=self.device),
+            query_start_R=query_start_R.to(self.device),
+            context_len_R=new_R.to(self.device),
             page_tables=tuple(table_RM for _ in self.tables),
             slots=tuple(rows_T - 1 for _ in self.tables),
             logit_row=None,
-            max_query=num_tokens,
+            max_query=most,
         )
 
     # -- other steps ---------------------------------------------------------------------------------------------------

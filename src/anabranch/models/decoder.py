@@ -41,7 +41,7 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(width, layer.mlp_width, model.activation, model.mlp_bias)
 
     def before(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
+        x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD, self.self_attn.qkv_proj.weight)
         return self.self_attn.project(x_TD), residual_TD
 
     def after(

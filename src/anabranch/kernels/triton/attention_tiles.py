@@ -62,6 +62,8 @@ class HopperTile:
     keys: int
     """BN."""
     stages: int
+    beside: bool = False
+    """Within a warpgroup, scores are weighed while the product with the values before them goes on."""
     rows: ClassVar[int] = 128
 
 
@@ -92,6 +94,8 @@ PREFILL_CANDIDATES = (
     PrefillTile(64, 128, 4, 2),
     PrefillTile(64, 32, 8, 2),
     HopperTile(128, 2),
+    HopperTile(128, 2, beside=True),
+    HopperTile(64, 4, beside=True),
     HopperTile(128, 3),
     HopperTile(64, 2),
     HopperTile(64, 4),

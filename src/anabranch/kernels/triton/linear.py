@@ -30,7 +30,7 @@ from anabranch.kernels.triton.route import _pack as pack
 
 STREAM_TOKENS, STREAM_MORE_TOKENS = 2, 4
 """Up to how many tokens `stream_rows` is taken, as a rule and where outputs are very few or very many."""
-MULTIPLY_TOKENS, ROUTER_TOKENS = 16, 256
+MULTIPLY_TOKENS, ROUTER_TOKENS = 16, 64
 """Likewise `multiply_rows`: with all tokens in a program, and in blocks of as many where outputs are few. Beyond, the
 vendor's library."""
 FEW_OUTPUTS, MANY_OUTPUTS = 512, 1 << 15
