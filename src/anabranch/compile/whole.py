@@ -1,5 +1,7 @@
-"""A step of any shape as one graph, attention included: its kernels take lengths from the device, so what is captured
-depends on the numbers of tokens and requests alone, and both are padded.
+"""A step of any shape as a few graphs, attention included: its kernels take lengths from the device, so what is
+captured depends on the numbers of tokens and requests alone, and both are padded.
+
+A graph of all layers takes the host long to launch, and the device would wait for that: so the first is of few layers.
 
 T token rows, R requests, M page-table width; N and Q of them real.
 """
@@ -7,6 +9,8 @@ T token rows, R requests, M page-table width; N and Q of them real.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,8 +18,11 @@ import torch
 from anabranch.compile.capture import capture
 from anabranch.layers.attention import KV
 from anabranch.layers.step import Step
-from anabranch.models.decoder import Decoder
+from anabranch.models.decoder import Decoder, Rope
 from anabranch.platforms import Platform
+
+FIRST_LAYERS, MORE_LAYERS = 2, 8
+"""Layers of the first graph and of each further one."""
 
 
 class Inputs:
@@ -87,18 +94,33 @@ class WholeStep:
         self.size, self.num_requests = size, num_requests
         self.experts: list[torch.Tensor] = []
         """expert_TK of each MoE layer."""
-        step = inputs.step(size, num_requests)
-
-        def work() -> None:
-            self.experts = look()
-            self.x_TD = model(step, kv)
-
+        self.model, self.kv, self.look = model, kv, look
+        self.step = inputs.step(size, num_requests)
+        self.ropes: list[Rope] = []
+        self.residual_TD: torch.Tensor | None = None
         inputs.clear()
-        work()  # once uncaptured: kernels are compiled and libraries take their workspace when first used
-        self.graph = capture(platform, work, pool)
+        ends = [*range(FIRST_LAYERS, len(kv), MORE_LAYERS), len(kv)]
+        parts = [partial(self._layers, *pair) for pair in pairwise([0, *ends])]
+        for part in parts:  # once uncaptured: kernels are compiled and libraries take their workspace when first used
+            part()
+        self.graphs = [capture(platform, part, pool) for part in parts]
+
+    def _layers(self, begin: int, end: int) -> None:
+        model, step = self.model, self.step
+        if begin == 0:
+            self.experts = self.look()
+            self.x_TD, self.ropes = model.enter(step.token_T, step.position_T)
+            self.residual_TD = None
+        for layer_id in range(begin, end):
+            self.x_TD, self.residual_TD = model.layer(
+                layer_id, self.x_TD, self.residual_TD, self.ropes, step, self.kv[layer_id]
+            )
+        if end == len(self.kv):
+            self.x_TD = model.leave(self.x_TD, self.residual_TD)
 
     def run(self, step: Step) -> torch.Tensor:
         """Hidden rows x_ND of a step of at most `size` rows; they stand until the next run."""
         self.inputs.fill(step, self.size, self.num_requests)
-        self.graph.replay()
+        for graph in self.graphs:
+            graph.replay()
         return self.x_TD[: step.token_T.shape[0]]

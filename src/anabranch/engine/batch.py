@@ -156,17 +156,16 @@ class StepMaker:
     # -- other steps ---------------------------------------------------------------------------------------------------
 
     def _spell_out(self, shares: list[Share], pages_of: Pages) -> Step:
-        tokens: list[int] = []
-        positions: list[int] = []
+        tokens, positions = array("q"), array("q")
         query_start, context_len = [0], []
         logit_row: list[int] = []
         owners: list[int] = []
-        slots: list[list[int]] = [[] for _ in self.tables]
+        slots = [array("q") for _ in self.tables]
         fed_row, fed_slot = [], []
         page_size = self.page_size
         for sequence, begin, end, samples in shares:
             known = sequence.tokens
-            tokens += known[begin:end]
+            tokens.extend(known[begin:end])
             if end > len(known):  # the last one is still on the device
                 fed_row.append(len(tokens))
                 fed_slot.append(sequence.slot)
@@ -176,9 +175,11 @@ class StepMaker:
             query_start.append(len(tokens))
             context_len.append(end)
             owners.append(sequence.slot)
-            positions += range(begin, end)
+            positions.extend(range(begin, end))
             for table, slot in zip(self._tables_of(sequence, pages_of), slots, strict=True):
-                slot += [table[i // page_size] * page_size + i % page_size for i in range(begin, end)]
+                for first in range(begin - begin % page_size, end, page_size):  # a page at a time
+                    move = table[first // page_size] * page_size - first
+                    slot.extend(range(max(begin, first) + move, min(end, first + page_size) + move))
         self.update_tables()
 
         token_T = self._upload(tokens)
@@ -229,6 +230,10 @@ class StepMaker:
         if self.mirror:
             self.changes.append((row + written, row + length))
 
-    def _upload(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def _upload(self, values: list[int] | array[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """To the device, without waiting for it."""
-        return torch.tensor(values, dtype=dtype, pin_memory=self.pinned).to(self.device, non_blocking=True)
+        if not values:
+            return torch.empty(0, dtype=dtype, device=self.device)
+        flat = values if isinstance(values, array) else array("i" if dtype == torch.int32 else "q", values)
+        host = torch.frombuffer(flat, dtype=dtype)
+        return (host.pin_memory() if self.pinned else host).to(self.device, non_blocking=True)

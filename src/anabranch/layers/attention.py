@@ -54,9 +54,7 @@ class Attention(nn.Module):
             q, k = (norm(x.flatten(1)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
             q, k, v = (x.clamp(-config.clip, config.clip) for x in (q, k, v))
             q_weight = k_weight = None
-        weights = q_weight, k_weight
-        soon = self.o_proj.weight
-        return ops.rope_store(q, k, v, *rope, *weights, config.v_norm, self.eps, k_pages, v_pages, slot_T, soon)
+        return ops.rope_store(q, k, v, *rope, q_weight, k_weight, config.v_norm, self.eps, k_pages, v_pages, slot_T)
 
     def attend(self, q_THD: torch.Tensor, step: Step, kv: KV) -> torch.Tensor:
         return ops.attention(

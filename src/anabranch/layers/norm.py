@@ -14,17 +14,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self.eps = eps
 
-    def forward(self, x: torch.Tensor, soon: torch.Tensor | None = None) -> torch.Tensor:
-        """`soon`: weights that are read next, see ops.norm."""
-        return ops.rms_norm(x, self.weight, self.eps, soon)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, soon: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); the first layer has no residual yet."""
         if residual_TD is None:
-            return self(x_TD, soon), x_TD
-        return ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps, soon)
+            return self(x_TD), x_TD
+        return ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
     def add_to(
         self, residual_TD: torch.Tensor, x_TD: torch.Tensor, scale_1: torch.Tensor | None = None

@@ -62,7 +62,7 @@ class Gemma4Layer(nn.Module):
 
     def before(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer before ended in a scale of the whole stream, so there is no residual beside x."""
-        return self.self_attn.project(self.input_layernorm(x_TD, self.self_attn.qkv_proj.weight)), x_TD
+        return self.self_attn.project(self.input_layernorm(x_TD)), x_TD
 
     def after(
         self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None

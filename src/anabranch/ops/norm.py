@@ -1,8 +1,4 @@
-"""Root-mean-square normalisation over the last dimension, computed in fp32. T tokens, D width.
-
-`soon`, here and in `rope_store`, is a hint: weights that the next product but these will read. A kernel with time to
-spare may fetch them; it changes no result.
-"""
+"""Root-mean-square normalisation over the last dimension, computed in fp32. T tokens, D width."""
 
 from __future__ import annotations
 
@@ -26,9 +22,7 @@ def rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
 
 @op(samples=rms_norm_samples)
-def rms_norm(
-    x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, soon: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
     """x / rms(x) · weight; without a weight only x / rms(x)."""
     x32 = x.float()
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
@@ -52,11 +46,7 @@ def add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iter
 
 @op(samples=add_rms_norm_samples)
 def add_rms_norm(
-    x_TD: torch.Tensor,
-    residual_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
-    soon: torch.Tensor | None = None,
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual). Writes over neither input."""
     total_TD = x_TD + residual_TD

@@ -66,12 +66,11 @@ def rope_store(
     k_PSGD: torch.Tensor,
     v_PSGD: torch.Tensor,
     slot_T: torch.Tensor,
-    soon: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Queries, normed and rotated; keys (the same way) and values go to their slots of the pages.
 
     Norms and rope as in `qk_norm_rope`, slots as in `kv_store`; with `v_norm` each value head is normalised, without
-    a weight. v may be the same tensor as k (before norm and rope). Writes over none of q, k and v. `soon`: see `norm`.
+    a weight. v may be the same tensor as k (before norm and rope). Writes over none of q, k and v.
     """
     q_THD, rotated_TGD = qk_norm_rope.reference(q_THD, k_TGD, cos_TF, sin_TF, q_weight, k_weight, eps)
     if v_norm:

@@ -111,21 +111,6 @@ def test_a_chain_that_overlaps(early: bool, monkeypatch: pytest.MonkeyPatch) -> 
                 assert (found.double() - wanted.double()).norm() <= 1e-2 * wanted.double().norm()
 
 
-@pytest.mark.gpu
-@compiler
-def test_a_hint_changes_nothing() -> None:
-    """Weights smaller than a request, no multiple of one, and larger than all programs ask for at once."""
-    for tokens in (1, 64, 500):
-        x_TD, residual_TD = torch.randn(2, tokens, 2048, device="cuda").bfloat16()
-        weight_D = torch.rand(2048, device="cuda").bfloat16()
-        for rows in (1, 3, 5001):
-            soon = torch.randn(rows, 2000, device="cuda").bfloat16()
-            found = kernel.add_rms_norm(x_TD, residual_TD, weight_D, 1e-6, soon)
-            for one, other in zip(found, kernel.add_rms_norm(x_TD, residual_TD, weight_D, 1e-6), strict=True):
-                assert torch.equal(one, other)
-            assert torch.equal(kernel.rms_norm(x_TD, weight_D, 1e-6, soon), kernel.rms_norm(x_TD, weight_D, 1e-6))
-
-
 CASES = {  # shape of x, with the addition
     "one token": ((1, 2048), True),
     "gemma": ((64, 2816), True),
@@ -153,18 +138,3 @@ def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.Monk
         before, after = ahead_of_time.loads_around_wait(compiled)
         assert before >= 1, "the weight is a parameter"
         assert after >= 1 + add
-
-
-@pytest.mark.slow
-@compiler
-def test_weights_that_are_read_soon_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the wait, and by every thread for itself; with many tokens nobody asks."""
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: True)
-    soon = torch.empty(5120, 2048, dtype=torch.bfloat16)
-    for tokens, asked in ((1, True), (512, True), (513, False)):
-        x_TD = torch.empty(tokens, 2048, dtype=torch.bfloat16)
-        with recorded(kernel, "norm_kernel") as launches:
-            kernel.launch(x_TD, None, torch.empty(2048, dtype=torch.bfloat16), 1e-6, soon=soon)
-        before, _, after = compile_for("sm_90", launches[0]).asm["ptx"].partition("griddepcontrol.wait")
-        assert ("cp.async.bulk.prefetch.L2" in before) == asked
-        assert after and "cp.async.bulk.prefetch.L2" not in after

@@ -24,7 +24,6 @@ def rope_store(
     k_PSGD: torch.Tensor,
     v_PSGD: torch.Tensor,
     slot_T: torch.Tensor,
-    soon: torch.Tensor | None = None,
 ) -> torch.Tensor:
     q_THD, rotated_TGD = ops.qk_norm_rope(q_THD, k_TGD, cos_TF, sin_TF, q_weight, k_weight, eps)
     if v_norm:

@@ -126,8 +126,9 @@ def choose_prefill(num_rows: int, D: int, dtype: torch.dtype, machine: Machine) 
     """`num_rows`: tokens × query heads of the step."""
     if prefill_override is not None:
         return prefill_override
-    if D <= 128 and 0 < HOPPER_ROWS <= num_rows and fits(HopperTile(128, 2), D, dtype, machine):
-        return HopperTile(128, 2)
+    hopper = HopperTile(128, 2, beside=True)
+    if D <= 128 and 0 < HOPPER_ROWS <= num_rows and fits(hopper, D, dtype, machine):
+        return hopper
     few = num_rows < 128 * machine.processors  # with blocks of 128 rows some multiprocessors would have none
     if dtype == torch.float32:
         tile = PrefillTile(32, 32, 4, 2) if D <= 128 else PrefillTile(16, 16, 4, 2)

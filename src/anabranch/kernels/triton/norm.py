@@ -14,7 +14,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.launch import dependent_launch
-from anabranch.kernels.triton.soon import fetch_soon, soon_arguments
 
 MAX_WIDTH = 16384
 """Above, a row would not fit in the registers of a program."""
@@ -27,7 +26,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
 def norm_kernel(
-    x, residual, weight, after, factor, y, total, soon, soon_chunks, num_rows,
+    x, residual, weight, after, factor, y, total, num_rows,
     x_stride, x_head_stride, residual_stride, after_stride, eps,
     D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
@@ -36,8 +35,6 @@ def norm_kernel(
 
     `residual` is added before, and the sum kept in `total`; `after` is added behind, and that sum times `factor`.
     """
-    if soon is not None:
-        fetch_soon(soon, soon_chunks, tl.program_id(0), tl.num_programs(0))
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < D
     if weight is not None:
@@ -77,7 +74,6 @@ def launch(
     eps: float,
     num_warps: int | None = None,
     *,
-    soon: torch.Tensor | None = None,
     after_TD: torch.Tensor | None = None,
     factor_1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -99,7 +95,6 @@ def launch(
         factor_1,
         y,
         total_TD,
-        *soon_arguments(soon, x.shape[0], dependent),
         num_rows,
         x.stride(0),
         x.stride(1) if x.dim() == 3 else 0,
@@ -123,15 +118,13 @@ def choose_warps(block: int) -> int:
     return min(max(block // 256, 1), 8 if block <= 8192 else 16)
 
 
-def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, soon: torch.Tensor | None = None) -> bool:
+def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> bool:
     return x.dim() in (2, 3) and _fits(x) and (weight_D is None or weight_D.is_contiguous())
 
 
 @ops.rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
-def rms_norm(
-    x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, soon: torch.Tensor | None = None
-) -> torch.Tensor:
-    return launch(x, None, weight_D, eps, soon=soon)[0]
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return launch(x, None, weight_D, eps)[0]
 
 
 def accepts_add(
@@ -139,7 +132,6 @@ def accepts_add(
     residual_TD: torch.Tensor,
     weight_D: torch.Tensor,
     eps: float,
-    soon: torch.Tensor | None = None,
 ) -> bool:
     same = x_TD.shape == residual_TD.shape and x_TD.dtype == residual_TD.dtype
     return x_TD.dim() == 2 and same and _fits(x_TD) and _fits(residual_TD) and weight_D.is_contiguous()
@@ -151,9 +143,8 @@ def add_rms_norm(
     residual_TD: torch.Tensor,
     weight_D: torch.Tensor,
     eps: float,
-    soon: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y_TD, total_TD = launch(x_TD, residual_TD, weight_D, eps, soon=soon)
+    y_TD, total_TD = launch(x_TD, residual_TD, weight_D, eps)
     assert total_TD is not None
     return y_TD, total_TD
 

@@ -22,7 +22,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.launch import dependent_launch
-from anabranch.kernels.triton.soon import fetch_soon, soon_arguments
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_TILE = 16384
@@ -106,7 +105,7 @@ def do_heads(
 
 @triton.jit(do_not_specialize=["eps"])
 def rope_store_kernel(
-    q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, rotated_THD, k_PSGD, v_PSGD, slot_T, soon, soon_chunks,
+    q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, rotated_THD, k_PSGD, v_PSGD, slot_T,
     q_stride, k_stride, v_stride, page_stride, slot_stride, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
     NORM: tl.constexpr, V_NORM: tl.constexpr,
@@ -115,9 +114,6 @@ def rope_store_kernel(
     Q_BLOCKS: tl.constexpr = (H + B - 1) // B
     KV_BLOCKS: tl.constexpr = (G + B - 1) // B
     t, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if soon is not None:
-        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        fetch_soon(soon, soon_chunks, program, tl.num_programs(0) * tl.num_programs(1))
     cos, sin = cos_TF + t * F, sin_TF + t * F
     if block < Q_BLOCKS:
         do_heads(
@@ -149,7 +145,6 @@ def accepts(
     k_PSGD: torch.Tensor,
     v_PSGD: torch.Tensor,
     slot_T: torch.Tensor,
-    soon: torch.Tensor | None = None,
 ) -> bool:
     H, D = q_THD.shape[1:]
     weights = (q_weight, k_weight)
@@ -179,7 +174,6 @@ def rope_store(
     k_PSGD: torch.Tensor,
     v_PSGD: torch.Tensor,
     slot_T: torch.Tensor,
-    soon: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (tokens, H, D), G = q_THD.shape, k_TGD.shape[1]
     rotated_THD = torch.empty(tokens, H, D, dtype=q_THD.dtype, device=q_THD.device)
@@ -202,7 +196,6 @@ def rope_store(
         k_PSGD,
         v_PSGD,
         slot_T,
-        *soon_arguments(soon, tokens, dependent),
         q_THD.stride(0),
         k_TGD.stride(0),
         v_TGD.stride(0),
