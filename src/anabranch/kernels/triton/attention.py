@@ -200,9 +200,9 @@ def attend_single(call: Call, out_THD: torch.Tensor, tile: DecodeTile, pad: bool
     )
     if not split:
         return
-    # Few requests: a program for each head; many: one for all that share keys, since most requests are in one piece.
-    heads = 1 if FEW_PROGRAMS * machine_of(out_THD.device).processors >= R * H else H // G
-    combine_pieces[(H // heads, R)](
+    most_cut = min(R, num_pieces - R)
+    heads = 1 if FEW_PROGRAMS * machine_of(out_THD.device).processors >= most_cut * H else H // G
+    combine_pieces[(H // heads, most_cut)](
         call.query_start_R,
         call.context_len_R,
         out_THD,
@@ -217,7 +217,7 @@ def attend_single(call: Call, out_THD: torch.Tensor, tile: DecodeTile, pad: bool
         AT_ONCE=max(8, 4096 // shape["DP"]),
         num_warps=4,
         **{name: shape[name] for name in ("D", "DP", "RP", "WINDOWED")},
-        **launch_options(call, R * H // heads),
+        **launch_options(call, most_cut * H // heads),
     )
 
 

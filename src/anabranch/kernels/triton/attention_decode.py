@@ -201,22 +201,21 @@ def combine_pieces(
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOWED: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The rows of requests in several pieces: HEADS heads of one request, AT_ONCE pieces at a time."""
-    r = tl.program_id(1)
-    row, next_row, length = load_request(query_start_R, context_len_R, r, r < num_requests)
+    """The rows of requests in several pieces: HEADS heads of one request, AT_ONCE pieces at a time. There are never more
+    such requests than further pieces, and mostly none."""
     blocks_R, size = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
-    blocks = tl.cdiv(length, BN)
-    if WINDOWED:
-        blocks -= tl.maximum(length - window, 0) // BN
-    pieces = tl.cdiv(blocks, size)
+    further_R = further_pieces(blocks_R, size)
+    r = tl.sum((tl.cumsum((further_R > 0).to(tl.int32), 0) <= tl.program_id(1)).to(tl.int32), 0)
+    is_r = tl.arange(0, RP) == r
+    pieces = tl.sum(tl.where(is_r, further_R, 0), 0) + 1
+    second_piece = num_requests + tl.sum(tl.where(tl.arange(0, RP) < r, further_R, 0), 0)
+    row = tl.load(query_start_R + r, mask=r < num_requests, other=0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
         if TRIGGER:
             gdc_launch_dependents()
-    if (pieces < 2) | (next_row - row != 1):
+    if r >= num_requests:
         return
-    earlier = tl.sum(tl.where(tl.arange(0, RP) < r, further_pieces(blocks_R, size), 0), 0)
-    second_piece = num_requests + earlier
     d = tl.arange(0, DP)
     for head in range(tl.program_id(0) * HEADS, (tl.program_id(0) + 1) * HEADS):
         peak = LOWEST
