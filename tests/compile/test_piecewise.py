@@ -224,15 +224,26 @@ def test_compiled_once_for_all_sizes_and_starts(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiler", ["inductor", "none"])
-@pytest.mark.parametrize("name", ["qwen2_moe_published", "qwen3_moe_published", "gemma4_text_published"])
-def test_captured_pieces_on_a_gpu(name: str, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 rows of captured and of uncaptured pieces are those of the model, within what rounding allows."""
+@pytest.mark.parametrize(
+    "name, dtype, allowed",
+    [
+        ("qwen2_moe_published", torch.bfloat16, 0.05),
+        ("qwen3_moe_published", torch.bfloat16, 0.05),
+        ("qwen3_moe_published", torch.float32, 1e-3),
+        # Seven layers of normed sums: in bf16 nearly every row is 5 % from what it is in fp32, whoever computes it.
+        ("gemma4_text_published", torch.float32, 1e-3),
+    ],
+)
+def test_captured_pieces_on_a_gpu(
+    name: str, dtype: torch.dtype, allowed: float, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of captured and of uncaptured pieces are those of the model, within what rounding allows."""
     from anabranch import platforms
 
     monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path / "cache"))
     platform = platforms.make("cuda")
-    device, dtype = platform.device, torch.bfloat16
-    model = load_model(str(tiny.save(CASES[name], tmp_path)), dtype="bfloat16", platform=platform)
+    device, name_of_dtype = platform.device, str(dtype).removeprefix("torch.")
+    model = load_model(str(tiny.save(CASES[name], tmp_path)), dtype=name_of_dtype, platform=platform)
     groups = model.config.kv_groups
     kv = kv_tensors.allocate(model.config, [LONGEST // PAGE] * len(groups), PAGE, dtype, device)
     steps = StepMaker(len(groups), 1, LONGEST, PAGE, device)
@@ -251,7 +262,7 @@ def test_captured_pieces_on_a_gpu(name: str, compiler: str, tmp_path: Path, monk
             found = decoder.run(step, kv)[0] if size is None else captured[size].run(step)
             found, expected = found.float(), model(step, kv).float()
             # Rows whose router is near a tie may go to another expert: most rows must be close.
-            far_T = (found - expected).norm(dim=-1) / expected.norm(dim=-1) > 0.05
+            far_T = (found - expected).norm(dim=-1) / expected.norm(dim=-1) > allowed
             worst = max(worst, far_T.float().mean().item())
         assert compilations() == before
     assert worst < 0.1, f"{worst:.0%} of the rows differ"

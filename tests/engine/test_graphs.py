@@ -28,7 +28,7 @@ MODES: list[dict[str, Any]] = [
     {"graph_mode": "none", "prefill_graph": "breakable"},
     {"graph_mode": "none", "prefill_graph": "piecewise", "compiler": "none"},
     {"graph_mode": "full", "prefill_graph": "none"},
-    {"graph_mode": "full"},
+    {"graph_mode": "full", "prefill_graph": "full"},
 ]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
@@ -226,7 +226,7 @@ def test_captured_logits_are_those_of_an_eager_run_bit_for_bit(
         }
         engine = make_engine(EngineConfig(model=str(folder), **options))
         logits = []
-        updates = serve(engine, requests([0, 0, 4, 2, 3, 0, 1, 0] * 4, 5), {"3": 9, "8": 14})
+        updates = serve(engine, requests([0, 0, 4, 2, 3, 0, 1, 0] * 12, 5), {"3": 9, "8": 14})
         engine.close()
         found.append(({id: flat(one) for id, one in updates.items()}, logits))
     assert found[0][0] == found[1][0]

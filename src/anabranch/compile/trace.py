@@ -23,6 +23,7 @@ from anabranch.ops.opaque import opaque, shown_to_compiler
 BETWEEN_ATTENTIONS = (
     ops.rms_norm,
     ops.add_rms_norm,
+    ops.norm_add,
     ops.linear,
     ops.gated_activation,
     ops.route,

@@ -134,35 +134,38 @@ class StepMaker:
         """What the slots sampled last."""
         self.last_token_S.index_copy_(0, self._upload(slots), token_R)
 
-    def rehearsal(self, num_tokens: int) -> Step:
-        """One request with so many new tokens, whose keys go nowhere: for kernels to be compiled."""
+    def rehearsal(self, num_tokens: int, num_requests: int = 1) -> Step:
+        """One request with many new tokens and others with one, whose keys go nowhere: for kernels to be compiled."""
+        most = num_tokens - num_requests + 1
+        new_R = torch.tensor([most] + [1] * (num_requests - 1), dtype=torch.int32)
+        query_start_R = torch.nn.functional.pad(new_R.cumsum(0, dtype=torch.int32), (1, 0))
         rows_T = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        columns = -(-num_tokens // self.page_size)
+        # May be longer than any request: the tables of this machine's requests would be too narrow.
+        table_RM = torch.zeros(num_requests, -(-most // self.page_size), dtype=torch.int32, device=self.device)
         return Step(
             token_T=rows_T,
             position_T=rows_T,
-            query_start_R=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
-            context_len_R=torch.tensor([num_tokens], dtype=torch.int32, device=self.device),
-            page_tables=tuple(table[:1, :columns] for table in self.tables),
+            query_start_R=query_start_R.to(self.device),
+            context_len_R=new_R.to(self.device),
+            page_tables=tuple(table_RM for _ in self.tables),
             slots=tuple(rows_T - 1 for _ in self.tables),
             logit_row=None,
-            max_query=num_tokens,
+            max_query=most,
         )
 
     # -- other steps ---------------------------------------------------------------------------------------------------
 
     def _spell_out(self, shares: list[Share], pages_of: Pages) -> Step:
-        tokens: list[int] = []
-        positions: list[int] = []
+        tokens, positions = array("q"), array("q")
         query_start, context_len = [0], []
         logit_row: list[int] = []
         owners: list[int] = []
-        slots: list[list[int]] = [[] for _ in self.tables]
+        slots = [array("q") for _ in self.tables]
         fed_row, fed_slot = [], []
         page_size = self.page_size
         for sequence, begin, end, samples in shares:
             known = sequence.tokens
-            tokens += known[begin:end]
+            tokens.extend(known[begin:end])
             if end > len(known):  # the last one is still on the device
                 fed_row.append(len(tokens))
                 fed_slot.append(sequence.slot)
@@ -172,9 +175,11 @@ class StepMaker:
             query_start.append(len(tokens))
             context_len.append(end)
             owners.append(sequence.slot)
-            positions += range(begin, end)
+            positions.extend(range(begin, end))
             for table, slot in zip(self._tables_of(sequence, pages_of), slots, strict=True):
-                slot += [table[i // page_size] * page_size + i % page_size for i in range(begin, end)]
+                for first in range(begin - begin % page_size, end, page_size):  # a page at a time
+                    move = table[first // page_size] * page_size - first
+                    slot.extend(range(max(begin, first) + move, min(end, first + page_size) + move))
         self.update_tables()
 
         token_T = self._upload(tokens)
@@ -225,6 +230,10 @@ class StepMaker:
         if self.mirror:
             self.changes.append((row + written, row + length))
 
-    def _upload(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def _upload(self, values: list[int] | array[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """To the device, without waiting for it."""
-        return torch.tensor(values, dtype=dtype, pin_memory=self.pinned).to(self.device, non_blocking=True)
+        if not values:
+            return torch.empty(0, dtype=dtype, device=self.device)
+        flat = values if isinstance(values, array) else array("i" if dtype == torch.int32 else "q", values)
+        host = torch.frombuffer(flat, dtype=dtype)
+        return (host.pin_memory() if self.pinned else host).to(self.device, non_blocking=True)

@@ -150,7 +150,7 @@ def plan_memory(
     dtype: str,
     page_size: int = 16,
     max_num_batched_tokens: int = 8192,
-    max_num_seqs: int = 256,
+    max_num_seqs: int = 512,
 ) -> MemoryPlan:
     usable = int(total * fraction)
     weights = sum(count_weights(config).values()) * DTYPE_BYTES[dtype]

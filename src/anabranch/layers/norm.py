@@ -22,3 +22,9 @@ class RMSNorm(nn.Module):
         if residual_TD is None:
             return self(x_TD), x_TD
         return ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+
+    def add_to(
+        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, scale_1: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(residual + norm(x)) · scale."""
+        return ops.norm_add(x_TD, self.weight, self.eps, residual_TD, scale_1)

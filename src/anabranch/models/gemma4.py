@@ -34,7 +34,7 @@ class Gemma4Router(nn.Module):
         self.eps = eps
 
     def forward(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TD = ops.rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
+        x_TD = ops.rms_norm(x_TD, self.scale, self.eps) * x_TD.shape[-1] ** -0.5
         logits_TE = ops.linear(x_TD, self.proj.weight, out_dtype=torch.float32)
         return ops.route(logits_TE, self.top_k, expert_scale_E=self.per_expert_scale, num_tokens=num_tokens)
 
@@ -67,7 +67,7 @@ class Gemma4Layer(nn.Module):
     def after(
         self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x_TD = residual_TD + self.post_attention_layernorm(self.self_attn.output(attended_THD))
+        x_TD = self.post_attention_layernorm.add_to(residual_TD, self.self_attn.output(attended_THD))
         if self.moe is None:
             y_TD = self._dense(x_TD)
         else:
@@ -77,16 +77,15 @@ class Gemma4Layer(nn.Module):
                 main=lambda x: self._routed(x, num_tokens),
                 side=lambda x: self.post_feedforward_layernorm_1(self._dense(x)),
             )
-            y_TD = dense_TD + routed_TD
-        return (x_TD + self.post_feedforward_layernorm(y_TD)) * self.layer_scalar, None
+            y_TD = self.post_feedforward_layernorm_2.add_to(dense_TD, routed_TD)
+        return self.post_feedforward_layernorm.add_to(x_TD, y_TD, self.layer_scalar), None
 
     def _dense(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.mlp(self.pre_feedforward_layernorm(x_TD))
 
     def _routed(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> torch.Tensor:
         assert self.moe is not None
-        y_TD = self.moe(self.pre_feedforward_layernorm_2(x_TD), num_tokens, router_input_TD=x_TD)
-        return self.post_feedforward_layernorm_2(y_TD)
+        return self.moe(self.pre_feedforward_layernorm_2(x_TD), num_tokens, router_input_TD=x_TD)
 
 
 class Model(Decoder):

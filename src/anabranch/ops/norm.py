@@ -51,3 +51,30 @@ def add_rms_norm(
     """(norm(x + residual), x + residual). Writes over neither input."""
     total_TD = x_TD + residual_TD
     return rms_norm.reference(total_TD, weight_D, eps), total_TD
+
+
+def norm_add_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+    for tokens, width, scaled in ((1, 64, False), (6, 40, True), (0, 16, True)):
+        yield (
+            f"T{tokens} D{width} scale={scaled}",
+            {
+                "x_TD": torch.randn(tokens, width, generator=generator).to(dtype),
+                "weight_D": torch.rand(width, generator=generator).to(dtype),
+                "eps": 1e-5,
+                "residual_TD": torch.randn(tokens, width, generator=generator).to(dtype),
+                "scale_1": torch.rand(1, generator=generator).to(dtype) if scaled else None,
+            },
+        )
+
+
+@op(samples=norm_add_samples)
+def norm_add(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    residual_TD: torch.Tensor,
+    scale_1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(residual + norm(x)) · scale, each of the three rounded to x's dtype. Writes over no input."""
+    total_TD = residual_TD + rms_norm.reference(x_TD, weight_D, eps)
+    return total_TD if scale_1 is None else total_TD * scale_1

@@ -30,7 +30,7 @@ def judge(op: Any, arguments: dict[str, Any], dtype: torch.dtype, device: str) -
 
 
 @everywhere
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "norm_add"])
 def test_samples(name: str, device: str) -> None:
     for dtype in dtypes(device):
         for _, arguments in ops.OPS[name].samples(dtype, torch.Generator().manual_seed(0)):
@@ -47,6 +47,7 @@ def test_widths(width: int, device: str) -> None:
             judge(ops.rms_norm, {"x": x, "weight_D": weight_D, "eps": 0.5}, dtype, device)
             both = {"x_TD": x, "residual_TD": residual, "weight_D": weight_D, "eps": 0.5}
             judge(ops.add_rms_norm, both, dtype, device)
+            judge(ops.norm_add, {**both, "scale_1": torch.rand(1).to(dtype)}, dtype, device)
 
 
 @everywhere

@@ -34,8 +34,9 @@ MAX_QUERIES = 64 * 128
 """Elements of the queries that attention_decode can hold: heads that share keys × head dim, both rounded up."""
 GLUON_TRIED = ("3.6.",)
 """Versions of Triton that attention_hopper was compiled with."""
-REQUESTS = (32, 256, 2048)
-"""A kernel looks at all requests of a step at once; each of these bounds is a version of it."""
+SINGLE_REQUESTS, MANY_REQUESTS = (32, 256, 512, 2048), (32, 1024, 2048)
+"""A kernel looks at all requests of a step at once; each of these bounds is a version of it. The second are those of
+attention_prefill, whose programs have more to do beside, and which looks at one entry more."""
 FEW_PROGRAMS = 8
 """Per multiprocessor. With more, a successor that starts early would only take the place of programs that work."""
 
@@ -58,7 +59,7 @@ def accepts(
         and k_PSGD.shape == v_PSGD.shape
         and k_PSGD.stride() == v_PSGD.stride()
         and q_THD.shape[2] <= MAX_DIM
-        and page_table_RM.shape[0] < REQUESTS[-1]
+        and page_table_RM.shape[0] < SINGLE_REQUESTS[-1]
         and page_table_RM.stride(1) == 1
         and all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in (query_start_R, context_len_R))
         and page_table_RM.dtype == torch.int32
@@ -117,14 +118,14 @@ class Call:
         """Those that share keys."""
         return max(16, triton.next_power_of_2(self.q_THD.shape[1] // self.k_PSGD.shape[2]))
 
-    def shape(self, num_entries: int) -> dict[str, int | bool]:
+    def shape(self, num_entries: int, bounds: tuple[int, ...]) -> dict[str, int | bool]:
         """What all kernels are compiled for; they look at so many entries of the requests at once."""
         return {
             "HG": self.q_THD.shape[1] // self.k_PSGD.shape[2],
             "D": self.q_THD.shape[2],
             "DP": self.padded_dim(),
             "S": self.k_PSGD.shape[1],
-            "RP": next(bound for bound in REQUESTS if bound >= num_entries),
+            "RP": next(bound for bound in bounds if bound >= num_entries),
             "WINDOWED": self.window > 0,
         }
 
@@ -136,7 +137,7 @@ def attend_many(call: Call, out_THD: torch.Tensor, tile: PrefillTile | HopperTil
     if isinstance(tile, HopperTile):
         # Gluon is imported only where it is used: it changes from one Triton to the next.
         attend = importlib.import_module("anabranch.kernels.triton.attention_hopper").attend_rows_hopper
-        options = {"STAGES": tile.stages, "num_warps": 4}
+        options = {"STAGES": tile.stages, "BESIDE": tile.beside, "num_warps": 4}
     else:
         attend = attend_rows
         options = {"BM": tile.rows, "num_warps": tile.warps, "num_stages": tile.stages}
@@ -153,7 +154,7 @@ def attend_many(call: Call, out_THD: torch.Tensor, tile: PrefillTile | HopperTil
         call.scale * math.log2(math.e),
         call.window,
         *call.strides(),
-        **call.shape(R + 1),
+        **call.shape(R + 1, MANY_REQUESTS),
         BN=tile.keys,
         SINGLE=single,
         **options,
@@ -171,7 +172,7 @@ def attend_single(call: Call, out_THD: torch.Tensor, tile: DecodeTile, pad: bool
     if split:
         piece_WHD = torch.empty(num_pieces, H, D, dtype=torch.float32, device=out_THD.device)
         weight_WH = torch.empty(num_pieces, H, dtype=torch.float32, device=out_THD.device)
-    shape, options = call.shape(R), launch_options(call, G * num_pieces)
+    shape, options = call.shape(R, SINGLE_REQUESTS), launch_options(call, G * num_pieces)
     attend_pieces[(G, num_pieces)](
         call.q_THD,
         call.k_PSGD,
@@ -199,9 +200,9 @@ def attend_single(call: Call, out_THD: torch.Tensor, tile: DecodeTile, pad: bool
     )
     if not split:
         return
-    # Few requests: a program for each head; many: one for all that share keys, since most requests are in one piece.
-    heads = 1 if FEW_PROGRAMS * machine_of(out_THD.device).processors >= R * H else H // G
-    combine_pieces[(H // heads, R)](
+    most_cut = min(R, num_pieces - R)
+    heads = 1 if FEW_PROGRAMS * machine_of(out_THD.device).processors >= most_cut * H else H // G
+    combine_pieces[(H // heads, most_cut)](
         call.query_start_R,
         call.context_len_R,
         out_THD,
@@ -216,15 +217,16 @@ def attend_single(call: Call, out_THD: torch.Tensor, tile: DecodeTile, pad: bool
         AT_ONCE=max(8, 4096 // shape["DP"]),
         num_warps=4,
         **{name: shape[name] for name in ("D", "DP", "RP", "WINDOWED")},
-        **launch_options(call, R * H // heads),
+        **launch_options(call, most_cut * H // heads),
     )
 
 
 def most_pieces(R: int, G: int, most_keys: int, tile: DecodeTile, device: torch.device) -> int:
-    """W: as many pieces as the machine holds at a time, as far as there are keys for them. With many requests half as
-    many again, so that there is something to cut long ones with."""
-    places = tile.programs * machine_of(device).processors // G
-    return min(max(places, R + R // 2), R * triton.cdiv(most_keys, tile.keys))
+    """W: a piece of each request, and as many more as the machine holds at a time, if there are keys for them."""
+    blocks = triton.cdiv(most_keys, tile.keys)
+    if blocks < 2:
+        return R
+    return R + min(max(1, tile.programs * machine_of(device).processors // G), R * blocks)
 
 
 def launch_options(call: Call, programs: int) -> dict[str, bool]:

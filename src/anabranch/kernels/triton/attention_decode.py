@@ -4,9 +4,10 @@ T token rows, R requests, H query heads, G key-value heads (HG = H / G heads sha
 M page-table width, W pieces of work, BN keys in a block. RP and DP are R and D rounded up, ROWS is HG rounded up.
 
 A program has one piece of work: some blocks of keys of one request, for one key-value head and all query heads that
-share it. How many blocks make a piece is worked out on the device, by every program for itself, from all lengths: the
-fewest with which W pieces are enough. So a captured launch follows the contexts as they grow, and one long request does
-not keep the others waiting. The host knows W, which is at least R, and nothing of lengths.
+share it. How many blocks make a piece is worked out on the device, by every program for itself, from all lengths. So a
+captured launch follows the contexts as they grow, and one long request does not keep the others waiting. The host knows
+W, which is more than R where requests may be cut, and nothing of lengths. Piece r < R is the first of request r; what
+is cut off comes behind, in the order of requests.
 
 A request of a single piece is done when its program is. Of the others each piece leaves its output and the logarithm
 of its weight; `combine_pieces` adds them up, always in the same order.
@@ -31,9 +32,10 @@ def share_out(
     query_start_R, context_len_R, num_requests, num_pieces, window,
     RP: tl.constexpr, BN: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of every request: one for a request without context too, since its row is to be written.
+    """(blocks of keys of every request, most blocks of a piece). Requests with several new tokens, or none, have none.
 
-    Requests with several new tokens, or none, have no piece here.
+    Pieces of that many are never too many: ⌈b / size⌉ − 1 < b / size, and Σ b / size is at most what there is room for
+    beside the first piece of each request.
     """
     r = tl.arange(0, RP)
     there = r < num_requests
@@ -43,15 +45,37 @@ def share_out(
     blocks = tl.cdiv(length, BN)
     if WINDOWED:
         blocks -= tl.maximum(length - window, 0) // BN
-    single = end - start == 1
-    blocks = tl.where(single, blocks, 0)
-    size = tl.maximum(tl.cdiv(tl.sum(blocks, 0), num_pieces), 1)
-    pieces = tl.where(single, tl.maximum(tl.cdiv(blocks, size), 1), 0)
-    # Requests' last pieces are not full, so there may be too many; with whole requests as pieces there are not.
-    while tl.sum(pieces, 0) > num_pieces:
-        size += tl.cdiv(size, 8)
-        pieces = tl.where(single, tl.maximum(tl.cdiv(blocks, size), 1), 0)
-    return pieces
+    blocks = tl.where(end - start == 1, blocks, 0)
+    return blocks, tl.maximum(tl.cdiv(tl.sum(blocks, 0), num_pieces - num_requests), 1)
+
+
+@triton.jit
+def further_pieces(blocks_R, size):
+    """Of every request, beside its first."""
+    return tl.maximum(tl.cdiv(blocks_R, size) - 1, 0)
+
+
+@triton.jit
+def load_request(query_start_R, context_len_R, r, real):
+    """(its row, the next one's, its context)"""
+    row = tl.load(query_start_R + r, mask=real, other=0, cache_modifier=".cg")
+    next_row = tl.load(query_start_R + r + 1, mask=real, other=0, cache_modifier=".cg")
+    return row, next_row, tl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def first_pages(page_table_RM, r, table_stride, begin, first_key, length, S: tl.constexpr, BN: tl.constexpr):
+    """Pages and slots of the keys of block `begin`. Slots that hold no key of the request may hold anything: its first
+    or last key is read in their place."""
+    key = begin * BN + tl.arange(0, BN)
+    inside = tl.maximum(tl.minimum(tl.maximum(key, first_key), length - 1), 0)
+    page = tl.load(
+        page_table_RM + r * table_stride + inside // S,
+        mask=(key >= 0) & (length > 0),
+        other=0,
+        cache_modifier=".cg",
+    )
+    return page, inside % S
 
 
 @triton.jit
@@ -76,32 +100,38 @@ def attend_pieces(
     HEAD: tl.constexpr = 1 - KEY
     g, w = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0) * HG
+    # The first pieces of all requests come first: those programs know theirs, and ask for its pages, at once.
     r, piece, pieces = w, w * 0, w * 0 + 1
+    real = r < num_requests
+    row, next_row, length = load_request(query_start_R, context_len_R, r, real)
+    first_key = tl.maximum(length - window, 0) if WINDOWED else length * 0
+    begin = first_key // BN
+    page, slot = first_pages(page_table_RM, r, table_stride, begin, first_key, length, S, BN)
+    padding_row = tl.load(query_start_R + num_requests, cache_modifier=".cg")
     if SPLIT:
         num_pieces = tl.num_programs(1)
-        pieces_R = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
-        past_R = tl.cumsum(pieces_R, 0) <= w
-        r = tl.sum(past_R.to(tl.int32), 0)
-        piece = w - tl.sum(tl.where(past_R, pieces_R, 0), 0)
-        pieces = tl.maximum(tl.sum(tl.where(tl.arange(0, RP) == r, pieces_R, 0), 0), 1)
-    real = r < num_requests
-    row = tl.load(query_start_R + r, mask=real, other=0, cache_modifier=".cg")
-    next_row = tl.load(query_start_R + r + 1, mask=real, other=0, cache_modifier=".cg")
-    length = tl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
-    padding_row = tl.load(query_start_R + num_requests, cache_modifier=".cg")
-    first_key = tl.maximum(length - window, 0) if WINDOWED else length * 0
+        blocks_R, size = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
+        if w >= num_requests:
+            further_R = further_pieces(blocks_R, size)
+            past_R = tl.cumsum(further_R, 0) <= w - num_requests
+            r = tl.sum(past_R.to(tl.int32), 0)
+            piece = w - num_requests - tl.sum(tl.where(past_R, further_R, 0), 0) + 1
+            real = r < num_requests
+            row, next_row, length = load_request(query_start_R, context_len_R, r, real)
+            first_key = tl.maximum(length - window, 0) if WINDOWED else length * 0
+        blocks = tl.cdiv(length, BN) - first_key // BN
+        pieces = tl.maximum(tl.cdiv(blocks, size), 1)
+        if w >= num_requests:
+            begin = first_key // BN + blocks * piece // pieces
+            page, slot = first_pages(page_table_RM, r, table_stride, begin, first_key, length, S, BN)
     first_block = first_key // BN
     blocks = tl.cdiv(length, BN) - first_block
-    begin, end = first_block + blocks * piece // pieces, first_block + blocks * (piece + 1) // pieces
+    end = first_block + blocks * (piece + 1) // pieces
     table = page_table_RM + r * table_stride
-    # Slots that hold no key of the request may hold anything: its first or last key is read in their place.
-    key = begin * BN + tl.arange(0, BN)
-    inside = tl.maximum(tl.minimum(tl.maximum(key, first_key), length - 1), 0)
-    page = tl.load(table + inside // S, mask=(key >= 0) & (length > 0), other=0, cache_modifier=".cg")
     if FETCH:
         LINE: tl.constexpr = 1024 // k_PSGD.dtype.element_ty.primitive_bitwidth  # 128 bytes
         line = tl.arange(0, DP // LINE) * LINE
-        lines = (page.to(tl.int64) * page_stride + (inside % S) * slot_stride)[:, None] + line[None, :]
+        lines = (page.to(tl.int64) * page_stride + slot * slot_stride)[:, None] + line[None, :]
         fetch_to_l2(k_PSGD + g * head_stride + lines)
         fetch_to_l2(v_PSGD + g * head_stride + lines)
     if PDL:
@@ -171,17 +201,20 @@ def combine_pieces(
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOWED: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The rows of requests in several pieces: HEADS heads of one request, AT_ONCE pieces at a time."""
-    r = tl.program_id(1)
-    pieces_R = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
-    pieces = tl.sum(tl.where(tl.arange(0, RP) == r, pieces_R, 0), 0)
-    first_piece = tl.sum(tl.where(tl.arange(0, RP) < r, pieces_R, 0), 0)
-    row = tl.load(query_start_R + r, cache_modifier=".cg")
+    """The rows of requests in several pieces: HEADS heads of one request, AT_ONCE pieces at a time. There are never more
+    such requests than further pieces, and mostly none."""
+    blocks_R, size = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
+    further_R = further_pieces(blocks_R, size)
+    r = tl.sum((tl.cumsum((further_R > 0).to(tl.int32), 0) <= tl.program_id(1)).to(tl.int32), 0)
+    is_r = tl.arange(0, RP) == r
+    pieces = tl.sum(tl.where(is_r, further_R, 0), 0) + 1
+    second_piece = num_requests + tl.sum(tl.where(tl.arange(0, RP) < r, further_R, 0), 0)
+    row = tl.load(query_start_R + r, mask=r < num_requests, other=0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
         if TRIGGER:
             gdc_launch_dependents()
-    if pieces < 2:
+    if r >= num_requests:
         return
     d = tl.arange(0, DP)
     for head in range(tl.program_id(0) * HEADS, (tl.program_id(0) + 1) * HEADS):
@@ -190,7 +223,7 @@ def combine_pieces(
         acc = tl.zeros([DP], tl.float32)
         for first in range(0, pieces, AT_ONCE):
             piece = first + tl.arange(0, AT_ONCE)
-            at = (first_piece + piece) * num_heads + head
+            at = tl.where(piece == 0, r, second_piece + piece - 1) * num_heads + head
             weight = tl.load(weight_WH + at, mask=piece < pieces, other=float("-inf"))
             mask = (piece < pieces)[:, None] & (d < D)[None, :]
             o = tl.load(piece_WHD + at.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)

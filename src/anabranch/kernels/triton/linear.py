@@ -28,8 +28,16 @@ from anabranch import ops
 from anabranch.kernels.triton.launch import dependent_launch
 from anabranch.kernels.triton.route import _pack as pack
 
-STREAM_TOKENS, MULTIPLY_TOKENS = 4, 16
-"""Up to how many tokens each kernel is taken; beyond, the vendor's library."""
+STREAM_TOKENS, STREAM_MORE_TOKENS = 2, 4
+"""Up to how many tokens `stream_rows` is taken, as a rule and where outputs are very few or very many."""
+MULTIPLY_TOKENS, ROUTER_TOKENS = 16, 64
+"""Likewise `multiply_rows`: with all tokens in a program, and in blocks of as many where outputs are few. Beyond, the
+vendor's library."""
+FEW_OUTPUTS, MANY_OUTPUTS = 512, 1 << 15
+"""A router's at most; a vocabulary at least."""
+MULTIPLY_WEIGHTS = 8 << 20
+"""Up to so many weights `multiply_rows` is faster than the library on an H200; with more it is limited by the
+multiprocessors' shared memory."""
 EARLY = False
 """Let the successor in before this kernel's own wait. It may then read nothing but parameters before *its* wait."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -129,7 +137,7 @@ def multiply_rows(
     TP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
     LINES: tl.constexpr, PER_LINE: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """R outputs of up to TP tokens; each of K warps has C inputs of every K · C."""
+    """R outputs of a block of TP tokens; each of K warps has C inputs of every K · C."""
     STEP: tl.constexpr = K * C
     output_R = tl.program_id(0) * R + tl.arange(0, R)
     row_R = tl.minimum(output_R, num_outputs - 1).to(tl.int64)
@@ -138,7 +146,7 @@ def multiply_rows(
     if bias_F is not None:
         bias_R = tl.load(bias_F + row_R).to(tl.float32)
     enter(DEPENDENT, EARLY)
-    t = tl.arange(0, TP)
+    t = tl.program_id(1) * TP + tl.arange(0, TP)
     k = tl.arange(0, K)[:, None, None] * C
     d_w = k + tl.arange(0, C)[None, None, :]
     d_x = k + tl.arange(0, C)[None, :, None]
@@ -189,20 +197,21 @@ Tiles = StreamTiles | MultiplyTiles
 @functools.cache
 def choose(tokens: int, D: int, F: int, itemsize: int) -> Tiles | None:
     """None: too many tokens, or more inputs than a thread could hold."""
-    if tokens > STREAM_TOKENS:
-        if tokens > MULTIPLY_TOKENS or itemsize != 2:
+    few = F <= FEW_OUTPUTS
+    if tokens > (STREAM_MORE_TOKENS if few or F >= MANY_OUTPUTS or itemsize == 4 else STREAM_TOKENS):
+        if itemsize != 2 or tokens > (ROUTER_TOKENS if few else MULTIPLY_TOKENS) or D * F > MULTIPLY_WEIGHTS:
             return None
-        return MultiplyTiles(16, 8 if D >= 2048 else 4, 64, NUM_STAGES)
+        return MultiplyTiles(16, 4, 64 if few else 128, NUM_STAGES)
     chunks = triton.cdiv(D * itemsize, 16 * NUM_LANES)  # loads of one warp for one output
-    across = min(triton.next_power_of_2(triton.cdiv(chunks, 8)), 8)
-    if F <= 512:
+    across = 1 if chunks <= 12 else min(triton.next_power_of_2(triton.cdiv(chunks, 8)), 8)
+    if few:
         # So few outputs leave most of the chip idle: all that counts is that each is quickly done.
         across = min(triton.next_power_of_2(chunks), 8)
     loads = triton.cdiv(chunks, across)
     if loads > MAX_LOADS:
         return None
-    rows = 2 if F >= 4096 and 2 * loads <= MAX_LOADS else 1
-    return StreamTiles(rows, max(1, 4 // across) if F > 512 else 1, across)
+    rows = 2 if F >= 4096 and loads <= 12 else 1
+    return StreamTiles(rows, 1 if few else max(1, 4 // across), across)
 
 
 def run(
@@ -230,10 +239,11 @@ def run(
         )
         return y_TF
     per_line = 128 // x_TD.element_size()
-    multiply_rows[(triton.cdiv(F, tiles.rows),)](
+    block = max(LEAST_COLUMNS, min(MULTIPLY_TOKENS, triton.next_power_of_2(tokens)))
+    multiply_rows[(triton.cdiv(F, tiles.rows), triton.cdiv(tokens, block))](
         *common,
         tokens,
-        TP=max(LEAST_COLUMNS, triton.next_power_of_2(tokens)),
+        TP=block,
         D=D,
         R=tiles.rows,
         K=tiles.warps,
@@ -255,7 +265,7 @@ def accepts(
 ) -> bool:
     return (
         x_TD.dim() == 2
-        and x_TD.shape[0] <= MULTIPLY_TOKENS
+        and x_TD.shape[0] <= ROUTER_TOKENS
         and x_TD.dtype in FLOATS
         and x_TD.dtype == weight_FD.dtype
         and out_dtype in (None, x_TD.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""RMSNorm, with and without the addition before it: a row is read once and stays in registers.
+"""RMSNorm, with and without an addition before or behind it: a row is read once and stays in registers.
 
 T tokens, D width of what is normalised, R rows of a program; a row may be one head of a token.
 
@@ -26,11 +26,15 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
 def norm_kernel(
-    x, residual, weight, y, total, num_rows, x_stride, x_head_stride, residual_stride, eps,
+    x, residual, weight, after, factor, y, total, num_rows,
+    x_stride, x_head_stride, residual_stride, after_stride, eps,
     D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Row r of x is head r % HEADS of token r // HEADS; y and total lie close. EARLY: see `launch`."""
+    """Row r of x is head r % HEADS of token r // HEADS; y and total lie close. EARLY: see `launch`.
+
+    `residual` is added before, and the sum kept in `total`; `after` is added behind, and that sum times `factor`.
+    """
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < D
     if weight is not None:
@@ -55,6 +59,11 @@ def norm_kernel(
     normed = value * tl.rsqrt(tl.sum(value * value, 1) * (1.0 / D) + eps)[:, None]
     if weight is not None:
         normed *= scale
+    if after is not None:
+        beside = tl.load(after + (token_R * after_stride)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+        normed = normed.to(y.dtype.element_ty).to(tl.float32) + beside
+        if factor is not None:
+            normed = normed.to(y.dtype.element_ty).to(tl.float32) * tl.load(factor).to(tl.float32)
     tl.store(y + place, normed.to(y.dtype.element_ty), mask=mask)
 
 
@@ -64,6 +73,9 @@ def launch(
     weight_D: torch.Tensor | None,
     eps: float,
     num_warps: int | None = None,
+    *,
+    after_TD: torch.Tensor | None = None,
+    factor_1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(norm, sum); x is [T, D] or [T, G, D] with any strides but the last."""
     heads, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
@@ -79,12 +91,15 @@ def launch(
         x,
         residual_TD,
         weight_D,
+        after_TD,
+        factor_1,
         y,
         total_TD,
         num_rows,
         x.stride(0),
         x.stride(1) if x.dim() == 3 else 0,
         0 if residual_TD is None else residual_TD.stride(0),
+        0 if after_TD is None else after_TD.stride(0),
         eps,
         D=width,
         HEADS=heads,
@@ -112,18 +127,47 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torc
     return launch(x, None, weight_D, eps)[0]
 
 
-def accepts_add(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> bool:
+def accepts_add(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+) -> bool:
     same = x_TD.shape == residual_TD.shape and x_TD.dtype == residual_TD.dtype
     return x_TD.dim() == 2 and same and _fits(x_TD) and _fits(residual_TD) and weight_D.is_contiguous()
 
 
 @ops.add_rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_add)
 def add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     y_TD, total_TD = launch(x_TD, residual_TD, weight_D, eps)
     assert total_TD is not None
     return y_TD, total_TD
+
+
+def accepts_behind(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    residual_TD: torch.Tensor,
+    scale_1: torch.Tensor | None = None,
+) -> bool:
+    return accepts_add(x_TD, residual_TD, weight_D, eps)
+
+
+@ops.norm_add.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_behind)
+def norm_add(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    residual_TD: torch.Tensor,
+    scale_1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return launch(x_TD, None, weight_D, eps, after_TD=residual_TD, factor_1=scale_1)[0]
 
 
 def _fits(x: torch.Tensor) -> bool:

@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -155,20 +154,25 @@ def recording() -> Iterator[list[Job]]:
 
     JITFunction.run, JITFunction._do_compile = run_without_launch, keep  # type: ignore[method-assign]
     try:
-        with _Zeroed():
+        with _zeroed():
             yield jobs
     finally:
         JITFunction.run, JITFunction._do_compile = run, do_compile  # type: ignore[method-assign]
 
 
-class _Zeroed(TorchDispatchMode):
-    """Memory that a kernel was to fill may be used as an index by torch, which checks."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if "empty" in function.name() and isinstance(result, torch.Tensor):
-            result.zero_()
-        return result
+@contextmanager
+def _zeroed() -> Iterator[None]:
+    """Memory that a kernel was to fill may be used as an index by torch, which checks. (A dispatch mode would see all
+    of it, but torch then imports its compiler first, which takes seconds.)"""
+    names = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
+    before = [getattr(owner, name) for owner, name in names]
+    for owner, name in names:
+        setattr(owner, name, getattr(owner, name.replace("empty", "zeros")))
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(names, before, strict=True):
+            setattr(owner, name, function)
 
 
 def job_of(kernel: JITFunction[Any], *args: Any, **kwargs: Any) -> Job | None:
