@@ -119,14 +119,15 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
     if config.graph_mode == "auto":
         chosen["graph_mode"] = "full" if platform.graph_mode == "full" else "none"
     if config.prefill_graph == "auto":
-        chosen["prefill_graph"] = "none" if "none" in (platform.graph_mode, config.graph_mode) else "full"
+        suits = {"full": "full", "pieces": "breakable", "none": "none"}[platform.graph_mode]
+        chosen["prefill_graph"] = "none" if config.graph_mode == "none" else suits
     for name in ("graph_mode", "prefill_graph"):
         if getattr(config, name) not in ("auto", "none") and not platform.has("graphs"):
             raise ValueError(
                 f"{name} {getattr(config, name)}: platform {platform.name!r} captures no graphs; use auto or none"
             )
-    if config.graph_mode == "full" and platform.graph_mode == "pieces":
-        raise ValueError(f"graph_mode full: platform {platform.name!r} captures between attentions only; use auto")
+        if getattr(config, name) == "full" and platform.graph_mode == "pieces":
+            raise ValueError(f"{name} full: platform {platform.name!r} captures between attentions only; use auto")
     if config.max_model_len == AUTO:
         chosen["max_model_len"] = model.max_position
     elif config.max_model_len > model.max_position:

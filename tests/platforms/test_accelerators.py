@@ -35,6 +35,7 @@ TRITON = {
     "linear",
     "logprobs",
     "mask_logits",
+    "norm_add",
     "penalize",
     "rms_norm",
     "rope_store",

@@ -1,4 +1,4 @@
-"""RMSNorm in few calls; torch's own makes more of them. fp32 only. T tokens, D width."""
+"""RMSNorm in few calls; torch's own makes more of them. fp32 only, but for what is composed. T tokens, D width."""
 
 from __future__ import annotations
 
@@ -28,3 +28,15 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total_TD = x_TD + residual_TD
     return rms_norm(total_TD, weight_D, eps), total_TD
+
+
+@ops.norm_add.kernel("torch")
+def norm_add(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    residual_TD: torch.Tensor,
+    scale_1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    total_TD = residual_TD + ops.rms_norm(x_TD, weight_D, eps)
+    return total_TD if scale_1 is None else total_TD * scale_1
