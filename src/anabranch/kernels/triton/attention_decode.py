@@ -201,8 +201,8 @@ def combine_pieces(
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOWED: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The rows of requests in several pieces: HEADS heads of one request, AT_ONCE pieces at a time. There are never more
-    such requests than further pieces, and mostly none."""
+    """The rows of requests in several pieces: HEADS heads of one request, AT_ONCE pieces at a time. Such requests are
+    never more than further pieces, and mostly there are none."""
     blocks_R, size = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
     further_R = further_pieces(blocks_R, size)
     r = tl.sum((tl.cumsum((further_R > 0).to(tl.int32), 0) <= tl.program_id(1)).to(tl.int32), 0)
