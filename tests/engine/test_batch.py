@@ -113,3 +113,16 @@ def test_padding_owns_nothing() -> None:
     assert step.num_tokens is not None and int(step.num_tokens) == 1
     assert step.slots[0].tolist()[1:] == [-1, -1, -1] and step.context_len_R.tolist() == [1, 0, 0, 0]
     assert torch.equal(maker.padding(3)[0], torch.full((3,), -1, dtype=torch.int32))
+
+
+def test_a_rehearsal_may_be_longer_than_any_request() -> None:
+    """Kernels look into page tables as far as contexts go."""
+    maker = StepMaker(2, num_slots=4, max_length=20, page_size=4, device=torch.device("cpu"))
+    for num_tokens, num_requests in ((1, 1), (100, 1), (100, 3), (5, 4)):
+        step = maker.rehearsal(num_tokens, num_requests)
+        new_R = step.query_start_R.diff()
+        assert step.token_T.shape == step.position_T.shape == (num_tokens,) and new_R.sum() == num_tokens
+        assert new_R.tolist() == step.context_len_R.tolist() == [step.max_query] + [1] * (num_requests - 1)
+        for table_RM, slot_T in zip(step.page_tables, step.slots, strict=True):
+            assert (step.context_len_R <= table_RM.shape[1] * 4).all() and table_RM.shape[0] == num_requests
+            assert (slot_T == -1).all() and (table_RM == 0).all()

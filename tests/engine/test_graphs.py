@@ -28,7 +28,7 @@ MODES: list[dict[str, Any]] = [
     {"graph_mode": "none", "prefill_graph": "breakable"},
     {"graph_mode": "none", "prefill_graph": "piecewise", "compiler": "none"},
     {"graph_mode": "full", "prefill_graph": "none"},
-    {"graph_mode": "full", "prefill_graph": "full"},
+    {"graph_mode": "full"},
 ]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),

@@ -25,27 +25,23 @@ STAND_IN = 2
 
 
 class BySize(Generic[Kind, Made]):
-    def __init__(self, all_sizes: list[int], make: Callable[[Kind, int], Made], padded: int | None = None) -> None:
-        """Larger ones than `padded` serve only what all but fills them."""
+    def __init__(self, all_sizes: list[int], make: Callable[[Kind, int], Made]) -> None:
         self.sizes = all_sizes
-        self.padded = all_sizes[-1] if padded is None else padded
         self.make = make
         self.made: dict[tuple[Kind, int], Made] = {}
         self.missed: Counter[tuple[Kind, int]] = Counter()
 
     def find(self, kind: Kind, num_rows: int) -> Made | None:
-        """For so many rows. None: there are more than the largest size has, or none is near."""
+        """For so many rows. None: there are more than the largest size has."""
         size = sizes.fitting(self.sizes, num_rows)
-        if size is None or (size > self.padded and num_rows < size - size // 64):
+        if size is None:
             return None
         found = self.made.get((kind, size))
         if found is not None:
             return found
         self.missed[kind, size] += 1
         if self.missed[kind, size] <= PATIENCE:
-            larger = [
-                other for of, other in self.made if of == kind and size < other <= min(self.padded, STAND_IN * size)
-            ]
+            larger = [other for of, other in self.made if of == kind and size < other <= STAND_IN * size]
             if larger:
                 return self.made[kind, min(larger)]
         return self.add(kind, size)

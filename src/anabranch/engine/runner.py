@@ -21,7 +21,6 @@ from anabranch.compile.compiler import PieceCompiler
 from anabranch.compile.pieces import Buffers, StepInPieces
 from anabranch.compile.piecewise import CompiledDecoder, PiecewiseStep
 from anabranch.compile.sizes import common, decode_sizes, prefill_sizes
-from anabranch.compile.whole import Inputs, WholeStep
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
 from anabranch.engine.batch import Pages, StepMaker
@@ -42,9 +41,9 @@ if TYPE_CHECKING:
     from anabranch.engine.grammar import Matcher
 
 LARGEST_PREFILL = 2048
-"""Token rows up to which steps are padded and captured: beyond, padding costs more than what a graph spares."""
-CAPTURED_REQUESTS = ("1", "31")
-"""Steps captured as a whole are padded to so many requests, or to as many as can run at a time."""
+"""Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host."""
+MIXED_REQUESTS = 31
+"""Rehearsed are steps of one request, of so many and of as many as can run: kernels differ between these."""
 ROWS_OF_LOGITS = 256
 """Prompt rows whose logits are in memory at the same time."""
 
@@ -110,7 +109,7 @@ class TorchRunner:
         self.load_fetch: Fetch | None = None
         self.decodes: BySize[Kind, Captured[Decoded]] | None = None
         """Captured steps of single tokens, where the platform has graphs."""
-        self.prefills: BySize[str, StepInPieces | WholeStep] | None = None
+        self.prefills: BySize[str, StepInPieces] | None = None
         """Captured steps of other shapes."""
         self.compiled: CompiledDecoder | None = None
         """For steps of more tokens than any captured one has, where pieces are compiled."""
@@ -169,9 +168,7 @@ class TorchRunner:
             kernels.compile_ahead(self.platform, self._rehearse)
         work: list[Callable[[], object]] = []
         if self.prefills is not None:
-            kinds = CAPTURED_REQUESTS if self.config.prefill_graph == "full" else ("any",)
-            for size in common([size for size in self.prefills.sizes if size <= LARGEST_PREFILL]):
-                work += [partial(self.prefills.add, kind, size) for kind in kinds]
+            work += [partial(self.prefills.add, "any", size) for size in common(self.prefills.sizes)]
         if self.decodes is not None:
             for size in common(self.decodes.sizes):
                 work += [partial(self.decodes.add, kind, size) for kind in ("greedy", "drawn")]
@@ -194,7 +191,7 @@ class TorchRunner:
             # Real steps are rarely multiples of 16, and Triton compiles those apart.
             for num_tokens in {size, max(1, size - 1)}:
                 self.model(self.steps.rehearsal(num_tokens), kv)
-        for num_requests in {*map(int, CAPTURED_REQUESTS[1:]), self.config.max_num_seqs}:
+        for num_requests in {MIXED_REQUESTS, self.config.max_num_seqs}:
             for size in {min(largest, 8 * num_requests), min(largest, LARGEST_PREFILL), largest}:
                 if size > num_requests:
                     self.model(self.steps.rehearsal(size, num_requests), kv)
@@ -210,24 +207,8 @@ class TorchRunner:
             self.decodes = BySize(decode_sizes(config.max_num_seqs), decode)
         if config.prefill_graph != "none":
             largest = max(2, min(config.max_num_batched_tokens, LARGEST_PREFILL))  # compilers take one for special
-            look = partial(self.experts.look, True)
-            if config.prefill_graph == "full":
-                sizes = prefill_sizes(largest)
-                sizes += [size for size in (4096, config.max_num_batched_tokens) if size > sizes[-1]]
-                inputs = Inputs(
-                    len(self.model.config.kv_groups),
-                    sizes[-1],
-                    max(config.max_num_seqs, *map(int, CAPTURED_REQUESTS)),
-                    self.steps.width,
-                    platform.device,
-                )
-
-                def whole(kind: str, size: int) -> WholeStep:
-                    return WholeStep(platform, pool, self.model, self.kv, inputs, size, int(kind), look)
-
-                self.prefills = BySize(sizes, whole, padded=LARGEST_PREFILL)
-                return
             buffers = Buffers(self.model, largest, platform.device, self.dtype)
+            look = partial(self.experts.look, True)
             if config.prefill_graph == "piecewise":
                 self.experts.look(False)  # nobody looks while the model is traced
                 compiler = PieceCompiler(config.compiler, platform, max(2, config.max_num_batched_tokens))
@@ -266,9 +247,7 @@ class TorchRunner:
     def _run(self, shares: list[Share], pages: Pages, count: bool, record: bool) -> Launched:
         """Any step; what is not captured of it, kernel by kernel."""
         step = self.steps.make(shares, pages)
-        captured = None
-        if self.prefills is not None:
-            captured = self.prefills.find(self._prefill_kind(len(shares)), step.token_T.shape[0])
+        captured = None if self.prefills is None else self.prefills.find("any", step.token_T.shape[0])
         if captured is not None:
             hidden_TD = captured.run(step)
             seen = captured.experts
@@ -287,12 +266,6 @@ class TorchRunner:
             self._sample(launched, self.model.logits(rows_RD))
         self._count(launched, seen, count, record)
         return launched
-
-    def _prefill_kind(self, num_requests: int) -> str:
-        """Of a captured step that serves so many."""
-        if self.config.prefill_graph != "full":
-            return "any"
-        return next((kind for kind in CAPTURED_REQUESTS if num_requests <= int(kind)), str(self.config.max_num_seqs))
 
     def _replay(self, shares: list[Share], pages: Pages, count: bool, record: bool) -> Launched | None:
         """A step of single tokens as a captured graph; None if there is none for it."""
