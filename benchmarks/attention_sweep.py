@@ -143,7 +143,7 @@ def floor_us(shape: Shape, requests: list[tuple[int, int]]) -> float:
 def chosen(what: str, shape: Shape, requests: list[tuple[int, int]]) -> Tile:
     machine = attention.machine_of(platforms.current().device)
     if what == "decode":
-        return attention_tiles.choose_decode(shape.dim, DTYPE, machine)
+        return attention_tiles.choose_decode(len(requests) * shape.kv_heads, shape.dim, DTYPE, machine)
     tokens = sum(new for new, _ in requests)
     return attention_tiles.choose_prefill(tokens * shape.heads, shape.dim, DTYPE, machine)
 

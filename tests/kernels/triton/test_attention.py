@@ -94,6 +94,7 @@ TILES = {  # so small that a short context has many blocks and a short prompt ma
 }
 CASES: dict[str, Arguments] = {
     "decode": {"requests": [(1, 50), (1, 1), (1, 16), (1, 17)]},
+    "decode, several cut": {"requests": [(1, 70), (1, 2), (1, 90), (1, 60)], "kv_heads": 1},
     "decode, nothing known": {"requests": [(1, 37), (1, 3)], "max_query": 0},
     "decode of one": {"requests": [(1, 61)], "heads": 8, "kv_heads": 1},
     "decode, padding requests and rows": {"requests": [(1, 33), (0, 0), (1, 0), (1, 5), (1, 0)], "padding": 3},
@@ -109,6 +110,8 @@ CASES: dict[str, Arguments] = {
     "too many heads for one": {"requests": [(1, 9), (2, 20)], "heads": 33, "kv_heads": 1, "dim": 130, "max_query": 0},
     "as many as are looked at together": {"requests": [(1, 60)] + [(1, 2)] * 31, "kv_heads": 1},
     "one more": {"requests": [(2, 40)] + [(1, 2)] * 31, "kv_heads": 1, "spare": 0},
+    "many, some cut": {"requests": [(1, 1), (1, 260), (0, 0), (1, 170)] + [(1, 2)] * 29 + [(1, 70)], "kv_heads": 1},
+    "many, window": {"requests": [(1, 295), (2, 9)] + [(1, 2)] * 30 + [(1, 40)] * 2, "kv_heads": 1, "window": 233},
     "odd head dim": {"requests": [(5, 21), (1, 33)], "dim": 24, "kv_heads": 4},
     "odd pages": {"requests": [(5, 40), (1, 51)], "page_size": 7},
     "large pages": {"requests": [(5, 40), (1, 51)], "page_size": 64},
@@ -461,7 +464,7 @@ def test_chosen_tiles_fit(target: str) -> None:
     machine = MACHINES[target]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for dim in (16, 64, 80, 128, 256, 512):
-            tiles: list[Any] = [attention_tiles.choose_decode(dim, dtype, machine)]
+            tiles: list[Any] = [attention_tiles.choose_decode(pairs, dim, dtype, machine) for pairs in (1, 1000)]
             tiles += [attention_tiles.choose_prefill(rows, dim, dtype, machine) for rows in (16, 10**6)]
             for tile in tiles:
                 assert tile.stages == 1 or attention_tiles.fits(tile, dim, dtype, machine)

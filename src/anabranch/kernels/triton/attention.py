@@ -91,7 +91,8 @@ def attention(
         tile = attention_tiles.choose_prefill(T * H, D, q_THD.dtype, machine)
         attend_many(call, out_THD, tile, single=R < 2 or not apart)
     if decoding or (apart and R > 1):
-        attend_single(call, out_THD, attention_tiles.choose_decode(D, q_THD.dtype, machine), pad=decoding)
+        decode_tile = attention_tiles.choose_decode(R * k_PSGD.shape[2], D, q_THD.dtype, machine)
+        attend_single(call, out_THD, decode_tile, pad=decoding)
     return out_THD
 
 

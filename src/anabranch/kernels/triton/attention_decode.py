@@ -6,8 +6,8 @@ M page-table width, W pieces of work, BN keys in a block. RP and DP are R and D 
 A program has one piece of work: some blocks of keys of one request, for one key-value head and all query heads that
 share it. How many blocks make a piece is worked out on the device, by every program for itself, from all lengths. So a
 captured launch follows the contexts as they grow, and one long request does not keep the others waiting. The host knows
-W, which is more than R where requests may be cut, and nothing of lengths. Piece r < R is the first of request r; what
-is cut off comes behind, in the order of requests.
+W, which is more than R where requests may be cut, and nothing of lengths. A request's pieces follow each other where
+requests are few; else piece r < R is the first of request r, and what is cut off comes behind.
 
 A request of a single piece is done when its program is. Of the others each piece leaves its output and the logarithm
 of its weight; `combine_pieces` adds them up, always in the same order.
@@ -25,6 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOWEST = tl.constexpr(-1.0e30)
 """Below every score, and yet finite: the difference of two is 0 and not NaN."""
+FEW_REQUESTS = tl.constexpr(32)
+"""Up to so many, looking at all of them is quicker than two ways of finding a piece."""
 
 
 @triton.jit
@@ -100,33 +102,38 @@ def attend_pieces(
     HEAD: tl.constexpr = 1 - KEY
     g, w = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0) * HG
-    # The first pieces of all requests come first: those programs know theirs, and ask for its pages, at once.
+    FEW: tl.constexpr = SPLIT and RP <= FEW_REQUESTS
+    num_pieces = tl.num_programs(1)
     r, piece, pieces = w, w * 0, w * 0 + 1
-    real = r < num_requests
-    row, next_row, length = load_request(query_start_R, context_len_R, r, real)
+    if FEW:
+        blocks_R, size = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
+        pieces_R = tl.where(tl.arange(0, RP) < num_requests, 1 + further_pieces(blocks_R, size), 0)
+        past_R = tl.cumsum(pieces_R, 0) <= w
+        r = tl.sum(past_R.to(tl.int32), 0)
+        piece = w - tl.sum(tl.where(past_R, pieces_R, 0), 0)
+        pieces = tl.maximum(tl.sum(tl.where(tl.arange(0, RP) == r, pieces_R, 0), 0), 1)
+    # Of many, the first pieces of all come first: those programs know theirs, and ask for its pages, at once.
+    row, next_row, length = load_request(query_start_R, context_len_R, r, r < num_requests)
     first_key = tl.maximum(length - window, 0) if WINDOWED else length * 0
-    begin = first_key // BN
+    blocks = tl.cdiv(length, BN) - first_key // BN
+    begin = first_key // BN + blocks * piece // pieces
     page, slot = first_pages(page_table_RM, r, table_stride, begin, first_key, length, S, BN)
     padding_row = tl.load(query_start_R + num_requests, cache_modifier=".cg")
-    if SPLIT:
-        num_pieces = tl.num_programs(1)
+    if SPLIT and not FEW:
         blocks_R, size = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
         if w >= num_requests:
             further_R = further_pieces(blocks_R, size)
             past_R = tl.cumsum(further_R, 0) <= w - num_requests
             r = tl.sum(past_R.to(tl.int32), 0)
             piece = w - num_requests - tl.sum(tl.where(past_R, further_R, 0), 0) + 1
-            real = r < num_requests
-            row, next_row, length = load_request(query_start_R, context_len_R, r, real)
+            row, next_row, length = load_request(query_start_R, context_len_R, r, r < num_requests)
             first_key = tl.maximum(length - window, 0) if WINDOWED else length * 0
-        blocks = tl.cdiv(length, BN) - first_key // BN
+            blocks = tl.cdiv(length, BN) - first_key // BN
         pieces = tl.maximum(tl.cdiv(blocks, size), 1)
         if w >= num_requests:
             begin = first_key // BN + blocks * piece // pieces
             page, slot = first_pages(page_table_RM, r, table_stride, begin, first_key, length, S, BN)
-    first_block = first_key // BN
-    blocks = tl.cdiv(length, BN) - first_block
-    end = first_block + blocks * (piece + 1) // pieces
+    end = first_key // BN + blocks * (piece + 1) // pieces
     table = page_table_RM + r * table_stride
     if FETCH:
         LINE: tl.constexpr = 1024 // k_PSGD.dtype.element_ty.primitive_bitwidth  # 128 bytes
@@ -208,7 +215,11 @@ def combine_pieces(
     r = tl.sum((tl.cumsum((further_R > 0).to(tl.int32), 0) <= tl.program_id(1)).to(tl.int32), 0)
     is_r = tl.arange(0, RP) == r
     pieces = tl.sum(tl.where(is_r, further_R, 0), 0) + 1
-    second_piece = num_requests + tl.sum(tl.where(tl.arange(0, RP) < r, further_R, 0), 0)
+    earlier = tl.sum(tl.where(tl.arange(0, RP) < r, further_R, 0), 0)
+    if RP <= FEW_REQUESTS:
+        first_piece, second_piece = r + earlier, r + earlier + 1
+    else:
+        first_piece, second_piece = r, num_requests + earlier
     row = tl.load(query_start_R + r, mask=r < num_requests, other=0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
@@ -223,7 +234,7 @@ def combine_pieces(
         acc = tl.zeros([DP], tl.float32)
         for first in range(0, pieces, AT_ONCE):
             piece = first + tl.arange(0, AT_ONCE)
-            at = tl.where(piece == 0, r, second_piece + piece - 1) * num_heads + head
+            at = tl.where(piece == 0, first_piece, second_piece + piece - 1) * num_heads + head
             weight = tl.load(weight_WH + at, mask=piece < pieces, other=float("-inf"))
             mask = (piece < pieces)[:, None] & (d < D)[None, :]
             o = tl.load(piece_WHD + at.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)

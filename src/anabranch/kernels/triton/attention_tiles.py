@@ -104,15 +104,21 @@ HOPPER_ROWS = 16_384
 """Tokens × query heads from which on attention_hopper is chosen for D <= 128; 0: never. On an H200 it is 1.1 times as
 fast at 32,768 rows and 1.2 to 1.4 times from 131,072 on; at D = 256 no faster."""
 
+FEW_PAIRS = 16
+"""Requests × key-value heads up to which attention_decode takes larger blocks of keys: a wave is not full anyway."""
+
 decode_override: DecodeTile | None = None
 prefill_override: PrefillTile | HopperTile | None = None
 
 
-def choose_decode(D: int, dtype: torch.dtype, machine: Machine) -> DecodeTile:
+def choose_decode(num_pairs: int, D: int, dtype: torch.dtype, machine: Machine) -> DecodeTile:
+    """`num_pairs`: requests × key-value heads."""
     if decode_override is not None:
         return decode_override
     if dtype == torch.float32:  # exact products run on ordinary cores; nothing to feed
         tile = DecodeTile(16, 4, 2)
+    elif D <= 128 and machine.wgmma and num_pairs <= FEW_PAIRS:
+        tile = DecodeTile(128, 4, 2, swap=True, programs=1)
     elif D <= 128:
         tile = DecodeTile(128 if D <= 64 else 64, 4, 3, swap=machine.wgmma)
     elif D <= 256:
