@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,9 @@ def test_ctrl_c_shows_what_was_measured(server: Running, tmp_path: Path) -> None
     command += ["--num-prompts", "500", "--max-concurrency", "2", "--random-input-len", "20", "--json", str(file)]
     before = sum(finished(server).values())
     environment = os.environ | {"ANABRANCH_API_KEY": "sesame", "PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    # Whoever runs the tests in the background may have told them to ignore the signal, and children inherit that.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
     try:
         server.until(lambda: sum(finished(server).values()) > before + 4, "nothing is answered")
         process.send_signal(signal.SIGINT)
