@@ -34,7 +34,8 @@ class Gemma4Router(nn.Module):
         self.eps = eps
 
     def forward(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TD = ops.rms_norm(x_TD, self.scale, self.eps) * x_TD.shape[-1] ** -0.5
+        # Rounded after each factor, as the model was trained: routers decide by little.
+        x_TD = ops.rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
         logits_TE = ops.linear(x_TD, self.proj.weight, out_dtype=torch.float32)
         return ops.route(logits_TE, self.top_k, expert_scale_E=self.per_expert_scale, num_tokens=num_tokens)
 
