@@ -43,7 +43,7 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--max-model-len", type=int, default=0, metavar="N", help="tokens of context (default: all)")
     model.add_argument("--gpu-memory-utilization", type=float, default=0.0, metavar="F", dest="memory_fraction",
                        help="share of the device's memory to use")  # fmt: skip
-    model.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="requests that run at once")
+    model.add_argument("--max-num-seqs", type=int, default=512, metavar="N", help="requests that run at once")
     model.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens in one step")
     model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graph_mode",
                        help="launch every kernel by itself, without captured graphs")  # fmt: skip

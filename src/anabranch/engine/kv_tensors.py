@@ -5,6 +5,8 @@ P pages, S slots in a page, G key-value heads, D head dim.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +26,14 @@ def allocate(
     for group, pages in zip(config.kv_groups, num_pages, strict=True):
         shape = (2, pages, page_size, group.num_kv_heads, group.head_dim)
         for layer_id in group.layers:
-            k_PSGD, v_PSGD = torch.zeros(shape, dtype=dtype, device=device)
+            k_PSGD, v_PSGD = zeros(shape, dtype, device)
             layers[layer_id] = k_PSGD, v_PSGD
     return [layers[layer_id] for layer_id in range(len(config.layers))]
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    size = math.prod(shape)
+    if device.type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Host memory that the system zeroes when it is first touched: torch would touch all of it now, which takes seconds.
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype).view(shape)
