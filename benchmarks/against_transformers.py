@@ -1,10 +1,11 @@
 """Anabranch against Hugging Face transformers on the same CPU, in one process, same threads, fp32, same model.
 
-    python benchmarks/against_transformers.py [--json FILE]
+    python benchmarks/against_transformers.py [--model FOLDER] [--concurrent N] [--longest N] [--json FILE]
 
-A random qwen2_moe of about 10M parameters. Prompts of 16-256 and answers of 16-256 tokens, drawn with seed 0.
-Single stream: one request after another against `generate`. 32 concurrent: all at once against `generate` on one
-left-padded batch, which runs until its longest answer is done; only tokens that were asked for count, on both sides.
+A random qwen2_moe of about 10M parameters, or the model of a folder. Prompts of 16-256 and answers of 16-256 tokens,
+drawn with seed 0. Single stream: one request after another against `generate`. 32 concurrent: all at once against
+`generate` on one left-padded batch, which runs until its longest answer is done; only tokens that were asked for count,
+on both sides.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,7 +27,6 @@ import transformers
 
 from anabranch.llm import LLM, SamplingParams
 
-NUM_CONCURRENT = 32
 NUM_SINGLE = 8
 
 
@@ -50,9 +51,10 @@ def make_model(folder: Path) -> transformers.PreTrainedModel:
     return transformers.Qwen2MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def workload(count: int) -> list[tuple[list[int], int]]:
+def workload(count: int, longest: int) -> list[tuple[list[int], int]]:
     rng = random.Random(0)
-    return [([rng.randrange(4096) for _ in range(rng.randint(16, 256))], rng.randint(16, 256)) for _ in range(count)]
+    lengths = partial(rng.randint, 16, longest)
+    return [([rng.randrange(4096) for _ in range(lengths())], lengths()) for _ in range(count)]
 
 
 def theirs(model: transformers.PreTrainedModel, batch: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
@@ -83,15 +85,24 @@ def ours(llm: LLM, batch: list[tuple[list[int], int]]) -> tuple[float, list[list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="instead of the random one")
+    parser.add_argument("--concurrent", type=int, default=32, metavar="N", help="requests at once (default 32)")
+    parser.add_argument(
+        "--longest", type=int, default=256, metavar="N", help="tokens of a prompt and an answer (default 256)"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder))
-        llm = LLM(folder, dtype="float32", max_num_seqs=NUM_CONCURRENT, prefix_cache=False, num_pages=2048)
+    with tempfile.TemporaryDirectory() as made:
+        folder = str(options.model or made)
+        if options.model is None:
+            model = make_model(Path(made))
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        llm = LLM(folder, dtype="float32", max_num_seqs=options.concurrent, prefix_cache=False, num_pages=2048)
         num_parameters = sum(p.numel() for p in model.parameters())
         print(f"{num_parameters / 1e6:.1f}M parameters, {torch.get_num_threads()} threads, torch {torch.__version__}")
-        requests = workload(NUM_CONCURRENT)
+        requests = workload(options.concurrent, options.longest)
         ours(llm, requests[:2]), theirs(model, requests[:2])  # warm up
 
         result: dict[str, object] = {"parameters": num_parameters, "threads": torch.get_num_threads()}
@@ -110,7 +121,8 @@ def main() -> None:
             )
         if options.json:
             commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
-            result |= {"commit": commit.strip(), "command": "python benchmarks/against_transformers.py"}
+            result |= {"commit": commit.strip(), "concurrent_requests": options.concurrent, "longest": options.longest}
+            result |= {"command": "python benchmarks/against_transformers.py", "model": model.config.model_type}
             result |= {"torch": torch.__version__, "transformers": transformers.__version__}
             options.json.write_text(json.dumps(result, indent=1))
 

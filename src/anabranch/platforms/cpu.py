@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import platform as host
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -67,16 +65,6 @@ class CpuPlatform(Platform):
         if capability == "bf16":
             return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
         return capability in cpu_flags()
-
-    @contextmanager
-    def step(self, num_tokens: int) -> Iterator[None]:
-        """A single token's products are too small to share: a second thread costs more than it brings."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1 if num_tokens == 1 else threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
 
     def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """bf16 only where the CPU has instructions for it: elsewhere it is 40-270 times slower than fp32."""

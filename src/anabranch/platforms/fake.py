@@ -54,10 +54,6 @@ class FakePlatform(Platform):
     def synchronize(self) -> None:
         self.log.append("synchronize")
 
-    def step(self, num_tokens: int) -> AbstractContextManager[None]:
-        self.log.append(f"step of {num_tokens}")
-        return super().step(num_tokens)
-
     def fetch(self, tensor: torch.Tensor) -> Fetch:
         self.log.append("fetch")
         return super().fetch(tensor)
