@@ -67,7 +67,7 @@ class EngineConfig:
     bits every time for the same batch; unfused: written, then summed; auto: whichever is fastest."""
     shared_expert: str = "auto"
     """stream: beside the routed experts, on a second stream; inline: after them; packed: as experts that every token
-    visits, where its width is a multiple of theirs; auto: stream."""
+    visits, where its width is a multiple of theirs; auto: stream up to 256 tokens, else inline."""
     tune: str = "fast"
     """Where no table of measured tiles fits model and GPU, measure at start: for 15 seconds, or in full; off: never."""
     expert_load_interval: int = 16

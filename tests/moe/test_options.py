@@ -15,6 +15,7 @@ from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
 from anabranch.loader.load import load_model
 from anabranch.models.config import MoEConfig
 from anabranch.moe.options import MoEOptions, apply
+from anabranch.moe.shared_expert import SIDE_TOKENS
 from anabranch.ops.experts import COMBINES
 from anabranch.platforms.fake import FakePlatform
 from tests.models import tiny
@@ -77,6 +78,19 @@ def test_inline_forks_nothing(platform: FakePlatform) -> None:
     y_TD = inline(x_TD)
     assert platform.log == []
     assert torch.equal(y_TD, plain(x_TD))
+
+
+def test_many_tokens_fork_only_when_told_to(platform: FakePlatform) -> None:
+    auto, always = make_layer(GATED, platform), make_layer(GATED, platform)
+    always.load_state_dict(auto.state_dict())
+    apply(MoEOptions(shared_expert="stream"), always)
+    for tokens, forks in ((SIDE_TOKENS, 1), (SIDE_TOKENS + 1, 0)):
+        x_TD = torch.randn(tokens, WIDTH)
+        platform.log.clear()
+        y_TD = auto(x_TD)
+        assert platform.log.count("fork") == forks
+        assert torch.equal(always(x_TD), y_TD)
+        assert platform.log.count("fork") == forks + 1
 
 
 def test_two_layers_may_combine_differently(platform: FakePlatform, monkeypatch: pytest.MonkeyPatch) -> None:

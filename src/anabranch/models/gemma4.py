@@ -18,7 +18,7 @@ from anabranch.models.config import LayerConfig, ModelConfig, MoEConfig
 from anabranch.models.decoder import Decoder
 from anabranch.moe.experts import Experts
 from anabranch.moe.layer import RoutedExperts
-from anabranch.moe.shared_expert import beside
+from anabranch.moe.shared_expert import SIDE_TOKENS, beside
 from anabranch.platforms import SideStream
 
 
@@ -60,6 +60,7 @@ class Gemma4Layer(nn.Module):
             self.post_feedforward_layernorm_1 = RMSNorm(width, eps)
             self.post_feedforward_layernorm_2 = RMSNorm(width, eps)
         self.side_stream = side_stream
+        self.side_tokens: int | None = SIDE_TOKENS
 
     def before(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer before ended in a scale of the whole stream, so there is no residual beside x."""
@@ -77,6 +78,7 @@ class Gemma4Layer(nn.Module):
                 x_TD,
                 main=lambda x: self._routed(x, num_tokens),
                 side=lambda x: self.post_feedforward_layernorm_1(self._dense(x)),
+                most_tokens=self.side_tokens,
             )
             y_TD = self.post_feedforward_layernorm_2.add_to(dense_TD, routed_TD)
         return self.post_feedforward_layernorm.add_to(x_TD, y_TD, self.layer_scalar), None

@@ -15,7 +15,7 @@ from anabranch.layers.linear import Linear
 from anabranch.moe.dispatch import Dispatcher, LocalDispatcher
 from anabranch.moe.experts import Experts
 from anabranch.moe.router import Router
-from anabranch.moe.shared_expert import SharedExpert, always_on, beside
+from anabranch.moe.shared_expert import SIDE_TOKENS, SharedExpert, always_on, beside
 
 if TYPE_CHECKING:
     from anabranch.models.config import MoEConfig
@@ -60,6 +60,7 @@ class MoELayer(RoutedExperts):
         self.shared_expert = SharedExpert(width, config.shared_width, activation) if config.shared_width else None
         self.shared_expert_gate = Linear(width, 1) if config.shared_gate else None
         self.side_stream = side_stream
+        self.side_tokens: int | None = SIDE_TOKENS
 
     def pack_shared_expert(self) -> None:
         """Make the shared expert some of the experts, visited by every token. Before weights are loaded."""
@@ -92,5 +93,6 @@ class MoELayer(RoutedExperts):
             x_TD,
             main=lambda x: routed(x, num_tokens, router_input_TD),
             side=lambda x: shared_expert(x, self.shared_expert_gate),
+            most_tokens=self.side_tokens,
         )
         return routed_TD + shared_TD

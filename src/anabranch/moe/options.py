@@ -27,6 +27,8 @@ def apply(options: MoEOptions, model: nn.Module) -> None:
             module.combine = options.combine
         if options.shared_expert == "inline" and hasattr(module, "side_stream"):
             module.side_stream = InlineStream()  # type: ignore[assignment]
+        if options.shared_expert == "stream" and hasattr(module, "side_tokens"):
+            module.side_tokens = None  # type: ignore[assignment]
         if options.shared_expert == "packed" and isinstance(module, MoELayer) and module.shared_expert is not None:
             module.pack_shared_expert()
             num_packed += 1

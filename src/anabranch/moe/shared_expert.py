@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from anabranch.platforms import SideStream
 
 
+SIDE_TOKENS = 256
+"""Up to so many tokens the two are computed at the same time. With more each fills the machine by itself, and they would
+be in each other's way. (The limit of other engines; not measured here yet.)"""
+
+
 class SharedExpert(MLP):
     """A dense feed-forward whose result a learned gate may scale.
 
@@ -60,13 +65,14 @@ def beside(
     x_TD: torch.Tensor,
     main: Callable[[torch.Tensor], torch.Tensor],
     side: Callable[[torch.Tensor], torch.Tensor],
+    most_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(main(x), side(x)) at the same time where the platform has streams. Neither may write into x.
+    """(main(x), side(x)), at the same time where the platform has streams and tokens are few. Neither may write into x.
 
     The main work is enqueued first: the other way round a captured graph spreads over dozens of streams.
     To a compiler it is one after the other: what it makes of them runs on one stream.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (most_tokens is not None and x_TD.shape[0] > most_tokens):
         return main(x_TD), side(x_TD)
     fork = side_stream.fork(x_TD)
     main_TD = main(x_TD)
