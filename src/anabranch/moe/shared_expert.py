@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 SIDE_TOKENS = 256
-"""Up to so many tokens the two are computed at the same time. With more each fills the machine by itself, and they would
-be in each other's way. (The limit of other engines; not measured here yet.)"""
+"""Up to so many tokens the two are computed at the same time. With more each fills the machine by itself, and they
+would be in each other's way. (The limit of other engines; not measured here yet.)"""
 
 
 class SharedExpert(MLP):
