@@ -203,7 +203,7 @@ def compile_all(cases: list[tuple[str, Shape, str]], options: argparse.Namespace
 
 def short(tile: Tile) -> str:
     if isinstance(tile, HopperTile):
-        return f"hopper {tile.keys} s{tile.stages}{' beside' if tile.beside else ''}"
+        return f"hopper {tile.keys} s{tile.stages}"
     if isinstance(tile, PrefillTile):
         return f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages}"
     flags = (" swap" if tile.swap else "") + (" fetch" if tile.fetch else "")

@@ -87,6 +87,14 @@ class Extras:
     matcher: Matcher | None = None
     bad_word_ids: list[list[int]] = field(default_factory=list)
 
+    def verdict(self, token: int, allowed: bool) -> str | None:
+        """Of the grammar, over a token it was told: "stop" if it is complete, another text if it broke down."""
+        if self.matcher is None:
+            return None
+        if not allowed:
+            return f"grammar: {self.matcher.error or f'token {token} is not allowed'}"
+        return "stop" if self.matcher.is_finished else None
+
 
 class TorchRunner:
     def __init__(self, config: EngineConfig, platform: Platform, progress: Callable[[int, int], None] | None) -> None:
@@ -362,11 +370,7 @@ class TorchRunner:
             return None
         allowed = self.sampler.accept(slot, token)
         extras = self.extras.get(sequence.id)
-        if extras is None or extras.matcher is None:
-            return None
-        if not allowed:
-            return f"grammar: {extras.matcher.error or f'token {token} is not allowed'}"
-        return "stop" if extras.matcher.is_finished else None
+        return None if extras is None else extras.verdict(token, allowed)
 
     def expert_load(self) -> list[list[int]]:
         """Tokens per MoE layer and expert in the steps that were counted, as of the last copy to the host."""

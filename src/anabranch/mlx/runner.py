@@ -297,11 +297,7 @@ class MlxRunner:
             return None
         allowed = self.sampler.accept(slot, token)
         extras = self.extras.get(sequence.id)
-        if extras is None or extras.matcher is None:
-            return None
-        if not allowed:
-            return f"grammar: {extras.matcher.error or f'token {token} is not allowed'}"
-        return "stop" if extras.matcher.is_finished else None
+        return None if extras is None else extras.verdict(token, allowed)
 
     def expert_load(self) -> list[list[int]]:
         """Tokens per MoE layer and expert in the steps that were counted."""

@@ -138,7 +138,7 @@ def attend_many(call: Call, out_THD: torch.Tensor, tile: PrefillTile | HopperTil
     if isinstance(tile, HopperTile):
         # Gluon is imported only where it is used: it changes from one Triton to the next.
         attend = importlib.import_module("anabranch.kernels.triton.attention_hopper").attend_rows_hopper
-        options = {"STAGES": tile.stages, "BESIDE": tile.beside, "num_warps": 4}
+        options = {"STAGES": tile.stages, "num_warps": 4}
     else:
         attend = attend_rows
         options = {"BM": tile.rows, "num_warps": tile.warps, "num_stages": tile.stages}

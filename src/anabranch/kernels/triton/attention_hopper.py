@@ -87,7 +87,7 @@ def weigh(score, block, position, first, last, peak, total, scale, window, WINDO
 def attend_warpgroup(
     q_THD, out_THD, begin, first_row, num_rows, first_position, first_key, last_position, g, num_heads,
     q_stride, q_head_stride, scale, window, q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty,
-    WHO: gl.constexpr, HG: gl.constexpr, WINDOWED: gl.constexpr, BESIDE: gl.constexpr,
+    WHO: gl.constexpr, HG: gl.constexpr, WINDOWED: gl.constexpr,
 ):
     """64 rows from first_row + 64 · WHO on; first_position is that of the request's first new token."""
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -119,14 +119,9 @@ def attend_warpgroup(
     score = warpgroup_mma(q, k_ring.index(0).permute([1, 0]), nothing, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(0), count=1)
-    if BESIDE:
-        p, fade, peak, total = weigh(score, first_block, position, first, last, peak, total, scale, window, WINDOWED)
-        weight = gl.convert_layout(p.to(out_THD.dtype.element_ty), p_layout)
+    p, fade, peak, total = weigh(score, first_block, position, first, last, peak, total, scale, window, WINDOWED)
+    weight = gl.convert_layout(p.to(out_THD.dtype.element_ty), p_layout)
     for block in range(first_block, last_block):
-        if not BESIDE:
-            p, fade, peak, total = weigh(score, block, position, first, last, peak, total, scale, window, WINDOWED)
-            weight = gl.convert_layout(p.to(out_THD.dtype.element_ty), p_layout)
-            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc_layout))[:, None]
         # This block's values and the next one's keys together: the matrix unit is busy until both are done, and the
         # other warpgroup has it while this one weighs.
         step = block - first_block
@@ -136,23 +131,14 @@ def attend_warpgroup(
         fence_async_shared()
         score = warpgroup_mma(q, k_ring.index(ahead).permute([1, 0]), nothing, use_acc=False, is_async=True)
         acc = warpgroup_mma(weight, v_ring.index(stage), acc, is_async=True)
-        if BESIDE:  # the next scores are weighed while this product goes on
-            score = warpgroup_mma_wait(1, deps=[score])
-            mbarrier.arrive(k_empty.index(ahead), count=1)
-            p, fade, peak, total = weigh(score, block + 1, position, first, last, peak, total, scale, window, WINDOWED)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(stage), count=1)
-            weight = gl.convert_layout(p.to(out_THD.dtype.element_ty), p_layout)
-            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc_layout))[:, None]
-        else:
-            score, acc = warpgroup_mma_wait(0, deps=[score, acc])
-            mbarrier.arrive(k_empty.index(ahead), count=1)
-            mbarrier.arrive(v_empty.index(stage), count=1)
-    step = last_block - first_block
-    if not BESIDE:
-        p, fade, peak, total = weigh(score, last_block, position, first, last, peak, total, scale, window, WINDOWED)
+        score = warpgroup_mma_wait(1, deps=[score])  # these are weighed while the product with values goes on
+        mbarrier.arrive(k_empty.index(ahead), count=1)
+        p, fade, peak, total = weigh(score, block + 1, position, first, last, peak, total, scale, window, WINDOWED)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(stage), count=1)
         weight = gl.convert_layout(p.to(out_THD.dtype.element_ty), p_layout)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc_layout))[:, None]
+    step = last_block - first_block
     mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
     fence_async_shared()
     acc = warpgroup_mma(weight, v_ring.index(step % STAGES), acc, is_async=True)
@@ -171,7 +157,6 @@ def attend_rows_hopper(
     q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride,
     HG: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, S: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     RP: gl.constexpr, WINDOWED: gl.constexpr, SINGLE: gl.constexpr, TRIGGER: gl.constexpr, PDL: gl.constexpr,
-    BESIDE: gl.constexpr,
 ):
     """As attend_rows."""
     BM: gl.constexpr = 128
@@ -227,10 +212,10 @@ def attend_rows_hopper(
         [
             (attend_warpgroup, (q_THD, out_THD, begin, first_row, num_rows, first_position, first_key, last_position,
                                 g, num_heads, q_stride, q_head_stride, scale, window,
-                                q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty, 0, HG, WINDOWED, BESIDE)),
+                                q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty, 0, HG, WINDOWED)),
             (attend_warpgroup, (q_THD, out_THD, begin, first_row, num_rows, first_position, first_key, last_position,
                                 g, num_heads, q_stride, q_head_stride, scale, window,
-                                q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty, 1, HG, WINDOWED, BESIDE)),
+                                q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty, 1, HG, WINDOWED)),
             (gather_keys, (k_PSGD + g * head_stride, v_PSGD + g * head_stride, page_table_RM + r * table_stride,
                            first_key, last_position, page_stride, slot_stride,
                            k_ring, v_ring, k_full, v_full, k_empty, v_empty, S)),

@@ -62,8 +62,6 @@ class HopperTile:
     keys: int
     """BN."""
     stages: int
-    beside: bool = False
-    """Within a warpgroup, scores are weighed while the product with the values before them goes on."""
     rows: ClassVar[int] = 128
 
 
@@ -94,8 +92,6 @@ PREFILL_CANDIDATES = (
     PrefillTile(64, 128, 4, 2),
     PrefillTile(64, 32, 8, 2),
     HopperTile(128, 2),
-    HopperTile(128, 2, beside=True),
-    HopperTile(64, 4, beside=True),
     HopperTile(128, 3),
     HopperTile(64, 2),
     HopperTile(64, 4),
@@ -132,7 +128,7 @@ def choose_prefill(num_rows: int, D: int, dtype: torch.dtype, machine: Machine) 
     """`num_rows`: tokens × query heads of the step."""
     if prefill_override is not None:
         return prefill_override
-    hopper = HopperTile(128, 2, beside=True)
+    hopper = HopperTile(128, 2)
     if D <= 128 and 0 < HOPPER_ROWS <= num_rows and fits(hopper, D, dtype, machine):
         return hopper
     few = num_rows < 128 * machine.processors  # with blocks of 128 rows some multiprocessors would have none
