@@ -15,10 +15,6 @@ from tools import tiny_model
 PINNED = Path(__file__).with_name("pinned.json")
 """Greedy continuations: `python -m tools.train_demo.card FOLDER --pin tests/bundled/pinned.json` writes them."""
 
-# TO FILL IN when the trained model stands in src/anabranch/bundled/demo: write pinned.json and delete this mark, so
-# that a package without its model fails.
-needs_model = pytest.mark.skipif(not bundled.PLACE.exists(), reason="TO FILL IN: the bundled model is not trained yet")
-
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -50,7 +46,6 @@ def test_a_model_alone_is_no_prompt(tiny: Path, capsys: pytest.CaptureFixture[st
     assert "is a model; give the text to continue behind it" in capsys.readouterr().err
 
 
-@needs_model
 def test_it_is_small_and_whole() -> None:
     sizes = {path.name: path.stat().st_size for path in bundled.PLACE.iterdir()}
     assert sum(sizes.values()) < 15e6
@@ -59,7 +54,6 @@ def test_it_is_small_and_whole() -> None:
     assert "?" not in (bundled.PLACE / "README.md").read_text().partition("## How good")[0], "a figure is missing"
 
 
-@needs_model
 def test_it_loads_quickly() -> None:
     def load() -> float:
         started = time.perf_counter()
@@ -70,7 +64,6 @@ def test_it_loads_quickly() -> None:
     assert min(load() for _ in range(3)) < 1.0  # about 0.1 s on a quiet machine
 
 
-@needs_model
 def test_greedy_tokens_are_pinned_and_transformers_agrees() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -86,13 +79,11 @@ def test_greedy_tokens_are_pinned_and_transformers_agrees() -> None:
         assert found[0, ids.shape[1] :].tolist() == row["token_ids"]
 
 
-@needs_model
 @pytest.mark.gpu
 def test_greedy_tokens_are_the_same_on_the_gpu() -> None:
     assert continuations() == [(row["text"], row["token_ids"]) for row in json.loads(PINNED.read_text())]
 
 
-@needs_model
 def test_it_tells_a_story_in_whole_words_and_uses_its_experts() -> None:
     with LLM(bundled.folder(), max_num_seqs=4, max_num_batched_tokens=1024) as llm:
         question = [{"role": "user", "content": "Tell me a story about a dog who finds a ball."}]

@@ -227,7 +227,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     how_long = parser.add_mutually_exclusive_group()
     how_long.add_argument("--minutes", type=float, default=3.0, help="of training, without compiling (%(default)s)")
     how_long.add_argument("--steps", type=int, default=0, metavar="N", help="exactly so many")
-    parser.add_argument("--max-epochs", type=float, default=12.0, metavar="N", help="with --minutes; 0: any number")
+    parser.add_argument("--max-epochs", type=float, default=6.0, metavar="N", help="with --minutes; 0: any number")
     parser.add_argument("--batch", type=int, default=64, metavar="N", help="stretches in a step (%(default)s)")
     parser.add_argument("--length", type=int, default=1024, metavar="N", help="tokens in a stretch (%(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's; Muon follows (%(default)s)")
