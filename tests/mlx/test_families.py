@@ -28,11 +28,10 @@ from tests.mlx.engines import engine, greedy, run, tokens
 from tests.models import tiny
 
 REFUSED = {
-    "qwen2_moe_renormalised_tied_without_bias": "an attention without biases; norm_topk_prob .*; tie_word_embeddings",
+    "qwen2_moe_renormalised_tied_without_bias": "an attention without biases",
     "qwen2_moe_mlp_only_fused": "layers without experts",
     "qwen2_moe_sparse_step_top1_sharded": "layers without experts",
     "qwen2_moe_window_short": "layers that differ in their sliding window",
-    "qwen2_moe_window_long": "norm_topk_prob",
     "qwen3_moe_top1_tied_bias_without_head_dim": "biases of queries, keys and values; a bias of the attention's output",
     "qwen3_moe_window_long_linear_rope": "rope type 'linear'",
     "qwen3_moe_sparse_step_fused_sharded": "holds all experts of a layer",
@@ -118,7 +117,7 @@ def test_alone_and_joining_and_leaving_the_tokens_are_mlx_lms_own(name: str, tmp
 def test_a_window_no_request_can_fill_is_none(tmp_path: Path) -> None:
     """The file makes one mask for all layers; where no window is ever full, one mask is right."""
     case = CASES["qwen2_moe_window_long"]
-    folder = tiny.save(replace(case, settings=case.settings | {"norm_topk_prob": False}), tmp_path)
+    folder = tiny.save(case, tmp_path)
     assert {layer.attention.window for layer in read_config(folder).layers} == {0, 200}
     prompt = [tiny.prompt(case)]
     with engine(folder, "cpu") as torch_engine, engine(folder, "mlx") as mlx_engine:

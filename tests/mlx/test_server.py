@@ -1,4 +1,4 @@
-"""`anabranch serve` on MLX, asked by the real openai client: the text of the torch path, streamed and whole."""
+"""`anabranch serve` on MLX with the bundled model, asked by the real openai client: the text of the torch path."""
 
 # ruff: noqa: E402  (importorskip comes first: a machine without these packages skips this file)
 
@@ -12,20 +12,26 @@ for package in ("mlx_lm", "fastapi", "uvicorn", "msgspec", "zmq", "prometheus_cl
     pytest.importorskip(package, reason="needs an environment of its own: make test-mlx")
 openai = pytest.importorskip("openai")
 
+from anabranch import bundled
 from anabranch.llm import LLM, SamplingParams
 from tests.mlx.engines import on_platform
-from tests.server.serving import NAME, QUICK, running, write_model
+from tests.server.serving import QUICK, running
 
-QUESTIONS = ["Where does the river go?", "And who follows it?", "Why?"]
+QUESTIONS = ["Tell me a story about a fox who shares berries.", "What is a river?", "Why do we sleep?"]
 
 
-def test_the_server_answers_chats_on_mlx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_model(tmp_path / NAME)
+def test_the_server_answers_chats_on_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = bundled.PLACE
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with on_platform("cpu"), LLM(str(folder), num_pages=256, max_num_seqs=4) as llm:
         expected = [llm.chat([{"role": "user", "content": said}], greedy)[0].text for said in QUESTIONS]
     monkeypatch.setenv("ANABRANCH_PLATFORM", "mlx")
-    options: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}, "model": NAME}
+    options: dict[str, Any] = {
+        "max_tokens": 24,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+        "model": folder.name,
+    }
     with running(folder, "--max-num-seqs", "4", "--num-pages", "256", "--reasoning-parser", "none") as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=QUICK, max_retries=0) as client:
 

@@ -111,6 +111,7 @@ class TorchRunner:
         shown = None if progress is None else Tally("measuring tiles")
         with stage("tune"):
             tune(self.model, platform, config.tune, config.max_num_batched_tokens, shown)
+        self.num_active = plan.count_active(self.model.config)
         self.num_steps = 0
         self.extras: dict[str, Extras] = {}
         """Of requests on their way that have any."""
@@ -232,7 +233,8 @@ class TorchRunner:
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step; nothing here waits for the device."""
-        with torch.inference_mode():
+        num_tokens = sum(share.end - share.begin for share in shares)
+        with torch.inference_mode(), self.platform.step(num_tokens * self.num_active):
             return self._launch(shares, pages)
 
     def _launch(self, shares: list[Share], pages: Pages) -> Launched:

@@ -21,12 +21,10 @@ class Family:
     ropes: tuple[str, ...] = ("default",)
     qkv_bias: tuple[bool, ...] = (False,)
     output_bias: tuple[bool, ...] = (False,)
-    renormalize: tuple[bool, ...] = (True, False)
     any_head_dim: bool = True
     """Else hidden size / heads."""
     dense_layers: bool = False
     """Some layers of a model with experts may have none."""
-    tied: bool = True
     mixed_windows: bool = False
     """Layers may differ in their window: the file makes a mask for each kind."""
     activation: str = "silu"
@@ -37,7 +35,7 @@ ROPES = ("default", "linear", "llama3")
 FAMILIES = {
     "llama": Family(ropes=ROPES, qkv_bias=(True, False), output_bias=(True, False)),
     "qwen3": Family(ropes=ROPES),
-    "qwen2_moe": Family(qkv_bias=(True,), renormalize=(False,), any_head_dim=False, tied=False),
+    "qwen2_moe": Family(qkv_bias=(True,), any_head_dim=False),
     "qwen3_moe": Family(dense_layers=True),
     "mixtral": Family(any_head_dim=False),
     "olmoe": Family(ropes=ROPES, qkv_bias=(True, False), output_bias=(True, False)),
@@ -72,14 +70,10 @@ def _refusals(model: ModelConfig, family: Family, max_model_len: int) -> Iterato
             yield f"clip_qkv {attention.clip}"
         if not family.any_head_dim and attention.head_dim * attention.num_heads != model.hidden_size:
             yield f"head_dim {attention.head_dim}, which is not hidden_size / num_attention_heads"
-        if moe is not None and moe.renormalize not in family.renormalize:
-            yield "norm_topk_prob (weights of the chosen experts renormalised)"
         if moe is None and not family.dense_layers and any(other.moe for other in model.layers):
             yield "layers without experts (mlp_only_layers, decoder_sparse_step)"
     if model.mlp_bias and model.model_type != "llama":
         yield "mlp_bias"
-    if model.tie_embeddings and not family.tied:
-        yield "tie_word_embeddings"
     if model.activation != family.activation:
         yield f"hidden_act {model.activation!r}"
     if not family.mixed_windows and len(set(windows(model, max_model_len))) > 1:

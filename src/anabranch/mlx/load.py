@@ -16,12 +16,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import torch
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model
+from mlx_lm.utils import _get_classes, load_model
 
 from anabranch.config import EngineConfig
 from anabranch.engine import plan
 from anabranch.loader.checkpoint import read_checkpoint
-from anabranch.mlx import families, memory
+from anabranch.mlx import families, memory, qwen2_moe
 from anabranch.models.config import ModelConfig
 from anabranch.platforms import Platform
 
@@ -57,11 +57,16 @@ def load(
     dtype = choose_dtype(config.dtype, model, platform, packed="quantization" in raw)
     memory.guard(config, model, dtype, weight_bytes(folder, raw, model, dtype), platform.memory())
     try:
-        loaded, _ = load_model(folder, lazy=True, model_config=families.hub_keys(model, nested="text_config" in raw))
+        keys = families.hub_keys(model, nested="text_config" in raw)
+        loaded, _ = load_model(folder, lazy=True, model_config=keys, get_model_classes=_classes)
     except ValueError as error:  # strict loading: tensors that are missing or left over
         raise ValueError(f"{folder}: mlx_lm does not load it: {' '.join(str(error).split())[:300]}") from error
     loaded.set_dtype(DTYPES[dtype])
     return Loaded(loaded, dtype, _read(loaded, progress))
+
+
+def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    return (qwen2_moe.Model, qwen2_moe.Args) if config["model_type"] == "qwen2_moe" else _get_classes(config)
 
 
 def choose_dtype(asked: str, model: ModelConfig, platform: Platform, packed: bool) -> str:

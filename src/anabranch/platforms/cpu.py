@@ -5,11 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import platform as host
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from anabranch.platforms.platform import Memory, Platform
+
+FEW_PRODUCTS = 32_000_000
+"""A step of fewer, a millisecond or two, is left to one thread: alone on the machine a second one would make it a tenth
+faster, but beside other work threads that wait for each other hundreds of times a step make it ten times slower."""
 
 
 @functools.cache
@@ -65,6 +71,18 @@ class CpuPlatform(Platform):
         if capability == "bf16":
             return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
         return capability in cpu_flags()
+
+    @contextmanager
+    def step(self, num_products: int) -> Iterator[None]:
+        threads = torch.get_num_threads()
+        if threads == 1 or num_products >= FEW_PRODUCTS:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """bf16 only where the CPU has instructions for it: elsewhere it is 40-270 times slower than fp32."""

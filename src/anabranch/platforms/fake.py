@@ -54,6 +54,10 @@ class FakePlatform(Platform):
     def synchronize(self) -> None:
         self.log.append("synchronize")
 
+    def step(self, num_products: int) -> AbstractContextManager[None]:
+        self.log.append("step")
+        return super().step(num_products)
+
     def fetch(self, tensor: torch.Tensor) -> Fetch:
         self.log.append("fetch")
         return super().fetch(tensor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -127,6 +127,10 @@ class Platform(abc.ABC):
     def synchronize(self) -> None:
         """Wait until the device is idle."""
         return None
+
+    def step(self, num_products: int) -> AbstractContextManager[None]:
+        """Around the work of one step of about so many multiplications."""
+        return nullcontext()
 
     def fetch(self, tensor: torch.Tensor) -> Fetch:
         """Start copying to the host what the tensor will hold once the work enqueued so far has run."""
