@@ -1,42 +1,49 @@
 # Everything runs in .venv, which the first target that needs it creates.
 
-PYTHON ?= $(shell for p in python3.11 python3; do $$p -V >/dev/null 2>&1 && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -V >/dev/null 2>&1 && echo $$p && break; done)
 WORKERS ?= 2
+PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 MLX_VENV := .venv-mlx
 LM_EVAL_VENV := .venv-lm-eval
 NPU := .cache/npu
+RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
-TINY_MODEL := .cache/tiny-model
 LLAMA_CPP := .cache/llama.cpp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # One thread per worker: two workers with a torch thread pool each would fight for the same cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo test test-all test-gpu test-mlx test-npu lint format clean system-tools
+.PHONY: help setup serve demo test test-all test-gpu test-mlx test-npu lint format clean system-tools
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
+serve: $(RUNTIME)  ## a server with a page to chat with, on the bundled model; PORT=N: elsewhere than 8000
+	@$(BIN)/anabranch serve --port $(PORT)
+
+demo: $(RUNTIME)  ## let the bundled model tell a story
+	$(BIN)/anabranch generate "Once upon a time" --max-tokens 80 --temperature 0.7 --seed 1
+
 setup: $(INSTALLED)  ## create .venv with everything that development needs
 
-$(INSTALLED): pyproject.toml constraints.txt
+# What running needs; development adds to it.
+$(RUNTIME): pyproject.toml constraints.txt
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "error: Anabranch needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "==> creating $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv $(VENV); }
-	@echo "==> installing dependencies into $(VENV) (2 GB on disk, a few minutes)"
-	@$(PIP) install -qq -c constraints.txt -e '.[dev]' || { \
+	@echo "==> installing Anabranch into $(VENV) (1 GB on disk, a minute or two)"
+	@$(PIP) install -qq -c constraints.txt -e . || { \
 	    echo "error: pip failed; if it was over torch or triton, read the top of constraints.txt" >&2; exit 1; }
 	@touch $@
 
-demo: $(INSTALLED) $(TINY_MODEL)/config.json  ## generate text with a tiny model made on the spot
-	$(BIN)/anabranch generate $(TINY_MODEL) "Once upon a time" --max-tokens 32
-
-$(TINY_MODEL)/config.json: tools/tiny_model.py | $(INSTALLED)
-	@echo "==> writing a tiny model to $(TINY_MODEL)"
-	@$(BIN)/python tools/tiny_model.py $(TINY_MODEL)
+$(INSTALLED): $(RUNTIME)
+	@echo "==> installing what development needs into $(VENV) (1 GB more on disk, a minute or two)"
+	@$(PIP) install -qq -c constraints.txt -e '.[dev]' || { \
+	    echo "error: pip failed; if it was over torch or triton, read the top of constraints.txt" >&2; exit 1; }
+	@touch $@
 
 test: lint  ## lint, types and the tests that need neither a GPU nor much time
 	$(PYTEST)

@@ -1,4 +1,4 @@
-"""Write a tiny random qwen2_moe checkpoint with a byte-level tokenizer: what `make demo` runs on.
+"""Write a tiny random qwen2_moe checkpoint with a byte-level tokenizer: a model for tests.
 
     python tools/tiny_model.py FOLDER [--seed N]
 

@@ -1,6 +1,6 @@
 """The offline front door.
 
-llm = LLM("path/or/hub-id")
+llm = LLM("path/or/hub-id")              # LLM(): the small model that comes with the package
 for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
     print(output.text)
 """
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from anabranch import bundled
 from anabranch.config import EngineConfig
 from anabranch.kernels import compile_server
 from anabranch.request import Completion, RequestOutput, TokenLogprobs
@@ -31,18 +32,21 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "Completion", "Grammar", "RequestOutput", "SamplingParams", "TokenLogprobs"]
 
+LONG_START = 10.0  # seconds
+
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
     def __init__(
-        self, model: str, *, show_progress: bool | None = None, stages: Stages | None = None, **options: Any
+        self, model: str = "", *, show_progress: bool | None = None, stages: Stages | None = None, **options: Any
     ) -> None:
-        """`options` are EngineConfig's fields: dtype, max_model_len, max_num_seqs, ...
+        """`model` is a folder or a hub id; without one, the bundled model. `options` are EngineConfig's fields: dtype,
+        max_model_len, max_num_seqs, ...
 
-        `show_progress` (default: on a terminal) also shows where the time of the start went; a program that began for
-        this LLM hands in `Stages.of_process()`, so that its imports count.
+        `show_progress` (default: on a terminal) also shows where the time of the start went, of a short one only if
+        asked for; a program that began for this LLM hands in `Stages.of_process()`, so that its imports count.
         """
         known = [field.name for field in fields(EngineConfig)]
         for name in options:
@@ -50,13 +54,14 @@ class LLM:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
                 raise ValueError(f"unknown option {name!r}{hint}")
-        config = EngineConfig(model=str(model), **options)
+        config = EngineConfig(model=str(model or bundled.folder()), **options)
         self.show_progress = sys.stderr.isatty() if show_progress is None else show_progress
         self.stages = stages or Stages()
         with self.stages.shared():
             self.engine = self._start(config)
         self.stages.finish()
-        if self.show_progress:
+        assert self.stages.ready is not None
+        if show_progress or (self.show_progress and self.stages.ready > LONG_START):
             print(self.stages.table(), file=sys.stderr, flush=True)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()

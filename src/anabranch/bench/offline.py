@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch import __version__
 from anabranch.config import EngineConfig, add_flags, flags
 from anabranch.kernels import compile_server
+from anabranch.loader.locate import locate
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 
@@ -234,6 +235,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--only: {kind!r} is none of {', '.join(KINDS)}")
     workloads = chosen_workloads(options)
     folder = bundled(options.model, options.load_format)
+    locate(folder, weights=options.load_format != "dummy")  # a wrong name is said here, and a download is no start
     stages = Stages.of_process()
     result = Result(about(options, folder), options.json)
     if "startup" not in kinds:

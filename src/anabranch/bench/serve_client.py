@@ -164,7 +164,8 @@ class Client:
         try:
             reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self.tls, limit=PIECE)
         except OSError as error:
-            raise OSError(f"no connection to {self.host}:{self.port}: {error.strerror or error}") from None
+            cure = "is a server running there? `anabranch serve` starts one"
+            raise OSError(f"no connection to {self.host}:{self.port} ({error.strerror or error}); {cure}") from None
         return Connection(reader, writer)
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 NAME = "anabranch-demo"
 """What the server calls it."""
+HELP = "a folder as Hugging Face lays it out, or a hub id owner/name; default: the model that comes with Anabranch"
+"""Of an option MODEL."""
 PLACE = Path(__file__).parent / "demo"
 
 

@@ -12,6 +12,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from anabranch import bundled
 from anabranch.cli.generate import add_model_options, add_sampling_options, open_model, sampling_params
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=bundled.HELP)
     parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
     add_model_options(parser)
     add_sampling_options(parser, max_tokens=512, temperature=0.7)
@@ -32,10 +33,14 @@ def run(options: argparse.Namespace) -> int:
     with open_model(options) as llm:
         llm.render(messages or [{"role": "user", "content": "?"}])  # a model without a template says so at once
         interactive = sys.stdin.isatty()
+        if interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  input() then edits and remembers lines
         while True:
             try:
                 said = input("you: " if interactive else "")
             except EOFError:
+                print(end="\n" if interactive else "")
                 break
             if not said.strip():
                 break

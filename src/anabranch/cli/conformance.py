@@ -8,6 +8,8 @@ import json
 import time
 from dataclasses import asdict
 
+from anabranch.cli.doctor import look_at
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", metavar="NAME", help="the platform to judge (default: the detected one)")
@@ -18,13 +20,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from anabranch import conformance, platforms
+    from anabranch import conformance
 
-    platform = platforms.make(options.platform) if options.platform else platforms.current()
-    try:
-        device = platform.describe()
-    except Exception as error:  # without its device, a platform may say so in any way
-        raise ValueError(f"platform {platform.name!r} does not come up on this machine: {error}") from error
+    platform, device = look_at(options.platform)
     if not options.json:
         print(f"{platform.name}: {device}\n")
     begin, results = time.perf_counter(), []

@@ -6,8 +6,12 @@ import argparse
 import importlib.metadata
 import platform as host
 import sys
+from typing import TYPE_CHECKING
 
 from anabranch import __version__
+
+if TYPE_CHECKING:
+    from anabranch.platforms import Platform
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "transformers", "numpy")
 
@@ -16,10 +20,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", metavar="NAME", help="look at this platform instead of the detected one")
 
 
+def look_at(name: str | None) -> tuple[Platform, str]:
+    """A platform (default: the detected one) and its device in words."""
+    from anabranch import platforms
+
+    platform = platforms.make(name) if name else platforms.current()
+    try:
+        return platform, platform.describe()
+    except Exception as error:  # without its device, a platform may say so in any way
+        cure = "`anabranch doctor` lists those that do"
+        raise ValueError(f"platform {platform.name!r} does not come up on this machine: {error}; {cure}") from error
+
+
 def run(options: argparse.Namespace) -> int:
     from anabranch import kernels, ops, platforms
 
-    platform = platforms.make(options.platform) if options.platform else platforms.current()
+    platform, device = look_at(options.platform)
     print(f"anabranch {__version__}, Python {host.python_version()}, {host.system()} {host.machine()}")
     print("packages  " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
     print(f"python    {sys.executable}\n")
@@ -32,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         unproven = kind.unproven if kind.proven else f"all of it: anabranch conformance --platform {name}"
         print(f"  {'':<6} {'':<16} not proven: {unproven or 'nothing known'}")
     memory = platform.memory()
-    print(f"\n{platform.name}: {platform.describe()}")
+    print(f"\n{platform.name}: {device}")
     print(f"  memory {memory.free / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB")
     print(
         f"  KV page {platform.page_size} tokens, graphs: {platform.graph_mode}, memory fraction "

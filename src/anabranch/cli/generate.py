@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=bundled.HELP)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads standard input")
     add_model_options(parser)
     add_sampling_options(parser, max_tokens=128, temperature=0.0)
@@ -76,7 +76,7 @@ def open_model(options: argparse.Namespace) -> LLM:
     from anabranch.llm import LLM
 
     return LLM(
-        options.model or bundled.folder(),
+        options.model or "",
         dtype=options.dtype,
         load_format=options.load_format,
         max_model_len=options.max_model_len,

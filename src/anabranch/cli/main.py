@@ -1,17 +1,27 @@
-"""`anabranch`: finds the command, parses its options, turns the user's mistakes into one line and exit code 1 or 2."""
+"""`anabranch`: finds the command, parses its options, turns the user's mistakes into one line and an exit code.
+
+0    done
+1    the user's or the machine's mistake, said in one line with its cure
+2    no such command or option
+130  Ctrl-C
+141  whoever read our output has left (as after SIGPIPE)
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import importlib
+import os
+import select
 import sys
+from types import ModuleType
 from typing import NoReturn
 
 from anabranch import __version__
 
 COMMANDS = {
-    "serve": "OpenAI's API over HTTP",
+    "serve": "a server and a web page: OpenAI's and Anthropic's API over HTTP",
     "generate": "write a continuation of a prompt",
     "chat": "talk to a model",
     "plan": "does it fit? weights by kind, KV cache, context × concurrency in a given memory",
@@ -27,6 +37,8 @@ COMMANDS = {
 }
 
 ABOUT = "Anabranch: an inference and serving engine for Mixture-of-Experts language models."
+HELP = ("-h", "--help")
+VERSION = ("-V", "--version", "version")
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,54 +46,97 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hints = []
+        known = [option for action in self._actions for option in action.option_strings]
         for word in message.replace("'", " ").replace(",", " ").split():
-            known = [option for action in self._actions for option in action.option_strings]
-            if word.startswith("-") and word.partition("=")[0] not in known:
-                near = difflib.get_close_matches(word.partition("=")[0], known, 1)
+            word = word.partition("=")[0].rstrip(":")
+            if word.startswith("-") and word not in known:
+                near = difflib.get_close_matches(word, known, 1)
                 hints += [f"did you mean {near[0]}?"] if near else []
         print(f"{self.prog}: {message}{'; ' + ' '.join(hints) if hints else ''}", file=sys.stderr)
         print(f"{self.prog} --help lists the options", file=sys.stderr)
         sys.exit(2)
 
 
-def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [ABOUT, "", "usage: anabranch COMMAND [options]", ""]
-    lines += [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+def usage(room: str = "") -> str:
+    """Every command, or those of a room."""
+    shown = {name: what for name, what in COMMANDS.items() if name.startswith(room)}
+    width = max(map(len, shown))
+    lines = [ABOUT, "", f"usage: anabranch {room + ' ' if room else ''}COMMAND [options]", ""]
+    lines += [f"  {name:<{width}}  {what}" for name, what in shown.items()]
+    if not room:
+        lines += ["", "Start with: anabranch serve    (the small model that comes with it; then open the page)"]
     return "\n".join([*lines, "", "anabranch COMMAND --help explains a command; anabranch --version"])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["help"]:
+        given = [*given[1:], "--help"]
+    is_bench = given[:1] == ["bench"] and len(given) > 1 and not given[1].startswith("-")
+    length = 2 if is_bench else 1
+    name, rest = " ".join(given[:length]), given[length:]
+    said = f"anabranch {name}" if name in COMMANDS else "anabranch"
+    try:
+        try:
+            return run(name, rest)
+        finally:
+            sys.stdout.flush()  # a reader that has left is noticed here, and not when the interpreter ends
+    except (ValueError, OSError) as error:  # the user's or the machine's; anything else is ours and shows its trace
+        if isinstance(error, BrokenPipeError) and reader_has_left():
+            return 141
+        print(f"{said}: {in_words(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def run(name: str, rest: list[str]) -> int:
+    if name in ("", "bench", *HELP) and not set(rest) - set(HELP):
+        print(usage("bench" if name == "bench" else ""))
         return 0
-    if arguments[0] in ("-V", "--version", "version"):
+    if name in VERSION:
         print(f"anabranch {__version__}")
         return 0
-    name, rest = arguments[0], arguments[1:]
-    if name == "bench":
-        name, rest = " ".join(arguments[:2]), arguments[2:]
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
+        near = difflib.get_close_matches(name, [*COMMANDS, "--help", "--version"], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        print(f"anabranch: no command {name!r}{hint} (commands: {', '.join(COMMANDS)})", file=sys.stderr)
+        print(f"anabranch: no command {name!r}{hint}\nanabranch --help lists the commands", file=sys.stderr)
         return 2
+    command, parser = make_parser(name)
+    options = parser.parse_intermixed_args(rest)  # an optional MODEL may stand before options and a PROMPT behind them
+    code: int = command.run(options)
+    return code
+
+
+def make_parser(name: str) -> tuple[ModuleType, Parser]:
+    """A command's module, imported now, and the parser of its options."""
     room, _, file = name.rpartition(" ")
     command = importlib.import_module(f"anabranch.{room or 'cli'}.{file}")
     parser = Parser(prog=f"anabranch {name}", description=command.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_options(parser)
-    options = parser.parse_intermixed_args(rest)  # an optional MODEL may stand before options and a PROMPT behind them
-    try:
-        code: int = command.run(options)
-        return code
-    except (ValueError, OSError) as error:  # the user's or the machine's; anything else is ours and shows its trace
-        print(f"anabranch {name}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
+    # argparse would begin every help with all options there are.
+    shapes = {None: "{}", "?": "[{}]", "*": "[{} ...]", "+": "{} ..."}
+    words = [shapes[action.nargs].format(action.metavar) for action in parser._actions if not action.option_strings]  # type: ignore[index]
+    parser.usage = " ".join([parser.prog, *words, "[options]"])
+    return command, parser
+
+
+def in_words(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def reader_has_left() -> bool:
+    """Whether it is standard output that is broken. If so, what is left in it goes nowhere, without a word."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    left = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return left
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from anabranch import bundled
 from anabranch.engine import plan as planning
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
@@ -22,7 +23,7 @@ UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a model folder (config.json is enough) or a hub id")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{bundled.HELP}; a config.json is enough")
     parser.add_argument("--memory", metavar="SIZE", help="device memory, as in 141GB or 80GiB")
     parser.add_argument("--memory-fraction", type=float, default=0.85, metavar="F", help="share to use (default 0.85)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--memory-fraction must lie in (0, 1], not {options.memory_fraction}")
     if options.page_size < 1:
         raise ValueError(f"--page-size must be at least 1, not {options.page_size}")
-    folder = locate(options.model, weights=False)
+    folder = locate(options.model or bundled.folder(), weights=False)
     config = read_config(folder)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
     sizes = [parse_size(options.memory)] if options.memory else [gb * 10**9 for gb in COMMON_MEMORY]

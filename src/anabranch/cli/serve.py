@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: OpenAI's API on http://127.0.0.1:8000/v1.
+"""Serve a model over HTTP: a page to chat with on http://127.0.0.1:8000, OpenAI's and Anthropic's API under /v1.
 
 MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name); without one, the small model that comes with
 Anabranch is served.
@@ -22,7 +22,7 @@ ENGINE_FLAGS = {"memory_fraction": "--gpu-memory-utilization"}
 def add_options(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group(conflict_handler="resolve")  # argparse's own --help takes no word
     own.add_argument("-h", "--help", action=Help, nargs="?", const="core", metavar="all", help="all: every option")
-    parser.add_argument("model", metavar="MODEL", nargs="?")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=bundled.HELP)
     _add_core(parser)
     rare = Rare(parser.add_argument_group("more"))
     _add_rare(rare)
@@ -117,7 +117,6 @@ class Help(argparse.Action):
         if values == "all":
             for action, about in parser.get_default("_rare"):
                 action.help = about
-        parser.usage = "anabranch serve [MODEL] [options]"
         parser.print_help()
         parser.exit()
 

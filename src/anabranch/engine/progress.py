@@ -37,9 +37,14 @@ class Line:
 
 
 class Bar(Line):
-    """`loading weights ████████░░░░ 61% 18.30 of 30.00 GB, 4.1 GB/s`"""
+    """`loading weights ████████░░░░ 61% 18.30 of 30.00 GB, 4.1 GB/s`; nothing where it takes no time."""
+
+    first = 0.0
 
     def __call__(self, done: int, total: int) -> None:
+        self.first = self.first or time.perf_counter()
+        if time.perf_counter() - self.first < 0.5:
+            return
         share = done / total if total else 1.0
         self.draw(share, f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {self.rate(done) / 1e9:.1f} GB/s")
 

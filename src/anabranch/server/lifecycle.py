@@ -92,6 +92,7 @@ class Server:
         """A signal has come."""
         self.told_again = asyncio.Event()
         self.stages: list[tuple[str, float]] = []
+        self.address = ""
 
     async def run(self, sock: socket.socket) -> int:
         loop = asyncio.get_running_loop()
@@ -160,6 +161,7 @@ class Server:
     def _say_where(self, sock: socket.socket) -> None:
         host, port = sock.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
+        self.address = f"http://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
         settings = self.settings
         key = "key needed" if settings.api_key else "no key"
         log.info("listening on http://%s:%d (%s); model %s", host, port, key, ", ".join(self.service.names))
@@ -176,6 +178,15 @@ class Server:
             log.info("  %-30s %7.2f s", name, until - at)
         total = self.stages[-1][1] - self.stages[0][1]
         log.info("ready after %.2f s; context %d tokens", total, self.service.max_model_len)
+        log.info("open %s in a browser, or: %s", self.address, self._example())
+
+    def _example(self) -> str:
+        """A command that asks this server something."""
+        route, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 64}'
+        if self.service.model.template.templates:
+            route, body = "chat/completions", '{"messages": [{"role": "user", "content": "Tell me a story."}]}'
+        key = " -H 'authorization: Bearer KEY'" if self.settings.api_key else ""
+        return f"curl {self.address}/v1/{route}{key} -H 'content-type: application/json' -d '{body}'"
 
     # -- serve and end -------------------------------------------------------------------------------------------------
 
