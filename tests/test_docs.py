@@ -1,10 +1,28 @@
-"""What docs/ show is what is there: the files of the example platform, word for word."""
+"""What README and docs/ say is what is there: files, links, commands, options, routes, metrics; and examples run."""
 
+from __future__ import annotations
+
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from anabranch import bundled
+from anabranch.cli.main import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "tests" / "plugin"
+PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+BY_NAME = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+# TO FILL IN: delete this mark, as in tests/bundled, when the trained model stands in src/anabranch/bundled/demo.
+needs_model = pytest.mark.skipif(not bundled.PLACE.exists(), reason="TO FILL IN: the bundled model is not trained yet")
 
 
 def blocks(page: str) -> dict[str, str]:
@@ -12,6 +30,14 @@ def blocks(page: str) -> dict[str, str]:
     text = (ROOT / "docs" / page).read_text()
     found = re.findall(r"^\*\*(.+?)\*\*\n\n```\w+\n(.*?)^```$", text, re.M | re.S)
     return {name.replace("\\", ""): code for name, code in found}
+
+
+def code(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
 
 
 def test_the_example_platform_is_the_tested_one() -> None:
@@ -29,8 +55,129 @@ def test_each_page_ends_with_the_command_that_proves_success() -> None:
         assert text.endswith("```") and last.startswith(("anabranch conformance", "pytest ")), page
 
 
-def test_what_the_pages_name_exists() -> None:
-    for page in (ROOT / "docs").glob("*.md"):
-        for name in re.findall(r"`((?:src|tests)/[a-z\d_./]+)`", page.read_text()):
-            made_there = f"**{name}**" in page.read_text()
-            assert made_there or (ROOT / name).exists(), f"{page.name}: {name}"
+@BY_NAME
+def test_files_a_page_names_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:src|tests|tools|benchmarks|docs)/[a-z\d_./]+)`", page.read_text()):
+        made_there = f"**{name}**" in page.read_text()
+        assert made_there or (ROOT / name).exists(), name
+
+
+@BY_NAME
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith("https://"):
+            continue
+        file, _, heading = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
+            assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], link
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    text = "\n".join(code(page, "sh")).replace("\\\n", " ")
+    lines = [shlex.split(line.partition(" | ")[0], comments=True) for line in text.splitlines()]
+    return [line[1:] for line in lines if line and Path(line[0]).name == "anabranch"]
+
+
+@BY_NAME
+def test_command_lines_are_understood(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in command_lines(page):
+        length = 2 if line[0] == "bench" else 1
+        _, parser = make_parser(" ".join(line[:length]))
+        try:
+            parser.parse_intermixed_args(line[length:])
+        except SystemExit as end:
+            assert end.code == 0, capsys.readouterr().err  # --help ends with 0
+
+
+def test_the_pages_show_every_command() -> None:
+    shown = {" ".join(line[: 2 if line[0] == "bench" else 1]) for page in PAGES for line in command_lines(page)}
+    assert shown == set(COMMANDS)
+
+
+@BY_NAME
+def test_options_a_page_names_exist(page: Path) -> None:
+    known = {"--help"}
+    for name in COMMANDS:
+        known |= {option for action in make_parser(name)[1]._actions for option in action.option_strings}
+    for option in re.findall(r"`(--[a-z-]+)", prose(page)):
+        assert option in known, option
+
+
+@BY_NAME
+def test_environment_variables_a_page_names_are_read(page: Path) -> None:
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    for name in re.findall(r"\b(ANABRANCH_[A-Z_]+|OTEL_[A-Z_]+)\b", page.read_text()):
+        assert f'"{name}"' in source, name
+
+
+def test_fields_of_a_request_exist() -> None:
+    protocol = pytest.importorskip("anabranch.server.protocol")
+    paragraph = next(part for part in prose(ROOT / "docs" / "serving.md").split("\n\n") if "generation takes" in part)
+    named = set(re.findall(r"`(\w+)`", paragraph))
+    assert len(named) > 10 and named <= set(protocol.ChatCompletion.__struct_fields__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against a server
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[object]:
+    for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "httpx", "psutil"):
+        pytest.importorskip(package)
+    from tests.server.serving import running
+
+    with running(None, "--metrics-compat", "vllm") as server:
+        yield server
+
+
+@needs_model
+def test_routes_the_pages_name_exist(server) -> None:
+    paths = server.get("/openapi.json").json()["paths"] | {"/openapi.json": {"get": {}}}
+    named = {
+        (method, path) for page in PAGES for method, path in re.findall(r"`(?:(GET|POST) )?(/[\w/.]*)`", prose(page))
+    }
+    assert len(named) > 15
+    for method, path in named:
+        assert path in paths and (not method or method.lower() in paths[path]), path
+    shown = {path for _, path in named} | {"/v1/models/{id}"}
+    assert set(paths) <= shown, "docs/serving.md lists every route"
+
+
+@needs_model
+def test_metrics_the_pages_name_exist_and_all_are_named(server) -> None:
+    text = server.get("/metrics").text
+    families = set(re.findall(r"^# TYPE (\S+) ", text, re.M))
+    samples = set(re.findall(r"^([\w:]+)[{ ]", text, re.M))
+    for page in PAGES:
+        for name in re.findall(r"\b(?:anabranch|vllm):[a-z\d_]+", page.read_text()):
+            assert name in families | samples, f"{page.name}: {name}"
+    about = (ROOT / "docs" / "metrics.md").read_text()
+    assert not [name for name in families if name.startswith("anabranch:") and f"`{name}`" not in about]
+
+
+@needs_model
+def test_the_command_that_serve_prints_gets_an_answer(server) -> None:
+    found = server.wait_for(r"open (\S+) in a browser, or: curl (.+)")
+    assert found[1] == server.url and "text/html" in server.get("/").headers["content-type"]
+    url, h, header, d, body = shlex.split(found[2])
+    assert (h, header, d) == ("-H", "content-type: application/json", "-d")
+    answer = server.post(url.removeprefix(server.url), content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
+
+
+@needs_model
+def test_the_readmes_examples_run(server, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    offline, client = code(ROOT / "README.md", "python")
+    assert "LLM()" in offline and "http://127.0.0.1:8000" in client
+    for example in (offline, client.replace("http://127.0.0.1:8000", server.url)):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", example]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout) > 20

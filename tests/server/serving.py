@@ -123,9 +123,9 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    model: Path, *flags: str, key: str | None = None, ready: bool = True, make_engine: str = "", **settings: Any
+    model: Path | None, *flags: str, key: str | None = None, ready: bool = True, make_engine: str = "", **settings: Any
 ) -> Iterator[Running]:
-    """`anabranch serve`, or the same with an engine of the test's."""
+    """`anabranch serve`, or the same with an engine of the test's; without a model, the bundled one."""
     if make_engine:
         engine = EngineConfig(model=str(model), **settings.pop("engine", {}))
         code = "from anabranch.server import lifecycle, logs\nlogs.set_up('text')\nimport sys\n"
@@ -136,7 +136,8 @@ def running(
         command = [sys.executable, "-c", code]
     else:
         assert not settings
-        command = [sys.executable, "-m", "anabranch.cli.main", "serve", str(model), "--port", "0", *flags]
+        command = [sys.executable, "-m", "anabranch.cli.main", "serve", "--port", "0", *flags]
+        command += [str(model)] if model else []
         command += ["--api-key", key] if key else []
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         stderr = Path(folder) / "stderr"

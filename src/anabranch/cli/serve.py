@@ -9,14 +9,31 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 from anabranch import bundled
-from anabranch.config import EngineConfig
+from anabranch.config import CHOICES, FLAG_HELP, EngineConfig
 
-ENGINE_FLAGS = {"memory_fraction": "--gpu-memory-utilization"}
-"""Where a field's flag is not its own name: users know these."""
+RARE_HELP = FLAG_HELP | {
+    "load_format": "dummy: random weights, only the config is read",
+    "page_size": "tokens in a KV page",
+    "num_pages": "KV pages, instead of as many as the memory holds",
+    "prefix_cache": "compute what prompts begin alike with only once",
+    "async_scheduling": "launch a step before the last one's tokens are read",
+    "expert_load_interval": "steps between two looks at how busy each expert is; 0: none",
+    "max_body_bytes": "a larger body gets 413",
+    "max_header_bytes": "larger headers get 431",
+    "header_timeout": "seconds for headers to arrive",
+    "body_timeout": "seconds for a body to arrive",
+    "prepare_timeout": "seconds to render and tokenise a prompt",
+    "stall_timeout": "seconds until a client that takes nothing is cut off",
+    "keep_alive_timeout": "seconds an idle connection is kept",
+    "step_timeout": "seconds after which a step counts as hanging",
+    "start_timeout": "seconds for the engine to be ready",
+}
+"""Of fields whose options only --help=all shows."""
+WORDS = CHOICES | {"load_format": ("safetensors", "dummy")}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,12 +59,16 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
     model.add_argument("--max-model-len", type=int, default=0, metavar="N", help="tokens of context (default: all)")
     model.add_argument("--gpu-memory-utilization", type=float, default=0.0, metavar="F", dest="memory_fraction",
-                       help="share of the device's memory to use")  # fmt: skip
-    model.add_argument("--max-num-seqs", type=int, default=512, metavar="N", help="requests that run at once")
-    model.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens in one step")
+                       help="share of the device's memory to use (default: the platform's)")  # fmt: skip
+    model.add_argument(
+        "--max-num-seqs", type=int, default=512, metavar="N", help="requests that run at once (default 512)"
+    )
+    model.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens in one step (default 8192)"
+    )
     model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graph_mode",
                        help="launch every kernel by itself, without captured graphs")  # fmt: skip
-    model.add_argument("--seed", type=int, default=0, metavar="N")
+    model.add_argument("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
     chat = parser.add_argument_group("chats")
     chat.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
     chat.add_argument("--tool-call-parser", default="auto", metavar="NAME", help="default: by the chat template")
@@ -55,9 +76,11 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     life = parser.add_argument_group("running it")
     life.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="S",
                       help="after SIGTERM, seconds for requests to finish (default 30)")  # fmt: skip
-    life.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait; then 429")
+    life.add_argument(
+        "--max-queue", type=int, default=1024, metavar="N", help="requests that may wait; then 429 (default 1024)"
+    )
     life.add_argument("--metrics-compat", default="", choices=["vllm"], help="vLLM's metric names too")
-    life.add_argument("--log-format", default="text", choices=["text", "json"])
+    life.add_argument("--log-format", default="text", choices=["text", "json"], help="default text")
 
 
 class Rare:
@@ -74,38 +97,21 @@ class Rare:
 def _add_rare(rare: Rare) -> None:
     from anabranch.server.settings import Settings
 
-    about = {
-        "max_body_bytes": "a larger body gets 413",
-        "max_header_bytes": "larger headers get 431",
-        "header_timeout": "seconds for headers to arrive",
-        "body_timeout": "seconds for a body to arrive",
-        "prepare_timeout": "seconds to render and tokenise a prompt",
-        "stall_timeout": "seconds until a client that takes nothing is cut off",
-        "keep_alive_timeout": "seconds an idle connection is kept",
-        "step_timeout": "seconds after which a step counts as hanging",
-        "start_timeout": "seconds for the engine to be ready",
-    }
-    for field in fields(Settings):
-        if field.name in about:
-            kind = int if isinstance(field.default, int) else float
-            text = f"{about[field.name]} (default {field.default:g})"
-            rare.add(_flag(field.name), text, type=kind, default=field.default, metavar="N" if kind is int else "S")
-    taken = {"model", "dtype", "max_model_len", "memory_fraction", "max_num_seqs", "max_num_batched_tokens"}
-    taken |= {"graph_mode", "seed"}
-    for field in fields(EngineConfig):
-        if field.name in taken:
-            continue
-        assert field.default is not MISSING
+    named = {field.name for field in fields(Settings)} | {"model", "dtype", "max_model_len", "memory_fraction", "seed"}
+    named |= {"max_num_seqs", "max_num_batched_tokens", "graph_mode"}
+    own = [field for field in fields(Settings) if field.name in RARE_HELP]
+    for field in own + [field for field in fields(EngineConfig) if field.name not in named]:
         default: Any = field.default
-        text = f"engine: default {'auto' if default == 0 and not isinstance(default, bool) else default}"
+        flag = "--" + field.name.replace("_", "-")
+        shown = ("yes" if default else "no") if isinstance(default, bool) else default or "auto"
+        text = f"{RARE_HELP[field.name]} (default {shown})"
         if isinstance(default, bool):
-            rare.add(_flag(field.name), text, action=argparse.BooleanOptionalAction, default=default)
+            rare.add(flag, text, action=argparse.BooleanOptionalAction, default=default)
+        elif isinstance(default, str):
+            rare.add(flag, text, choices=WORDS[field.name], default=default)
         else:
-            rare.add(_flag(field.name), text, type=type(default), default=default, metavar="X")
-
-
-def _flag(name: str) -> str:
-    return ENGINE_FLAGS.get(name, "--" + name.replace("_", "-"))
+            kind = type(default)
+            rare.add(flag, text, type=kind, default=default, metavar="N" if kind is int else "S")
 
 
 class Help(argparse.Action):
