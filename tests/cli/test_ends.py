@@ -16,6 +16,8 @@ from anabranch.engine.progress import Bar
 from tools import tiny_model
 
 LONG = 120.0  # seconds nothing here takes, on however busy a machine
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+"""As most people have it: what is printed leaves the process later."""
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
+def start(*arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "anabranch.cli.main", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # type: ignore[call-overload]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=BUFFERED)
 
 
 class Terminal:
@@ -108,7 +110,7 @@ def test_a_reader_that_leaves_is_no_mistake(model: Path) -> None:
 def test_a_full_disk_is(model: Path) -> None:
     command = [sys.executable, "-m", "anabranch.cli.main", "plan", str(model)]
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LONG)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LONG, env=BUFFERED)
     assert done.returncode == 1 and "anabranch plan: [Errno 28] No space left" in done.stderr
 
 

@@ -82,7 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # a reader that has left is noticed here, and not when the interpreter ends
     except (ValueError, OSError) as error:  # the user's or the machine's; anything else is ours and shows its trace
-        if isinstance(error, BrokenPipeError) and reader_has_left():
+        left = isinstance(error, BrokenPipeError) and reader_has_left()
+        drop_output()
+        if left:
             return 141
         print(f"{said}: {in_words(error)}", file=sys.stderr)
         return 1
@@ -130,13 +132,18 @@ def in_words(error: ValueError | OSError) -> str:
 
 
 def reader_has_left() -> bool:
-    """Whether it is standard output that is broken. If so, what is left in it goes nowhere, without a word."""
+    """Whether it is standard output that is broken, and not some other pipe."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
-    left = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-    if left:
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def drop_output() -> None:
+    """What cannot be written goes nowhere: the interpreter would try again at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return left
 
 
 if __name__ == "__main__":
