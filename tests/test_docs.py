@@ -62,6 +62,14 @@ def test_files_a_page_names_exist(page: Path) -> None:
         assert made_there or (ROOT / name).exists(), name
 
 
+def test_the_map_has_every_room() -> None:
+    rooms = {path.parent.name for path in (ROOT / "src" / "anabranch").glob("*/__init__.py")}
+    table = (ROOT / "ARCHITECTURE.md").read_text().partition("Inside `engine/`")[0]
+    assert {name for row in re.findall(r"^\| (`.+?) \|", table, re.M) for name in re.findall(r"`(\w+)/`", row)} == rooms
+    tree = (ROOT / "README.md").read_text().partition("## The tree")[2]
+    assert set(re.findall(r"^  (\w+)/ ", tree, re.M)) == rooms
+
+
 @BY_NAME
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
