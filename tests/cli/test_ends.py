@@ -139,6 +139,7 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "offline", "nowhere"], "anabranch bench offline: nowhere: no such folder; give"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "is a server running there? `anabranch serve` starts"),
         (["tune", "./nowhere"], "anabranch tune: ./nowhere: no such folder"),
+        (["serve", "--served-model-name", "a", "/"], "has taken /, a folder, for a name: put MODEL before it"),
         (["serve", "--port", "99999"], "anabranch serve: port must lie in [0, 65535], not 99999"),
     ],
 )

@@ -136,8 +136,8 @@ def running(
         command = [sys.executable, "-c", code]
     else:
         assert not settings
-        command = [sys.executable, "-m", "anabranch.cli.main", "serve", "--port", "0", *flags]
-        command += [str(model)] if model else []
+        command = [sys.executable, "-m", "anabranch.cli.main", "serve"]
+        command += [*([str(model)] if model else []), "--port", "0", *flags]
         command += ["--api-key", key] if key else []
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         stderr = Path(folder) / "stderr"

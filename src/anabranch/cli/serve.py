@@ -129,6 +129,9 @@ class Help(argparse.Action):
 
 def run(options: argparse.Namespace) -> int:
     if options.model is None:
+        for name in options.served_model_name:
+            if os.path.isdir(name):
+                raise ValueError(f"--served-model-name has taken {name}, a folder, for a name: put MODEL before it")
         options.model = bundled.folder()
         options.served_model_name = options.served_model_name or [bundled.NAME]
     try:
