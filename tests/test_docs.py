@@ -188,4 +188,4 @@ def test_the_readmes_examples_run(server, tmp_path: Path) -> None:
         command = [sys.executable, "-c", example]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        assert len(done.stdout) > 20
+        assert done.stdout.strip()
