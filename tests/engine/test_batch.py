@@ -1,4 +1,4 @@
-"""Steps spelled out and steps packed say the same, and so do the device's own page tables and the host's."""
+"""Steps worked out on the device are those spelled out token by token, whether it has page tables of its own or not."""
 
 import random
 from dataclasses import fields
@@ -68,38 +68,67 @@ class Walk:
         return shares
 
 
-def test_packed_and_mirrored_steps_are_those_spelled_out() -> None:
-    cpu = torch.device("cpu")
-    plain, mirrored, spelled = (
-        StepMaker(2, NUM_SLOTS, MAX_LENGTH, PAGE_SIZE, cpu, mirror=mirror) for mirror in (False, True, False)
+def spelled_out(shares: list[Share], pages: dict[str, list[list[int]]], last_token: list[int]) -> Step:
+    """As layers.step says it."""
+    tokens, positions, starts, logit_rows = [], [], [0], []
+    slots: list[list[int]] = [[], []]
+    for sequence, begin, end, samples in shares:
+        for position in range(begin, end):
+            known = position < len(sequence.tokens)
+            tokens.append(sequence.tokens[position] if known else last_token[sequence.slot])
+            positions.append(position)
+            for table, slot in zip(pages[sequence.id], slots, strict=True):
+                slot.append(table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE)
+        starts.append(len(tokens))
+        if samples:
+            logit_rows.append(len(tokens) - 1)
+    columns = max(-(-share.end // PAGE_SIZE) for share in shares)
+    every_row = logit_rows == list(range(len(tokens)))
+    return Step(
+        token_T=torch.tensor(tokens),
+        position_T=torch.tensor(positions),
+        query_start_R=torch.tensor(starts, dtype=torch.int32),
+        context_len_R=torch.tensor([share.end for share in shares], dtype=torch.int32),
+        page_tables=tuple(
+            torch.tensor([(pages[s.id][group] + [-1] * columns)[:columns] for s, *_ in shares], dtype=torch.int32)
+            for group in range(2)
+        ),
+        slots=tuple(torch.tensor(slot) for slot in slots),
+        logit_row=None if every_row else torch.tensor(logit_rows, dtype=torch.int32),
+        max_query=max(share.end - share.begin for share in shares),
     )
-    num_packed = 0
+
+
+def test_steps_are_those_spelled_out() -> None:
+    cpu = torch.device("cpu")
+    plain, mirrored = (StepMaker(2, NUM_SLOTS, MAX_LENGTH, PAGE_SIZE, cpu, mirror=mirror) for mirror in (False, True))
+    num_single = num_mixed = 0
     for seed in range(5):
         walk = Walk(seed)
         for number in range(200):
-            walk.move([plain, mirrored, spelled])
+            walk.move([plain, mirrored])
             shares = walk.step(single=number % 3 > 0)
             if not shares:
                 continue
+            last = torch.randint(100, (NUM_SLOTS + 1,))
             if number % 2:
-                last = torch.randint(100, (NUM_SLOTS + 1,))
-                for maker in (plain, mirrored, spelled):
-                    maker.last_token_S.copy_(last)
                 for sequence, _, end, _ in shares:
                     if end == len(sequence.tokens) > sequence.num_prompt:
                         sequence.tokens.pop()  # the host does not know it yet
-            expected = spelled._spell_out(shares, walk.pages.__getitem__)
-            if all(share.end - share.begin == 1 for share in shares):
-                num_packed += 1
-                if all(share.samples for share in shares):  # None says it
-                    assert expected.logit_row is not None and len(expected.logit_row) == len(shares)
-                    expected = Step(**{f.name: getattr(expected, f.name) for f in fields(Step)} | {"logit_row": None})
+            shares.sort(key=lambda share: share.end - share.begin > 1)
+            counts = {share.end - share.begin > 1 for share in shares}
+            num_single, num_mixed = num_single + (counts == {False}), num_mixed + len(counts) // 2
+            expected = spelled_out(shares, walk.pages, last.tolist())
             for maker in (plain, mirrored):
-                assert_same(maker.make(shares, walk.pages.__getitem__), expected)
+                maker.last_token_S.copy_(last)
+                step = maker.make(shares, walk.pages.__getitem__)
+                for table_RM, wanted_RM in zip(step.page_tables, expected.page_tables, strict=True):
+                    wanted_RM.copy_(torch.where(wanted_RM < 0, table_RM, wanted_RM))  # beyond its pages: anything
+                assert_same(step, expected)
             for sequence, _, end, _ in shares:
                 if end > len(sequence.tokens):
-                    sequence.tokens.append(int(spelled.last_token_S[sequence.slot]))
-    assert num_packed > 100
+                    sequence.tokens.append(int(last[sequence.slot]))
+    assert num_single > 100 and num_mixed > 50
 
 
 def test_padding_owns_nothing() -> None:
@@ -108,7 +137,7 @@ def test_padding_owns_nothing() -> None:
     while not walk.running:
         walk.move([maker])
     shares = [walk.share(walk.running[0], 1)]
-    packed_3R = maker.pack(shares, walk.pages.__getitem__, 4)
+    packed_3R = maker.pack(maker.rows(shares, walk.pages.__getitem__), 4)
     step = maker.unpack(packed_3R, maker.width, padded=True)
     assert step.num_tokens is not None and int(step.num_tokens) == 1
     assert step.slots[0].tolist()[1:] == [-1, -1, -1] and step.context_len_R.tolist() == [1, 0, 0, 0]

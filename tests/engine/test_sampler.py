@@ -116,6 +116,7 @@ def add(sampler: Sampler, slot: int, model: Model) -> None:
 def walk(rng: random.Random, num_steps: int, rows: int = 12) -> Iterator[None]:
     """Requests come, go, are preempted and skip steps; every token must be the model's."""
     sampler, running, waiting = Sampler(rows, V, CPU), dict[int, Model](), list[Model]()
+    sampler.by_slot = rows == 2
     for step in range(num_steps):
         for slot in [slot for slot in running if rng.random() < 0.05]:
             model = running.pop(slot)
@@ -168,6 +169,15 @@ def test_few_rows_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sampled_file, "CHUNK", 2 * V + 1)
     for _ in walk(random.Random(100), num_steps=15):
         pass
+
+
+def test_draws_by_slot_as_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, sample_slots = [], Sampler.sample_slots
+    monkeypatch.setattr(Sampler, "sample_slots", lambda *given: drawn.append(given) or sample_slots(*given))
+    for number in range(40):
+        for _ in walk(random.Random(number), num_steps=6, rows=2):
+            pass
+    assert len(drawn) > 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------

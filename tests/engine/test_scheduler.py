@@ -48,6 +48,8 @@ class World:
         shares = self.scheduler.schedule()
         assert sum(share.end - share.begin for share in shares) <= self.scheduler.max_num_batched_tokens
         assert len({share.sequence.id for share in shares}) == len(shares)
+        several = [share.end - share.begin > 1 for share in shares]
+        assert several == sorted(several), "shares of one token come first"
         if shares:
             self.launched.append([(share, self.compute(share)) for share in shares])
         if self.launched and (len(self.launched) > self.depth or not shares):

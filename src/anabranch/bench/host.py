@@ -1,6 +1,7 @@
-"""What a step costs in Python alone: scheduler, pages, batch tensors, updates; the model is left out.
+"""What a step costs in Python alone: scheduler, pages, batch tensors, sampling plan, updates; the model is left out.
 
-Prints µs per step with so many requests decoding at the same time.
+Prints µs per step with so many requests decoding at the same time, and with so many of which some leave and others,
+with prompts, join in every step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from anabranch.bench.offline import commit
 from anabranch.config import EngineConfig
 from anabranch.engine.batch import StepMaker
 from anabranch.engine.engine import Engine
+from anabranch.engine.sampler import Sampler
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from anabranch.request import Request, TokenLogprobs
@@ -29,6 +31,8 @@ from anabranch.sampling_params import SamplingParams
 
 SIZES = (1, 64, 256, 1024)
 CONTEXT = 512
+PROMPT, SHARED, OUTPUT = 96, 64, (10, 60)
+"""Of requests that come and go: tokens of a prompt, how many of them all have, tokens of an answer."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +55,7 @@ class Made:
 
 
 class NoModel:
-    """A runner that makes the batch's tensors and nothing else."""
+    """A runner that makes a step's tensors and says how it would be sampled, and nothing else."""
 
     def __init__(self, config: EngineConfig, num_pages: int) -> None:
         self.config = config
@@ -63,15 +67,25 @@ class NoModel:
 
     def allocate(self, num_pages: list[int]) -> None:
         config = self.config
-        self.steps = StepMaker(1, config.max_num_seqs, config.max_model_len, config.page_size, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        self.steps = StepMaker(1, config.max_num_seqs, config.max_model_len, config.page_size, cpu)
+        self.sampler = Sampler(config.max_num_seqs, model_config().vocab_size, cpu)
 
     def launch(self, shares: list[Share], pages: Any) -> Made:
         for share in shares:
             if not share.sequence.placed:
-                self.steps.join(share.sequence.slot)
-                share.sequence.placed = True
+                self._place(share.sequence)
         self.steps.make(shares, pages)
-        return Made(shares, [share for share in shares if share.samples], {})
+        sampling = [share for share in shares if share.samples]
+        self.sampler.kind([share.sequence.slot for share in sampling])
+        return Made(shares, sampling, {})
+
+    def _place(self, sequence: Sequence) -> None:
+        if self.sampler.slots[sequence.slot] is not None:
+            self.sampler.remove(sequence.slot)
+        self.sampler.add(sequence.slot, sequence.request)
+        self.steps.join(sequence.slot)
+        sequence.placed = True
 
     def accept(self, sequence: Sequence, slot: int, token: int) -> None:
         return None
@@ -98,12 +112,16 @@ def model_config() -> ModelConfig:
     )
 
 
-def measure(num_requests: int, num_steps: int) -> float:
-    """Median µs of a step with so many requests decoding at contexts around CONTEXT."""
+def make_engine(num_requests: int) -> Engine:
     config = EngineConfig(
         model="none", max_num_seqs=num_requests, page_size=16, max_model_len=2048, max_num_batched_tokens=8192
     )
-    engine = Engine(config, NoModel(config, num_requests * 64 + 256), model_config())  # type: ignore[arg-type]
+    return Engine(config, NoModel(config, num_requests * 64 + 256), model_config())  # type: ignore[arg-type]
+
+
+def measure(num_requests: int, num_steps: int) -> float:
+    """Median µs of a step with so many requests decoding at contexts around CONTEXT."""
+    engine = make_engine(num_requests)
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=num_steps + 400, ignore_eos=True, detokenize=False)
     for i in range(num_requests):
@@ -121,17 +139,44 @@ def measure(num_requests: int, num_steps: int) -> float:
     return 1e6 * statistics.median(times)
 
 
+def measure_churn(num_requests: int, num_steps: int) -> tuple[float, float]:
+    """(median µs of a step with so many requests running, requests that join in one)"""
+    engine = make_engine(num_requests)
+    rng = random.Random(0)
+    shared = tuple(rng.randrange(1000) for _ in range(SHARED))
+    times, joined = [], 0
+    for number in range(OUTPUT[1] + num_steps):
+        arriving = []
+        for i in range(num_requests - len(engine.sequences)):
+            most = rng.randint(1, OUTPUT[1]) if number == 0 else rng.randint(*OUTPUT)  # not all leave at once
+            params = SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=most, ignore_eos=True)
+            prompt = shared + tuple(rng.randrange(1000) for _ in range(PROMPT - SHARED))
+            arriving.append(Request(id=f"{number} {i}", prompt_ids=prompt, params=params))
+        started = time.perf_counter()
+        for request in arriving:
+            engine.add(request)
+        engine.step()
+        if number >= OUTPUT[1]:
+            times.append(time.perf_counter() - started)
+            joined += len(arriving)
+    engine.close()
+    return 1e6 * statistics.median(times), joined / num_steps
+
+
 def run(options: argparse.Namespace) -> int:
     kernels.bind(platforms.make("cpu"))
     torch.set_num_threads(1)  # a second one would only wait: what is measured is Python
-    found = {}
-    print(f"{'running':>8}{'µs a step':>12}{'µs a request':>14}")
+    found, churned = {}, {}
+    print(f"{'running':>8}{'joining':>9}{'µs a step':>12}{'µs a request':>14}")
     for size in SIZES:
         found[size] = measure(size, options.steps)
-        print(f"{size:>8}{found[size]:>12.0f}{found[size] / size:>14.2f}", flush=True)
+        print(f"{size:>8}{0:>9}{found[size]:>12.0f}{found[size] / size:>14.2f}", flush=True)
+    for size in SIZES[1:]:
+        churned[size], joining = measure_churn(size, options.steps)
+        print(f"{size:>8}{joining:>9.1f}{churned[size]:>12.0f}{churned[size] / size:>14.2f}", flush=True)
     if options.json:
         with open(options.json, "w") as file:
             machine = f"{platform.machine()}, {os.cpu_count()} cores"
             about = {"commit": commit(), "command": "anabranch bench host", "machine": machine}
-            json.dump({**about, "host_us_per_step": found}, file, indent=1)
+            json.dump({**about, "host_us_per_step": found, "host_us_per_mixed_step": churned}, file, indent=1)
     return 0

@@ -1,27 +1,49 @@
 """Ints become tensors here and nowhere else: what sequences contribute to a step → layers.step.Step.
 
-A step in which every sequence has one token, which most are, is packed into three numbers a row; the device works out
-the rest (ops.decode_inputs), so that such a step can be captured and takes one small copy. Other steps are spelled out.
+A step is three numbers a token row; the device works out the rest (ops.decode_inputs). So a step in which every
+sequence has one token can be captured and takes one small copy, and in others such sequences cost no more than there.
 
 The page tables of running sequences lie on the device, a row for each slot, and only what changed is written.
 
-R rows, S slots, M page-table width.
+R requests, T token rows, S slots, M page-table width.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from anabranch import ops
-from anabranch.engine.scheduler import Sequence, Share
+from anabranch.engine.scheduler import Share
 from anabranch.layers.step import Step
 
 Pages = Callable[[str], list[list[int]]]
 """Request id → for each KVGroup, the page of each logical page, all equally many. The same object as long as the
 sequence keeps its slot: it may only get longer."""
+
+
+class Rows(NamedTuple):
+    """A step as the host says it, in plain ints. Example: a sequence in slot 5 whose ninth token is on the device, then
+    one in slot 2 with three prompt tokens of which a prefix of 4 is known:
+
+        slots = [5 2 2 2]   tokens = [-1 11 12 13]   ends = [9 5 6 7]   starts = [0 1 4]   max_query = 3
+    """
+
+    slots: list[int]
+    tokens: list[int]
+    """−1: the one that the slot sampled last."""
+    ends: list[int]
+    """The context with that token."""
+    starts: list[int]
+    """The first row of every request, and the end."""
+    logit_rows: list[int] | None
+    """The last rows of requests that sample; None: all of them do."""
+    max_query: int
+    """The most rows of a request."""
 
 
 class StepMaker:
@@ -63,52 +85,76 @@ class StepMaker:
         self.joined.add(slot)
 
     def make(self, shares: list[Share], pages_of: Pages) -> Step:
-        """The Step of one or more shares, in their order."""
-        rows = self._rows(shares, pages_of)
-        if rows is None:
-            return self._spell_out(shares, pages_of)
-        packed_3R = self._packed(*rows).to(self.device, non_blocking=True)
-        columns = -(-max(rows[2]) // self.page_size)
-        sampling = [row for row, (_, _, _, samples) in enumerate(shares) if samples]
-        logit_row = sampling if len(sampling) < len(shares) else None
-        return self.unpack(packed_3R, columns, padded=False, logit_row=logit_row)
+        """The Step of one or more shares, those of one token first."""
+        return self.unpack_rows(self.rows(shares, pages_of))
 
-    # -- steps of single tokens ----------------------------------------------------------------------------------------
+    # -- what the host says --------------------------------------------------------------------------------------------
 
-    def pack(self, shares: list[Share], pages_of: Pages, num_rows: int) -> torch.Tensor:
-        """packed_3R of ops.decode_inputs, in host memory, with padding up to `num_rows`. Every share is one token."""
-        rows = self._rows(shares, pages_of)
-        assert rows is not None
-        slots, tokens, ends = rows
-        padding = num_rows - len(shares)
-        return self._packed(slots + [-1] * padding, tokens + [0] * padding, ends + [0] * padding)
-
-    def _packed(self, slots: list[int], tokens: list[int], ends: list[int]) -> torch.Tensor:
-        packed_3R = torch.frombuffer(array("i", slots + tokens + ends), dtype=torch.int32).view(3, -1)
-        return packed_3R.pin_memory() if self.pinned else packed_3R
-
-    def _rows(self, shares: list[Share], pages_of: Pages) -> tuple[list[int], list[int], list[int]] | None:
-        """(slots, tokens, ends) of shares of one token each, the device's page tables being brought up to date; None
-        where one has more."""
-        slots: list[int] = []
-        tokens: list[int] = []
-        ends: list[int] = []
+    def rows(self, shares: list[Share], pages_of: Pages) -> Rows:
+        """Shares of one token come first. The device's page tables are brought up to date."""
+        num_single = len(shares)
+        while num_single and shares[num_single - 1].end - shares[num_single - 1].begin > 1:
+            num_single -= 1
+        single, several = (shares, []) if num_single == len(shares) else (shares[:num_single], shares[num_single:])
+        slots = [sequence.slot for sequence, _, _, _ in single]
+        tokens = [s.tokens[begin] if begin < len(s.tokens) else -1 for s, begin, _, _ in single]
+        ends = [end for _, _, end, _ in single]
+        starts = list(range(num_single + 1))
         page_size, joined = self.page_size, self.joined
-        for sequence, begin, end, _ in shares:
-            if end - begin != 1:
-                return None
-            slot, known = sequence.slot, sequence.tokens
-            slots.append(slot)
-            tokens.append(known[begin] if begin < len(known) else -1)
-            ends.append(end)
-            if begin % page_size == 0 or (joined and slot in joined):
-                self._tables_of(sequence, pages_of)
+        for sequence in [s for s, begin, _, _ in single if not begin % page_size or s.slot in joined]:
+            self._write_tables(sequence.slot, pages_of(sequence.id))
+        for sequence, begin, end, _ in several:
+            count = end - begin
+            slots += [sequence.slot] * count
+            tokens += sequence.tokens[begin:end]
+            if end > len(sequence.tokens):  # the last one is still on the device
+                tokens.append(-1)
+            ends += range(begin + 1, end + 1)
+            starts.append(len(slots))
+            self._write_tables(sequence.slot, pages_of(sequence.id))
         self.update_tables()
-        return slots, tokens, ends
+        logit_rows = None
+        if not all(samples for _, _, _, samples in shares):
+            logit_rows = [end - 1 for share, end in zip(shares, starts[1:], strict=True) if share.samples]
+        return Rows(
+            slots, tokens, ends, starts, logit_rows, max((end - begin for _, begin, end, _ in several), default=1)
+        )
 
-    def unpack(
-        self, packed_3R: torch.Tensor, columns: int, *, padded: bool, logit_row: list[int] | None = None
-    ) -> Step:
+    def pack(self, rows: Rows, num_rows: int) -> torch.Tensor:
+        """packed_3R of ops.decode_inputs, in host memory, padded to `num_rows`; where every share is of one token."""
+        assert rows.max_query == 1
+        padding = num_rows - len(rows.slots)
+        slots, tokens, ends = rows.slots + [-1] * padding, rows.tokens + [0] * padding, rows.ends + [0] * padding
+        return self._host(array("i", slots + tokens + ends)).view(3, -1)
+
+    # -- what the device makes of it -----------------------------------------------------------------------------------
+
+    def unpack_rows(self, rows: Rows) -> Step:
+        slots, tokens, ends, starts, logit_rows, max_query = rows
+        columns = -(-max(ends) // self.page_size)
+        logit_row = None if logit_rows is None else self._upload(logit_rows, torch.int32)
+        if max_query == 1:
+            packed_3R = self.pack(rows, len(slots)).to(self.device, non_blocking=True)
+            return replace(self.unpack(packed_3R, columns, padded=False), logit_row=logit_row)
+
+        # One copy. Kernels are compiled apart for addresses that are not multiples of 16 bytes.
+        gap = -len(starts) % 4
+        flat = self._upload(array("i", starts + [0] * gap + slots + tokens + ends), torch.int32)
+        query_start_R, packed_3T = flat[: len(starts)], flat[len(starts) + gap :].view(3, -1)
+        last_row_R = query_start_R[1:] - 1
+        step = self.unpack(packed_3T.index_select(1, last_row_R), columns, padded=False)
+        token_T, position_T = ops.decode_inputs(packed_3T, self.last_token_S)[:2]
+        return replace(
+            step,
+            token_T=token_T,
+            position_T=position_T,
+            query_start_R=query_start_R,
+            slots=tuple(ops.decode_pages(packed_3T, table, self.page_size, 0)[1] for table in self.tables),
+            logit_row=last_row_R if logit_row is None else logit_row,
+            max_query=max_query,
+        )
+
+    def unpack(self, packed_3R: torch.Tensor, columns: int, *, padded: bool) -> Step:
         """The Step of what `pack` gave, on the device; contexts take at most `columns` pages. Can be captured."""
         token_R, position_R, query_start_R, context_len_R, num_tokens = ops.decode_inputs(packed_3R, self.last_token_S)
         pages = [ops.decode_pages(packed_3R, table_SM, self.page_size, columns) for table_SM in self.tables]
@@ -119,7 +165,7 @@ class StepMaker:
             context_len_R=context_len_R,
             page_tables=tuple(table for table, _ in pages),
             slots=tuple(slot_R for _, slot_R in pages),
-            logit_row=None if logit_row is None else self._upload(logit_row),
+            logit_row=None,
             max_query=1,
             num_tokens=num_tokens if padded else None,
         )
@@ -139,62 +185,19 @@ class StepMaker:
         most = num_tokens - num_requests + 1
         new_R = torch.tensor([most] + [1] * (num_requests - 1), dtype=torch.int32)
         query_start_R = torch.nn.functional.pad(new_R.cumsum(0, dtype=torch.int32), (1, 0))
-        rows_T = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         # May be longer than any request: the tables of this machine's requests would be too narrow.
         table_RM = torch.zeros(num_requests, -(-most // self.page_size), dtype=torch.int32, device=self.device)
+        packed_3T = self.padding(num_tokens)
+        token_T, position_T = ops.decode_inputs(packed_3T, self.last_token_S)[:2]
         return Step(
-            token_T=rows_T,
-            position_T=rows_T,
+            token_T=token_T,
+            position_T=position_T,
             query_start_R=query_start_R.to(self.device),
             context_len_R=new_R.to(self.device),
             page_tables=tuple(table_RM for _ in self.tables),
-            slots=tuple(rows_T - 1 for _ in self.tables),
+            slots=tuple(ops.decode_pages(packed_3T, table, self.page_size, 0)[1] for table in self.tables),
             logit_row=None,
             max_query=most,
-        )
-
-    # -- other steps ---------------------------------------------------------------------------------------------------
-
-    def _spell_out(self, shares: list[Share], pages_of: Pages) -> Step:
-        tokens, positions = array("q"), array("q")
-        query_start, context_len = [0], []
-        logit_row: list[int] = []
-        owners: list[int] = []
-        slots = [array("q") for _ in self.tables]
-        fed_row, fed_slot = [], []
-        page_size = self.page_size
-        for sequence, begin, end, samples in shares:
-            known = sequence.tokens
-            tokens.extend(known[begin:end])
-            if end > len(known):  # the last one is still on the device
-                fed_row.append(len(tokens))
-                fed_slot.append(sequence.slot)
-                tokens.append(0)
-            if samples:
-                logit_row.append(len(tokens) - 1)
-            query_start.append(len(tokens))
-            context_len.append(end)
-            owners.append(sequence.slot)
-            positions.extend(range(begin, end))
-            for table, slot in zip(self._tables_of(sequence, pages_of), slots, strict=True):
-                for first in range(begin - begin % page_size, end, page_size):  # a page at a time
-                    move = table[first // page_size] * page_size - first
-                    slot.extend(range(max(begin, first) + move, min(end, first + page_size) + move))
-        self.update_tables()
-
-        token_T = self._upload(tokens)
-        if fed_row:
-            token_T[self._upload(fed_row)] = self.last_token_S[self._upload(fed_slot)]
-        owner_R, columns = self._upload(owners), -(-max(context_len) // page_size)
-        return Step(
-            token_T=token_T,
-            position_T=self._upload(positions),
-            query_start_R=self._upload(query_start, torch.int32),
-            context_len_R=self._upload(context_len, torch.int32),
-            page_tables=tuple(table.index_select(0, owner_R)[:, :columns] for table in self.tables),
-            slots=tuple(self._upload(slot) for slot in slots),
-            logit_row=self._upload(logit_row),
-            max_query=max(end - begin for _, begin, end, _ in shares),
         )
 
     # -- page tables ---------------------------------------------------------------------------------------------------
@@ -209,14 +212,6 @@ class StepMaker:
         for host, table in zip(self.host_tables, self.tables, strict=True):
             table.view(-1).index_copy_(0, place_N, self._upload([host[place] for place in places], torch.int32))
 
-    def _tables_of(self, sequence: Sequence, pages_of: Pages) -> list[list[int]]:
-        """The sequence's pages, after what is new of them was written into its slot's rows."""
-        tables = pages_of(sequence.id)
-        owner, written = self.written[sequence.slot]
-        if owner is not tables or written < len(tables[0]):
-            self._write_tables(sequence.slot, tables)
-        return tables
-
     def _write_tables(self, slot: int, tables: list[list[int]]) -> None:
         """Only pages that are new; all of them when another sequence has taken the slot."""
         owner, written = self.written[slot]
@@ -224,16 +219,22 @@ class StepMaker:
             written = 0
         length, row = len(tables[0]), slot * self.width
         self.joined.discard(slot)
+        if written == length:
+            return
         for flat, table in zip(self.host_tables, tables, strict=True):
             flat[row + written : row + length] = array("i", table[written:])
         self.written[slot] = tables, length
         if self.mirror:
             self.changes.append((row + written, row + length))
 
+    def _host(self, values: array[int]) -> torch.Tensor:
+        """From where the device can copy while the host goes on."""
+        host = torch.frombuffer(values, dtype=torch.int32 if values.typecode == "i" else torch.int64)
+        return host.pin_memory() if self.pinned else host
+
     def _upload(self, values: list[int] | array[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """To the device, without waiting for it."""
         if not values:
             return torch.empty(0, dtype=dtype, device=self.device)
         flat = values if isinstance(values, array) else array("i" if dtype == torch.int32 else "q", values)
-        host = torch.frombuffer(flat, dtype=dtype)
-        return (host.pin_memory() if self.pinned else host).to(self.device, non_blocking=True)
+        return self._host(flat).to(self.device, non_blocking=True)

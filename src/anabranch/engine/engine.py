@@ -120,7 +120,7 @@ class Engine:
             ("allowed_token_ids", params.allowed_token_ids),
             ("logit_bias", params.logit_bias),
         ):
-            for token in tokens:
+            for token in (min(tokens), max(tokens)) if tokens else ():
                 if not 0 <= token < vocabulary:
                     raise ValueError(f"{name}: token id {token} is not in the vocabulary [0, {vocabulary})")
         limit = self.config.max_model_len
@@ -213,23 +213,28 @@ class Engine:
         tokens = launched.wait()
         self._keep_routed(launched)
         self._keep_prompt_logprobs(launched)
-        running = (share[0].id for share in launched.sampling if share[0].finish_reason is None)
+        running = [share[0].id for share in launched.sampling if share[0].finish_reason is None]
         self.metrics.tokens(running, time.monotonic())
         updates = []
-        read = self.scheduler.read
         for row, (share, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
             sequence = share[0]
+            known = sequence.tokens
+            # What the lines below come to for most sequences in most steps.
+            if sequence.plain and token not in sequence.stop_ids and len(known) + 1 < sequence.limit:
+                if sequence.finish_reason is None:
+                    known.append(token)
+                    updates.append(
+                        Update(id=sequence.id, token_ids=[token], logprobs=[], num_cached=sequence.num_cached)
+                    )
+                continue
             slot = sequence.slot
-            if not read(sequence, token):
+            if not self.scheduler.read(sequence, token):
                 continue
             ended = None
             if sequence.waits_for_host and sequence.finish_reason is None:
                 ended = self.runner.accept(sequence, slot, token)
                 if ended is not None:
                     self.scheduler.finish(sequence, "stop" if ended == "stop" else "error")
-            if sequence.plain and sequence.finish_reason is None:  # most, most of the time
-                updates.append(Update(id=sequence.id, token_ids=[token], logprobs=[], num_cached=sequence.num_cached))
-                continue
             updates.append(self._update(launched, row, sequence, token))
             if ended is not None and sequence.finish_reason == "error":
                 updates[-1].error = ended

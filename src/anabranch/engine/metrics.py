@@ -43,6 +43,7 @@ class Clock:
     arrived: float
     admitted: float | None = None
     last_token: float | None = None
+    """Not kept up to date while one follows the other in every step."""
 
 
 @dataclass(slots=True)
@@ -56,6 +57,9 @@ class Metrics:
     steps: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     clocks: dict[str, Clock] = field(default_factory=dict)
+    latest: set[str] = field(default_factory=set)
+    """Requests that had a token in the last call of `tokens`, at `latest_at`."""
+    latest_at: float = 0.0
 
     def arrive(self, id: str, at: float) -> None:
         self.clocks[id] = Clock(at or time.monotonic())
@@ -68,26 +72,26 @@ class Metrics:
             self.prompt_tokens += num_prompt
 
     def tokens(self, ids: Iterable[str], now: float) -> None:
-        """One more for each; ids that are not known (any more) do not count."""
-        clocks = self.clocks
-        before, count = now, 0  # most had their last one together, in the step before
-        for id in ids:
-            clock = clocks.get(id)
-            if clock is None:
-                continue
-            self.generation_tokens += 1
-            last, clock.last_token = clock.last_token, now
-            if last == before:
-                count += 1
-            elif last is None:
-                self.time_to_first_token.observe(now - clock.arrived)
+        """One more for each; ids that are not known (any more) do not count. Costs little for those that had their last
+        one in the call before, which are most."""
+        clocks, before = self.clocks, self.latest_at
+        latest = clocks.keys() & ids
+        again = latest & self.latest
+        self.generation_tokens += len(latest)
+        self.inter_token_latency.observe(now - before, len(again))
+        for id in self.latest - again:
+            clocks[id].last_token = before
+        for id in latest - again:
+            last = clocks[id].last_token
+            if last is None:
+                self.time_to_first_token.observe(now - clocks[id].arrived)
             else:
-                self.inter_token_latency.observe(now - before, count)
-                before, count = last, 1
-        self.inter_token_latency.observe(now - before, count)
+                self.inter_token_latency.observe(now - last)
+        self.latest, self.latest_at = latest, now
 
     def finish(self, id: str, reason: str) -> None:
         clock = self.clocks.pop(id, None)
+        self.latest.discard(id)
         if clock is not None:
             self.end_to_end.observe(time.monotonic() - clock.arrived)
             self.finished[reason] += 1

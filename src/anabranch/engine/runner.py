@@ -23,7 +23,7 @@ from anabranch.compile.piecewise import CompiledDecoder, PiecewiseStep
 from anabranch.compile.sizes import common, decode_sizes, prefill_sizes
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
-from anabranch.engine.batch import Pages, StepMaker
+from anabranch.engine.batch import Pages, Rows, StepMaker
 from anabranch.engine.expert_watch import ExpertWatch
 from anabranch.engine.progress import Tally
 from anabranch.engine.sampled import Logprobs, Sampled, token_logprobs
@@ -232,8 +232,8 @@ class TorchRunner:
             self.prefills = BySize(prefill_sizes(largest), prefill)
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
-        """Enqueue one step; nothing here waits for the device."""
-        num_tokens = sum(share.end - share.begin for share in shares)
+        """Enqueue one step, its shares of one token first; nothing here waits for the device."""
+        num_tokens = sum(end - begin for _, begin, end, _ in shares)
         with torch.inference_mode(), self.platform.step(num_tokens * self.num_active):
             return self._launch(shares, pages)
 
@@ -246,16 +246,17 @@ class TorchRunner:
         self.num_steps += 1
         record = bool(self.recorded) and any(share.sequence.slot in self.recorded for share in shares)
 
-        launched = self._replay(shares, pages, count, record)
+        rows = self.steps.rows(shares, pages)
+        launched = self._replay(shares, rows, count, record)
         if launched is None:
-            launched = self._run(shares, pages, count, record)
+            launched = self._run(shares, rows, count, record)
         if count:
             self.load_fetch = self.platform.fetch(self.experts.count_LE)
         return launched
 
-    def _run(self, shares: list[Share], pages: Pages, count: bool, record: bool) -> Launched:
+    def _run(self, shares: list[Share], rows: Rows, count: bool, record: bool) -> Launched:
         """Any step; what is not captured of it, kernel by kernel."""
-        step = self.steps.make(shares, pages)
+        step = self.steps.unpack_rows(rows)
         captured = None if self.prefills is None else self.prefills.find("any", step.token_T.shape[0])
         if captured is not None:
             hidden_TD = captured.run(step)
@@ -267,7 +268,7 @@ class TorchRunner:
             hidden_TD = self.model(step, self.kv)
         launched = Launched(
             shares=shares,
-            sampling=[share for share in shares if share.samples],
+            sampling=shares if rows.logit_rows is None else [share for share in shares if share.samples],
             prompt_logprobs=self._prompt_logprobs(hidden_TD, shares) if self.asking else {},
         )
         if launched.sampling:
@@ -276,19 +277,16 @@ class TorchRunner:
         self._count(launched, seen, count, record)
         return launched
 
-    def _replay(self, shares: list[Share], pages: Pages, count: bool, record: bool) -> Launched | None:
+    def _replay(self, shares: list[Share], rows: Rows, count: bool, record: bool) -> Launched | None:
         """A step of single tokens as a captured graph; None if there is none for it."""
-        if self.decodes is None:
-            return None
-        if not all(samples and end - begin == 1 for _, begin, end, samples in shares):
+        if self.decodes is None or rows.max_query > 1 or rows.logit_rows is not None:
             return None
         if self.asking and any(begin < s.num_prompt and s.slot in self.asking for s, begin, _, _ in shares):
             return None
-        slots = [share[0].slot for share in shares]
-        captured = self.decodes.find(self.sampler.kind(slots), len(shares))
+        captured = self.decodes.find(self.sampler.kind(rows.slots), len(shares))
         if captured is None:
             return None
-        decoded = captured.replay(self.steps.pack(shares, pages, captured.input.shape[1]))
+        decoded = captured.replay(self.steps.pack(rows, captured.input.shape[1]))
         launched = Launched(shares=shares, sampling=shares)
         if decoded.token_R is None:
             self._sample(launched, decoded.logits_RV[: len(shares)])

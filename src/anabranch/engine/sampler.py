@@ -10,7 +10,8 @@ What happens to a row of logits, in this order:
 Log probabilities are the model's own: of the logits before all of this.
 
 A running request owns a slot. Its parameters lie in device tensors by slot; what a batch needs of them is gathered
-when the batch changes (sampling_plan.Plan), so that a step over the same slots as the last uploads nothing.
+when the batch changes (sampling_plan.Plan), so that a step over the same slots as the last uploads nothing; or, where
+draws are all there is to do, by the device in every step.
 Randomness is a function of (seed, number of tokens generated, token id): nothing else in the batch, no slot and no
 preemption changes what a request draws. Nothing here waits for the device. A request that can be sampled only after
 the host has read its last token says so in `needs_host_tokens`; `accept` brings that token.
@@ -23,14 +24,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from anabranch import ops
 from anabranch.engine.grammar import fill_masks
 from anabranch.engine.sampled import Logprobs, Sampled, chunks, token_logprobs
-from anabranch.engine.sampling_plan import FOREVER, Draw, Edit, Edits, Kind, Occupant, Penalty, PenaltyTable, Plan
+from anabranch.engine.sampling_plan import (
+    FOREVER,
+    SPECIAL,
+    Draw,
+    Edit,
+    Edits,
+    Kind,
+    Occupant,
+    Penalty,
+    PenaltyTable,
+    Plan,
+    Trait,
+)
 from anabranch.ops.mask_logits import pack_mask
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
@@ -67,6 +80,9 @@ class Sampler:
         self.device = device
         self.seed = seed
         self.slots: list[Occupant | None] = [None] * max_num_seqs
+        self._having: dict[Trait, set[int]] = {trait: set() for trait in get_args(Trait)}
+        """Slots by what their requests want."""
+        self._empty = set(range(max_num_seqs))
         self._joining: dict[int, Occupant] = {}
         """Those of whom the device knows nothing yet."""
         self._plans: dict[tuple[int, ...], Plan] = {}
@@ -81,6 +97,9 @@ class Sampler:
         """Temperature 0; seed and position of somebody who does not draw."""
         self._penalties = PenaltyTable(vocab_size, device)
         self._pinned = device.type != "cpu"
+        self.by_slot = self._pinned
+        """Whether draws look up their parameters in every step instead of in a plan: kernels take all rows at once and
+        do not mind greedy ones among them. What a CPU has is better off with fewer."""
 
     def add(
         self,
@@ -109,12 +128,18 @@ class Sampler:
         history = list(output_ids) if bad_sequences else []
         occupant = Occupant(request, tuple(output_ids), matcher, edits, bad_sequences, history)
         self.slots[slot] = self._joining[slot] = occupant
+        for trait in occupant.traits:
+            self._having[trait].add(slot)
+        self._empty.remove(slot)
         self._plans.clear()
 
     def remove(self, slot: int) -> None:
         occupant = self._occupant(slot)
         if occupant.penalty_row is not None:
             self._penalties.release(occupant.penalty_row)
+        for trait in occupant.traits:
+            self._having[trait].remove(slot)
+        self._empty.add(slot)
         self.slots[slot] = None
         self._joining.pop(slot, None)
         self._plans.clear()
@@ -133,9 +158,13 @@ class Sampler:
     def sample(self, logits_RV: torch.Tensor, slots: list[int]) -> Sampled:
         """One token for each row, which counts as generated. The logits (fp32, contiguous) are written over."""
         assert logits_RV.shape == (len(slots), self.vocab_size), f"logits {logits_RV.shape} of {len(slots)} slots"
-        plan = self._plan(slots)
-        if plan.kind == "greedy":
+        assert len(set(slots)) == len(slots), f"a slot twice: {slots}"
+        kind = self.kind(slots)
+        if kind == "greedy":
             return Sampled(_best(logits_RV))
+        if kind == "drawn" and self.by_slot:
+            return Sampled(self.sample_slots(logits_RV, self._upload(slots), kind))
+        plan = self._plan(slots)
         for occupant in plan.waiting:
             assert not occupant.unread, f"request {occupant.request.id}: its last token has not been accepted yet"
             occupant.unread = True
@@ -150,15 +179,19 @@ class Sampler:
         token_R = self._choose(plan, logits_RV)
         if plan.penalty is not None:
             self._penalties.count(plan.penalty.table_row_N, token_R[plan.penalty.row_N], plan.penalty.one_N)
-        if plan.counted is not None:
-            self._position_S.index_add_(0, *plan.counted)
+        self._position_S.index_add_(0, plan.slot_R, plan.one_R)
         if not plan.asked:
             return Sampled(token_R)
         token_L = token_R if plan.asked_row_L is None else token_R[plan.asked_row_L]
         return Sampled(token_R, token_logprobs(raw_LV, token_L, plan.top_n).to_host(), plan.asked)
 
     def kind(self, slots: list[int]) -> Kind:
-        return self._plan(slots).kind
+        if self._joining:
+            self._join()
+        assert self._empty.isdisjoint(slots), f"slot {self._empty.intersection(slots).pop()} is empty"
+        if not all(self._having[trait].isdisjoint(slots) for trait in SPECIAL):
+            return "any"
+        return "greedy" if self._having["greedy"].issuperset(slots) else "drawn"
 
     def sample_slots(self, logits_RV: torch.Tensor, slot_R: torch.Tensor, kind: Kind) -> torch.Tensor:
         """token_R where nothing but the device knows who is in the rows (max_num_seqs: nobody). Can be captured; `kind`
@@ -227,44 +260,48 @@ class Sampler:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _make_plan(self, slots: list[int]) -> Plan:
+        """Costs as much as there are requests that want something special."""
         if self._joining:
             self._join()
-        assert len(set(slots)) == len(slots), f"a slot twice: {slots}"
-        rows = [(row, slot, self._occupant(slot)) for row, slot in enumerate(slots)]
+        row_of = dict(zip(slots, range(len(slots))))
 
-        plan = Plan(greedy=any(o.greedy for _, _, o in rows))
+        def having(trait: Trait) -> list[tuple[int, int, Occupant]]:
+            found = sorted((row_of[slot], slot) for slot in self._having[trait] if slot in row_of)
+            return [(row, slot, self._occupant(slot)) for row, slot in found]
+
+        slot_R = self._upload(slots)
+        plan = Plan(not self._having["greedy"].isdisjoint(slots), slot_R, torch.ones_like(slot_R))
         # Both give the same token where nothing is cut off; `draw` has less to do.
-        for cut in (False, True):
-            if drawn := [(row, slot) for row, slot, o in rows if not o.greedy and o.cut == cut]:
-                plan.draws.append(self._plan_draw(drawn, cut, all_rows=len(drawn) == len(rows)))
-        if edited := [(row, slot, o) for row, slot, o in rows if o.edits]:
+        for trait in ("uncut", "cut"):
+            if rows := [row for row, slot in enumerate(slots) if slot in self._having[trait]]:
+                row_N = None if len(rows) == len(slots) else self._upload(rows)
+                plan.draws.append(self._plan_draw(row_N, slot_R if row_N is None else slot_R[row_N], trait == "cut"))
+        if edited := having("edited"):
             plan.edits = self._plan_edits(edited)
-        if masked := [(row, o.allowed_M) for row, _, o in rows if o.allowed_M is not None]:
-            plan.allowed = self._upload([row for row, _ in masked]), torch.stack([mask for _, mask in masked])
-        if penalized := [(row, slot, o.penalty_row) for row, slot, o in rows if o.penalty_row is not None]:
+        if masked := having("masked"):
+            masks = [o.allowed_M for _, _, o in masked if o.allowed_M is not None]
+            plan.allowed = self._upload([row for row, _, _ in masked]), torch.stack(masks)
+        if penalized := having("penalized"):
             plan.penalty = self._plan_penalty(penalized)
-        if counted := [slot for _, slot, o in rows if o.counted]:
-            slot_N = self._upload(counted)
-            plan.counted = slot_N, torch.ones_like(slot_N)
 
-        plan.waiting = [o for _, _, o in rows if o.needs_host_tokens]
-        plan.bad = [(row, o) for row, _, o in rows if o.bad_sequences]
-        if matched := [(row, o.matcher) for row, _, o in rows if o.matcher is not None]:
+        waiting = having("waiting")
+        plan.waiting = [o for _, _, o in waiting]
+        plan.bad = [(row, o) for row, _, o in waiting if o.bad_sequences]
+        if matched := [(row, o.matcher) for row, _, o in waiting if o.matcher is not None]:
             plan.matchers = [matcher for _, matcher in matched]
             plan.matcher_row_N = self._upload([row for row, _ in matched])
-        if asked := [(row, n) for row, _, o in rows if (n := o.params.logprobs) is not None]:
-            plan.asked = {row: place for place, (row, _) in enumerate(asked)}
-            plan.top_n = max(n for _, n in asked)
-            if len(asked) < len(rows):
-                plan.asked_row_L = self._upload([row for row, _ in asked])
-        return plan.close()
+        if asked := having("asking"):
+            plan.asked = {row: place for place, (row, _, _) in enumerate(asked)}
+            plan.top_n = max(o.params.logprobs or 0 for _, _, o in asked)
+            if len(asked) < len(slots):
+                plan.asked_row_L = self._upload([row for row, _, _ in asked])
+        return plan
 
-    def _plan_draw(self, drawn: list[tuple[int, int]], cut: bool, all_rows: bool) -> Draw:
-        row_N, slot_N = self._upload(list(zip(*drawn)))
+    def _plan_draw(self, row_N: torch.Tensor | None, slot_N: torch.Tensor, cut: bool) -> Draw:
         temperature_N, top_p_N, min_p_N = self._float_6S[:3, slot_N]
         top_k_N, seed_N = self._int_3S[:2, slot_N]
         arguments = [temperature_N, top_k_N.int(), top_p_N, min_p_N, seed_N] if cut else [temperature_N, seed_N]
-        return Draw(ops.sample if cut else ops.draw, None if all_rows else row_N, slot_N, arguments)
+        return Draw(ops.sample if cut else ops.draw, row_N, slot_N, arguments)
 
     def _plan_edits(self, edited: list[tuple[int, int, Occupant]]) -> Edits:
         counts = [len(o.edits) for _, _, o in edited]
@@ -276,8 +313,10 @@ class Sampler:
         timed = any(o.timed for _, _, o in edited)
         return Edits(index_E, torch.cat(values), slot_N[place_E], torch.cat(untils) if timed else None)
 
-    def _plan_penalty(self, penalized: list[tuple[int, int, int]]) -> Penalty:
-        row_N, slot_N, table_row_N = self._upload(list(zip(*penalized)))
+    def _plan_penalty(self, penalized: list[tuple[int, int, Occupant]]) -> Penalty:
+        row_N, slot_N, table_row_N = self._upload(
+            list(zip(*((row, slot, o.penalty_row) for row, slot, o in penalized)))
+        )
         amounts = list(self._float_6S[3:, slot_N])
         return Penalty(row_N, table_row_N, amounts, torch.ones_like(row_N, dtype=torch.int32))
 
@@ -301,7 +340,7 @@ class Sampler:
                 allowed_1V = torch.zeros(1, self.vocab_size, dtype=torch.bool)
                 allowed_1V[0, list(p.allowed_token_ids)] = True
                 occupant.allowed_M = self._upload(pack_mask(allowed_1V)[0].tolist(), torch.int32)
-            if occupant.penalized:
+            if "penalized" in occupant.traits:
                 prompt, output = self._upload(occupant.request.prompt_ids), self._upload(occupant.output_ids)
                 occupant.penalty_row = self._penalties.take(prompt, output)
         if slots:
@@ -331,7 +370,10 @@ class Sampler:
         taken = [o.penalty_row for o in self.slots if o is not None and o.penalty_row is not None]
         assert sorted([*taken, *self._penalties.free]) == list(range(self._penalties.count_PV.shape[0]))
         assert all(self.slots[slot] is occupant for slot, occupant in self._joining.items())
-        assert all(self.slots[slot] is not None for slots in self._plans for slot in slots)
+        assert self._empty == {slot for slot, o in enumerate(self.slots) if o is None}
+        for trait, slots in self._having.items():
+            assert slots == {slot for slot, o in enumerate(self.slots) if o is not None and trait in o.traits}, trait
+        assert all(self.slots[slot] is not None for key in self._plans for slot in key)
 
 
 def _best(logits_RV: torch.Tensor) -> torch.Tensor:

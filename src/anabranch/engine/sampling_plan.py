@@ -21,6 +21,12 @@ GREEDY_BELOW = 1e-5
 """Temperatures that would divide logits out of fp32's range; none of them differs from greedy."""
 FOREVER = 1 << 62
 
+Trait = Literal["greedy", "uncut", "cut", "edited", "masked", "penalized", "waiting", "asking"]
+"""What a request wants of the sampler: one of the first three (`cut`: not all tokens may be drawn), any of the others.
+`waiting` ones need the host's tokens, `asking` ones want log probabilities."""
+SPECIAL: tuple[Trait, ...] = ("edited", "masked", "penalized", "waiting", "asking")
+"""What draws by the slots' parameters alone do not do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Edit:
@@ -54,24 +60,26 @@ class Occupant:
     penalty_row: int | None = None
 
     # What its parameters come to:
-    greedy: bool = field(init=False)
-    cut: bool = field(init=False)
-    """Not all tokens may be drawn."""
-    penalized: bool = field(init=False)
+    traits: tuple[Trait, ...] = field(init=False)
     timed: bool = field(init=False)
     """Some edits end."""
-    counted: bool = field(init=False)
-    """What it does depends on how many tokens it has."""
-    needs_host_tokens: bool = field(init=False)
 
     def __post_init__(self) -> None:
         p = self.request.params
-        self.greedy = p.temperature < GREEDY_BELOW or p.top_k == 1
-        self.cut = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
-        self.penalized = p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
+        greedy = p.temperature < GREEDY_BELOW or p.top_k == 1
+        cut = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
+        has: dict[Trait, bool] = {
+            "greedy": greedy,
+            "cut": cut and not greedy,
+            "uncut": not (cut or greedy),
+            "edited": bool(self.edits),
+            "masked": bool(p.allowed_token_ids),
+            "penalized": p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1,
+            "waiting": self.matcher is not None or bool(self.bad_sequences),
+            "asking": p.logprobs is not None,
+        }
+        self.traits = tuple(trait for trait, there in has.items() if there)
         self.timed = any(edit.until != FOREVER for edit in self.edits)
-        self.counted = self.timed or not self.greedy
-        self.needs_host_tokens = self.matcher is not None or bool(self.bad_sequences)
 
     @property
     def params(self) -> SamplingParams:
@@ -153,13 +161,14 @@ class Plan:
 
     greedy: bool
     """Some row is greedy."""
+    slot_R: torch.Tensor
+    one_R: torch.Tensor
+    """What is added to their numbers of tokens."""
     draws: list[Draw] = field(default_factory=list)
     edits: Edits | None = None
     allowed: tuple[torch.Tensor, torch.Tensor] | None = None
     """row_N, allowed_NM"""
     penalty: Penalty | None = None
-    counted: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Slots that must know how many tokens they have, and as many ones."""
     waiting: list[Occupant] = field(default_factory=list)
     """Those that need the host's tokens."""
     matchers: list[Matcher] = field(default_factory=list)
@@ -171,12 +180,7 @@ class Plan:
     asked_row_L: torch.Tensor | None = None
     """None: all rows."""
     top_n: int = 0
-    changes_logits: bool = False
-    kind: Kind = "any"
 
-    def close(self) -> Plan:
-        """Everything is filled in."""
-        self.changes_logits = bool(self.edits or self.allowed or self.penalty or self.matchers or self.bad)
-        if not (self.changes_logits or self.asked):
-            self.kind = "drawn" if self.draws else "greedy"
-        return self
+    @property
+    def changes_logits(self) -> bool:
+        return bool(self.edits or self.allowed or self.penalty or self.matchers or self.bad)

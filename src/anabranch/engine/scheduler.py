@@ -52,8 +52,9 @@ class Sequence:
         self.stop_ids = stop_ids
         """Tokens that end it."""
         params = request.params
-        self.plain = params.logprobs is None and params.prompt_logprobs is None and not params.return_routed_experts
-        """Wants its tokens and nothing about them."""
+        wants_more = params.logprobs is not None or params.prompt_logprobs is not None or params.return_routed_experts
+        self.plain = not (wants_more or waits_for_host)
+        """Wants its tokens and nothing about them, and none waits for them."""
         self.tokens = list(request.prompt_ids)
         """Prompt and answer, as far as the host knows them."""
         self.num_prompt = self.num_tokens = len(self.tokens)
@@ -63,7 +64,8 @@ class Sequence:
         self.num_cached = 0
         """Prompt tokens found in the prefix cache when first admitted."""
         self.quiet_until = 0
-        """While fewer tokens are computed, the next one needs nothing of the KV cache."""
+        """While fewer tokens are computed, the next one needs nothing of the KV cache, nor of the host, nor is it the
+        answer's last."""
         self.limit = self.num_prompt + request.params.max_tokens
         """The length at which it ends."""
         self.slot = -1
@@ -106,7 +108,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.waiting: list[Sequence] = []
         """Sorted by rank."""
-        self.running: list[Sequence] = []
+        self.running: dict[Sequence, None] = {}
+        """In order of admission."""
         self.free_slots = list(reversed(range(max_num_seqs)))
         self.num_preemptions = 0
         self.admitted: list[Sequence] = []
@@ -130,7 +133,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self._commit(sequence)
-        self.running.remove(sequence)
+        del self.running[sequence]
         self.free_slots.append(sequence.slot)
         sequence.slot = -1
         self.kv.release(sequence.id)
@@ -146,7 +149,7 @@ class Scheduler:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> list[Share]:
-        """Hand out the step's tokens, and change the sequences as if the step had run.
+        """Hand out the step's tokens, and change the sequences as if the step had run. Shares of one token come first.
 
         Running sequences come first, those that miss a single token before those that miss many, so that a long prompt
         never holds up the others' next tokens; then waiting ones by rank.
@@ -155,28 +158,30 @@ class Scheduler:
         shares: list[Share] = []
         behind: list[Sequence] = []
         preempted = self.num_preemptions
+        new, give = tuple.__new__, shares.append  # a quarter of a Share's own __new__
         for sequence in list(self.running):
             begin = sequence.num_computed
             end = begin + 1
             # What the branch below comes to for most sequences in most steps.
-            if budget and end == sequence.num_tokens < sequence.limit and begin < sequence.quiet_until:
-                if not sequence.waits_for_host or end == len(sequence.tokens):
-                    sequence.num_computed = end
-                    sequence.num_tokens = end + 1
-                    shares.append(Share(sequence, begin, end, True))
-                    budget -= 1
+            if begin < sequence.quiet_until and end == sequence.num_tokens and budget:
+                sequence.num_computed = end
+                sequence.num_tokens = end + 1
+                give(new(Share, (sequence, begin, end, True)))
+                budget -= 1
                 continue
             missing = self._missing(sequence)
             if missing > 1:
                 behind.append(sequence)
             elif missing and budget:
                 budget -= self._give(sequence, 1, shares)
+        num_single = len(shares)
         for sequence in behind:
             if budget:
                 budget -= self._give(sequence, min(self._missing(sequence), budget), shares)
         self.admitted = []
         if self.num_preemptions == preempted:
             shares += self._admit(budget)
+        shares[num_single:] = sorted(shares[num_single:], key=lambda share: share.end - share.begin > 1)
         return shares
 
     def _missing(self, sequence: Sequence) -> int:
@@ -198,7 +203,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return 0
-        sequence.quiet_until = self.kv.quiet_until(sequence.id)
+        self._hush(sequence)
         sequence.num_computed = end = begin + given
         samples = end == sequence.num_tokens
         sequence.num_tokens += samples
@@ -218,18 +223,23 @@ class Scheduler:
                 self.kv.release(sequence.id)
                 return
             self.waiting.pop(0)
-            self.running.append(sequence)
+            self.running[sequence] = None
             self.admitted.append(sequence)
             sequence.slot = self.free_slots.pop()
             sequence.placed = False
             if not sequence.num_preemptions:
                 sequence.num_cached = found
             budget -= count
-            sequence.quiet_until = self.kv.quiet_until(sequence.id)
+            self._hush(sequence)
             samples = count == len(sequence.tokens) - found
             sequence.num_computed = found + count
             sequence.num_tokens += samples
             yield Share(sequence, found, found + count, samples)
+
+    def _hush(self, sequence: Sequence) -> None:
+        """Its pages have changed: how long may it go on without being looked at?"""
+        if not sequence.waits_for_host:
+            sequence.quiet_until = min(self.kv.quiet_until(sequence.id), sequence.limit - 1)
 
     def read(self, sequence: Sequence, token: int) -> bool:
         """A token that a step sampled is known now; False: the sequence has ended and it does not count."""
@@ -261,6 +271,6 @@ class Scheduler:
             assert sequence.finish_reason is None
             assert 0 <= sequence.num_computed <= sequence.num_tokens
             assert sequence.num_pending in (0, 1, 2)
-            assert sequence.quiet_until <= self.kv.quiet_until(sequence.id)
+            assert sequence.quiet_until <= min(self.kv.quiet_until(sequence.id), sequence.limit - 1)
         for sequence in self.waiting:
             assert sequence.finish_reason is None and sequence.slot == -1 and sequence.num_computed == 0

@@ -55,7 +55,7 @@ def decode_inputs(
 def page_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for label, rows in BATCHES.items():
         table_SM = torch.randint(100, (7, 5), generator=generator, dtype=torch.int32)
-        for page_size, columns in ((4, 4), (4, 5), (16, 1)):
+        for page_size, columns in ((4, 4), (4, 5), (4, 0), (16, 1)):
             yield (
                 f"{label}, {columns} pages of {page_size}",
                 {"packed_3R": packed(rows), "table_SM": table_SM, "page_size": page_size, "columns": columns},
@@ -67,10 +67,10 @@ def decode_pages(
     packed_3R: torch.Tensor, table_SM: torch.Tensor, page_size: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(page_table_RN int32, slot_R int64): the first N columns of each row's own page table, and where in the pages its
-    token's key and value go. Padding rows have pages 0 and slot −1."""
+    token's key and value go, be its page in them or not. Padding rows have pages 0 and slot −1."""
     slot_R, _, end_R = packed_3R.long()
     owned_R = slot_R >= 0
-    page_table_RN = torch.where(owned_R[:, None], table_SM[slot_R.clamp(min=0)][:, :columns], 0)
-    position_R = (end_R - 1).clamp(min=0)
-    page_R = page_table_RN.gather(1, position_R[:, None] // page_size)[:, 0].long()
+    table_R, position_R = slot_R.clamp(min=0), (end_R - 1).clamp(min=0)
+    page_table_RN = torch.where(owned_R[:, None], table_SM[:, :columns][table_R], 0)
+    page_R = table_SM[table_R, position_R // page_size].long()
     return page_table_RN, torch.where(owned_R, page_R * page_size + position_R % page_size, -1)

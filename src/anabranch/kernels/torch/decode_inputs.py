@@ -37,5 +37,5 @@ def decode_pages(
     slot_R, _, end_R = packed_3R.long().unbind()
     page_table_RN = table_SM[:, :columns].index_select(0, slot_R)
     position_R = end_R - 1
-    page_R = page_table_RN.gather(1, (position_R // page_size)[:, None])[:, 0]
+    page_R = table_SM[slot_R, position_R // page_size]
     return page_table_RN, page_R * page_size + position_R % page_size
