@@ -2,7 +2,7 @@
 
 import pytest
 
-from anabranch.compile.sizes import common, decode_sizes, fitting, prefill_sizes
+from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, fitting, prefill_sizes
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 16, 17, 100, 256, 300, 1024])
@@ -18,9 +18,15 @@ def test_every_number_of_rows_fits_closely(make, largest: int) -> None:
     assert fitting(sizes, largest + 1) is None
 
 
-@pytest.mark.parametrize("largest", [1, 5, 256, 1000])
-def test_common_sizes_come_largest_first_and_stand_in_for_all(largest: int) -> None:
-    sizes = decode_sizes(largest)
+@pytest.mark.parametrize("largest", [1, 5, 256, 1000, 4096])
+@pytest.mark.parametrize(("make", "common"), [(decode_sizes, common_decode), (prefill_sizes, common_prefill)])
+def test_common_sizes_come_largest_first_and_stand_in_for_all(make, common, largest: int) -> None:
+    sizes = make(largest)
     chosen = common(sizes)
     assert chosen == sorted(chosen, reverse=True) and chosen[0] == largest and set(chosen) <= set(sizes)
-    assert all(min(c for c in chosen if c >= size) <= 2 * size for size in sizes)
+    assert len(chosen) <= 20
+    for size in sizes:
+        stand_in = min(c for c in chosen if c >= size)
+        assert stand_in <= 2 * size
+        if size >= 512:
+            assert stand_in <= (1.6 * size if make is decode_sizes else size)

@@ -28,7 +28,7 @@ class FakeEngine:
     def __init__(self, step_seconds: float, unsendable_stats: bool = False) -> None:
         self.step_seconds, self.unsendable_stats = step_seconds, unsendable_stats
         self.running: dict[str, tuple[Request, int]] = {}
-        self.num_steps = 0
+        self.num_steps = self.num_idle = 0
         self.aborts: list[tuple[str, int, int]] = []  # id, step, tokens it had
 
     def add(self, request: Request) -> None:
@@ -74,10 +74,15 @@ class FakeEngine:
             updates.append(update)
         return updates
 
+    def idle(self) -> None:
+        assert not self.has_work
+        self.num_idle += 1
+
     def stats(self) -> dict[str, Any]:
         if self.unsendable_stats and self.num_steps:
             return {"what": object()}
-        return {"max_model_len": 99, "running": len(self.running), "steps": self.num_steps, "aborts": self.aborts}
+        counts = {"steps": self.num_steps, "idle": self.num_idle, "running": len(self.running)}
+        return {"max_model_len": 99, "aborts": self.aborts, **counts}
 
     def close(self) -> None:
         print("closed with", len(self.running), "running", flush=True)

@@ -422,6 +422,16 @@ def test_stats_that_cannot_be_sent_harm_nothing() -> None:
     run(test())
 
 
+def test_an_engine_without_work_is_told_so() -> None:
+    async def test() -> None:
+        async with await start() as client:
+            await one(client, request("a", 0, 3))  # a fake engine that is called idle while it works fails
+            while (await client.stats())["idle"] < 2:
+                await asyncio.sleep(0.25)
+
+    run(test())
+
+
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 

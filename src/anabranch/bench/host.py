@@ -90,6 +90,9 @@ class NoModel:
     def accept(self, sequence: Sequence, slot: int, token: int) -> None:
         return None
 
+    def idle(self) -> None:
+        return None
+
     def expert_load(self) -> list[list[int]]:
         return []
 

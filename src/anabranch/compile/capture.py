@@ -1,4 +1,4 @@
-"""Captured work by kind and padded size, made when it pays; and the plainest such work, one graph."""
+"""Captured work by kind and padded size, made when nobody waits; and the plainest such work, one graph."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Kind = TypeVar("Kind", bound=str)
 Made = TypeVar("Made")
 Output = TypeVar("Output")
 
-PATIENCE = 8
-"""How often a larger one stands in for one that was not made yet."""
+WORTH_IT = 8
+"""How often a size is missed before it is made."""
 STAND_IN = 2
 """How many times as large it may be."""
 
@@ -32,7 +32,7 @@ class BySize(Generic[Kind, Made]):
         self.missed: Counter[tuple[Kind, int]] = Counter()
 
     def find(self, kind: Kind, num_rows: int) -> Made | None:
-        """For so many rows. None: there are more than the largest size has."""
+        """For so many rows. None: there is none that is not much too large. Nothing is made here: requests wait."""
         size = sizes.fitting(self.sizes, num_rows)
         if size is None:
             return None
@@ -40,14 +40,22 @@ class BySize(Generic[Kind, Made]):
         if found is not None:
             return found
         self.missed[kind, size] += 1
-        if self.missed[kind, size] <= PATIENCE:
-            larger = [other for of, other in self.made if of == kind and size < other <= STAND_IN * size]
-            if larger:
-                return self.made[kind, min(larger)]
-        return self.add(kind, size)
+        larger = [other for of, other in self.made if of == kind and size < other <= STAND_IN * size]
+        return self.made[kind, min(larger)] if larger else None
+
+    def make_missed(self) -> bool:
+        """One that was missed often, in a moment when nothing is to be done. False: there is none."""
+        if not self.missed:
+            return False
+        (kind, size), times = self.missed.most_common(1)[0]
+        if times < WORTH_IT:
+            return False
+        self.add(kind, size)
+        return True
 
     def add(self, kind: Kind, size: int) -> Made:
         found = self.made[kind, size] = self.make(kind, size)
+        self.missed.pop((kind, size), None)
         log.debug("captured: %s, %d rows", kind, size)
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 def decode_sizes(largest: int) -> list[int]:
     """Ascending, up to `largest`, which is one of them. Gaps grow with size: from 64 on, padding is under an eighth."""
@@ -23,15 +25,24 @@ def prefill_sizes(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-def common(sizes: list[int]) -> list[int]:
-    """Those worth having before the first request: about every doubling, and the largest. Largest first, so that the
-    smaller ones fit into memory that the first has taken."""
+def common_decode(sizes: list[int]) -> list[int]:
+    """Those worth having before the first request: every doubling, and from where rows cost something on every half."""
+    return _spaced(sizes, lambda size: 2 * size if size < 128 else 3 * size // 2)
+
+
+def common_prefill(sizes: list[int]) -> list[int]:
+    """Every doubling while weights are what a step reads; where twice the rows take twice as long, every size."""
+    return _spaced(sizes, lambda size: 2 * size if size < 512 else size + 1)
+
+
+def _spaced(sizes: list[int], next_wanted: Callable[[int], int]) -> list[int]:
+    """Largest first, so that the smaller ones fit into memory that the first has taken."""
     chosen = {sizes[-1]}
     wanted = 1
     for size in sizes:
         if size >= wanted:
             chosen.add(size)
-            wanted = 2 * size
+            wanted = next_wanted(size)
     return sorted(chosen, reverse=True)
 
 

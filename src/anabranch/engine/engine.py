@@ -186,6 +186,10 @@ class Engine:
             launched, self.in_flight = self.in_flight, launched
         return updates + self._read(launched) if launched else updates
 
+    def idle(self) -> None:
+        """There was no work for a while: time for what would make later steps faster."""
+        self.runner.idle()
+
     def _take_compiled(self) -> list[Update]:
         """Requests whose grammar is ready join the queue; a grammar that does not compile fails its request alone."""
         failed: list[Update] = []

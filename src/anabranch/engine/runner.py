@@ -20,7 +20,7 @@ from anabranch.compile.capture import BySize, Captured
 from anabranch.compile.compiler import PieceCompiler
 from anabranch.compile.pieces import Buffers, StepInPieces
 from anabranch.compile.piecewise import CompiledDecoder, PiecewiseStep
-from anabranch.compile.sizes import common, decode_sizes, prefill_sizes
+from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, prefill_sizes
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
 from anabranch.engine.batch import Pages, Rows, StepMaker
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from anabranch.engine.grammar import Matcher
 
 LARGEST_PREFILL = 2048
-"""Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host."""
+"""Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host. But many
+requests are served at a time with small models, where it does not: see `largest_captured`."""
 MIXED_REQUESTS = 31
 """Rehearsed are steps of one request, of so many and of as many as can run: kernels differ between these."""
 ROWS_OF_LOGITS = 256
@@ -73,8 +74,8 @@ class Launched:
 class Decoded:
     """What a captured step leaves behind."""
 
-    token_R: torch.Tensor | None
-    """None: it is for the host to say how they are sampled."""
+    token_R: torch.Tensor
+    """Not for requests that want more of the sampler: theirs are drawn from the logits afterwards."""
     logits_RV: torch.Tensor
     experts: list[torch.Tensor]
     """expert_TK of each MoE layer."""
@@ -177,9 +178,9 @@ class TorchRunner:
             kernels.compile_ahead(self.platform, self._rehearse)
         work: list[Callable[[], object]] = []
         if self.prefills is not None:
-            work += [partial(self.prefills.add, "any", size) for size in common(self.prefills.sizes)]
+            work += [partial(self.prefills.add, "any", size) for size in common_prefill(self.prefills.sizes)]
         if self.decodes is not None:
-            for size in common(self.decodes.sizes):
+            for size in common_decode(self.decodes.sizes):
                 work += [partial(self.decodes.add, kind, size) for kind in ("greedy", "drawn")]
         with stage("capture"), torch.inference_mode():
             for done, one in enumerate(work):
@@ -187,21 +188,33 @@ class TorchRunner:
                 if progress is not None:
                     progress(done + 1, len(work))
 
+    def idle(self) -> None:
+        """Nobody waits: capture a size that was missed."""
+        with torch.inference_mode():
+            for captured in (self.decodes, self.prefills):
+                if captured is not None and captured.make_missed():
+                    return
+
+    @property
+    def largest_captured(self) -> int:
+        """Token rows; room for every request's next token and as many of new prompts three times over."""
+        return min(self.config.max_num_batched_tokens, max(LARGEST_PREFILL, 4 * self.config.max_num_seqs))
+
     def _rehearse(self) -> None:
         """One step of every common size, through layers of every kind. It changes nothing that a request would see."""
         kinds: tuple[Kind, ...] = ("greedy", "drawn")
         layers = self.model.config.layers
         kv = self.kv[: max(layers.index(layer) for layer in layers) + 2]  # the first layer has no residual
-        for size in common(decode_sizes(self.config.max_num_seqs)):
+        for size in common_decode(decode_sizes(self.config.max_num_seqs)):
             for kind in kinds:
                 self._decode(kind, self.steps.padding(size), kv)
         largest = self.config.max_num_batched_tokens
-        for size in {*common(prefill_sizes(min(largest, LARGEST_PREFILL))), largest}:
+        for size in {*common_prefill(prefill_sizes(self.largest_captured)), largest}:
             # Real steps are rarely multiples of 16, and Triton compiles those apart.
             for num_tokens in {size, max(1, size - 1)}:
                 self.model(self.steps.rehearsal(num_tokens), kv)
         for num_requests in {MIXED_REQUESTS, self.config.max_num_seqs}:
-            for size in {min(largest, 8 * num_requests), min(largest, LARGEST_PREFILL), largest}:
+            for size in {min(largest, 8 * num_requests), self.largest_captured, largest}:
                 if size > num_requests:
                     self.model(self.steps.rehearsal(size, num_requests), kv)
 
@@ -215,7 +228,7 @@ class TorchRunner:
 
             self.decodes = BySize(decode_sizes(config.max_num_seqs), decode)
         if config.prefill_graph != "none":
-            largest = max(2, min(config.max_num_batched_tokens, LARGEST_PREFILL))  # compilers take one for special
+            largest = max(2, self.largest_captured)  # compilers take one for special
             buffers = Buffers(self.model, largest, platform.device, self.dtype)
             look = partial(self.experts.look, True)
             if config.prefill_graph == "piecewise":
@@ -283,12 +296,13 @@ class TorchRunner:
             return None
         if self.asking and any(begin < s.num_prompt and s.slot in self.asking for s, begin, _, _ in shares):
             return None
-        captured = self.decodes.find(self.sampler.kind(rows.slots), len(shares))
+        kind = self.sampler.kind(rows.slots)
+        captured = self.decodes.find("greedy" if kind == "any" else kind, len(shares))
         if captured is None:
             return None
         decoded = captured.replay(self.steps.pack(rows, captured.input.shape[1]))
         launched = Launched(shares=shares, sampling=shares)
-        if decoded.token_R is None:
+        if kind == "any":
             self._sample(launched, decoded.logits_RV[: len(shares)])
         else:
             launched.sampled = Sampled(decoded.token_R[: len(shares)])
@@ -301,8 +315,6 @@ class TorchRunner:
         step = self.steps.unpack(packed_3R, self.steps.width, padded=True)
         seen = self.experts.look(True)
         logits_RV = self.model.logits(self.model(step, kv))
-        if kind == "any":
-            return Decoded(None, logits_RV, seen)
         slot_R = packed_3R[0].long()
         slot_R = torch.where(slot_R < 0, self.config.max_num_seqs, slot_R)
         token_R = self.sampler.sample_slots(logits_RV, slot_R, kind)

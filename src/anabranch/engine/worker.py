@@ -46,6 +46,7 @@ class Engine(Protocol):
     def add(self, request: Request) -> None: ...
     def abort(self, id: str) -> None: ...
     def step(self) -> list[Update]: ...
+    def idle(self) -> None: ...
     @property
     def has_work(self) -> bool: ...
     def stats(self) -> dict[str, Any]: ...
@@ -117,9 +118,11 @@ class Worker:
             return 1
         try:
             while not self.stopping:
-                self._take(engine, IDLE_MS if not engine.has_work else 0)
+                came = self._take(engine, IDLE_MS if not engine.has_work else 0)
                 if engine.has_work and not self.stopping:
                     self._step(engine)
+                elif not came:
+                    engine.idle()
                 self._send_updates()
         except Exception as error:
             self._fail(error)
@@ -196,15 +199,15 @@ class Worker:
 
     # -- one turn ------------------------------------------------------------------------------------------------------
 
-    def _take(self, engine: Engine, wait_ms: int) -> None:
-        """Every message there is; the first may take wait_ms to come."""
+    def _take(self, engine: Engine, wait_ms: int) -> bool:
+        """Every message there is; the first may take wait_ms to come. False: none came."""
         if not self.inbox.poll(wait_ms):
-            return
+            return False
         while True:
             try:
                 frame = self.inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             self.pulse.heard += 1
             try:
                 message = messages.decode_command(frame)

@@ -126,6 +126,9 @@ class MlxRunner:
         with stage("compile"):
             self.thread.run(self._warm_up)
 
+    def idle(self) -> None:
+        """There is nothing that would make later steps faster."""
+
     def _warm_up(self) -> None:
         batches = [Batch([], empty_caches(self.working.windows)) for _ in range(2)]
         for batch in batches:
