@@ -35,11 +35,14 @@ class Buffers:
         heads = {layer.attention.num_heads * layer.attention.head_dim for layer in model.config.layers}
         self.q, self.attended = (torch.zeros(largest * max(heads), dtype=dtype, device=device) for _ in range(2))
 
-    def rows(self, flat: torch.Tensor, layer_id: int, num_rows: int) -> torch.Tensor:
-        """The beginning of `q` or `attended` as rows of a layer's heads."""
+    def heads(self, layer_id: int) -> tuple[int, int]:
+        """(query heads, head dim)"""
         attention = self.model.config.layers[layer_id].attention
-        shape = num_rows, attention.num_heads, attention.head_dim
-        return flat[: shape[0] * shape[1] * shape[2]].view(shape)
+        return attention.num_heads, attention.head_dim
+
+    def rows(self, flat: torch.Tensor, heads: tuple[int, int], num_rows: int) -> torch.Tensor:
+        """The beginning of `q` or `attended` as rows of such heads."""
+        return flat[: num_rows * heads[0] * heads[1]].view(num_rows, *heads)
 
 
 class StepInPieces(abc.ABC):
@@ -82,22 +85,25 @@ class StepInPieces(abc.ABC):
         the last one leaves x_TD."""
 
     def attended(self, layer_id: int) -> torch.Tensor:
-        return self.buffers.rows(self.buffers.attended, layer_id, self.size)
+        return self.buffers.rows(self.buffers.attended, self.buffers.heads(layer_id), self.size)
 
     def store(self, layer_id: int, heads: torch.Tensor, rope: Rope) -> None:
         """The end of a piece: keys and values go into the pages, queries to where attention finds them."""
         q_THD = self.model.store(layer_id, heads, rope, self.padded, self.kv[layer_id])
-        self.buffers.rows(self.buffers.q, layer_id, self.size).copy_(q_THD)
+        self.buffers.rows(self.buffers.q, self.buffers.heads(layer_id), self.size).copy_(q_THD)
 
     def run(self, step: Step) -> torch.Tensor:
         """Hidden rows x_ND of a step of at most `size` rows; they stand until the next run."""
-        num_rows = step.token_T.shape[0]
+        num_rows, buffers = step.token_T.shape[0], self.buffers
         self._fill(step)
+        views: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # of few shapes for many layers
         for layer_id, layer_kv in enumerate(self.kv):
             self.graphs[layer_id].replay()
-            q_NHD = self.buffers.rows(self.buffers.q, layer_id, num_rows)
-            attended_NHD = self.model.attend(layer_id, q_NHD, step, layer_kv)
-            self.buffers.rows(self.buffers.attended, layer_id, num_rows).copy_(attended_NHD)
+            shape = buffers.heads(layer_id)
+            if shape not in views:
+                views[shape] = buffers.rows(buffers.q, shape, num_rows), buffers.rows(buffers.attended, shape, num_rows)
+            q_NHD, attended_NHD = views[shape]
+            attended_NHD.copy_(self.model.attend(layer_id, q_NHD, step, layer_kv))
         self.graphs[-1].replay()
         return self.x_TD[:num_rows]
 

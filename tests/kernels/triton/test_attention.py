@@ -137,16 +137,16 @@ def test_samples() -> None:
 
 
 @everywhere
-def test_every_row_has_one_author(device: str) -> None:
+def test_every_row_has_one_author(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = draw([(3, 20), (1, 18), (0, 0), (1, 0), (2, 2)], padding=2, dtype=torch.float16, device=device)
-    del arguments["max_query"]
-    call, written = kernel.Call(**arguments), []
-    for attend in (
-        lambda out: kernel.attend_many(call, out, PrefillTile(16, 16, 4, 2), single=False),
-        lambda out: kernel.attend_single(call, out, DecodeTile(16, 4, 2), pad=False),
-    ):
-        out_THD = torch.full(call.q_THD.shape, NAN, dtype=torch.float16, device=device)
-        attend(out_THD)
+    choose(monkeypatch, TILES["rows are heads"])
+    make_plan, empty, written = kernel.make_plan, torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(NAN))
+    for other in ("single", "many"):  # is left out
+        monkeypatch.setattr(
+            kernel, "make_plan", lambda *given, other=other: make_plan(*given)._replace(**{other: None})
+        )
+        out_THD = kernel.attention(**arguments)
         written.append((~out_THD.isnan()).all(-1).all(-1).tolist())
         assert (~out_THD.isnan()).any(-1).any(-1).tolist() == written[-1]
     assert written[1] == [False] * 3 + [True] * 2 + [False] * 4
@@ -160,9 +160,8 @@ def pieces_kernel(starts, lengths, num_requests, most, window, pieces_R, RP: tl.
 
 
 @everywhere
-def test_work_is_shared_out_evenly(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_shared_out_evenly(device: str) -> None:
     """However lengths are spread: pieces fit the programs there are, and none is larger than an even share."""
-    monkeypatch.setattr(kernel, "machine_of", lambda device: Machine(processors=8))
     seeded, tile = random.Random(0), DecodeTile(16, 4, 2)
     for trial in range(40):
         num_requests, window = 1, 10**6
@@ -171,7 +170,7 @@ def test_work_is_shared_out_evenly(device: str, monkeypatch: pytest.MonkeyPatch)
             num_requests, window = seeded.choice((3, 17, 32)), seeded.choice((40, 300, 10**6))
             lengths = [seeded.choice((0, 1, 17, seeded.randrange(2000))) for _ in range(num_requests)]
             counts = [seeded.choice((1, 1, 1, 0, 2)) for _ in lengths]
-        most = kernel.most_pieces(num_requests, 2, min(2000, window + 15), tile, torch.device(device))
+        most = kernel.most_pieces(num_requests, 2, min(2000, window + 15), tile, Machine(processors=8))
         pieces_R = torch.full((32,), -1, dtype=torch.int32, device=device)
         start = torch.tensor([0, *counts]).cumsum(0).int().to(device)
         context = torch.tensor(lengths, dtype=torch.int32, device=device)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -79,162 +79,186 @@ def attention(
     window: int = 0,
     max_query: int = 0,
 ) -> torch.Tensor:
-    call = Call(q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, scale, window)
+    T, H, D = q_THD.shape
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    (T, H, D), R = q_THD.shape, page_table_RM.shape[0]
     if T == 0:
         return out_THD
-    machine = machine_of(q_THD.device)
-    apart = call.padded_heads() * call.padded_dim() <= MAX_QUERIES
-    decoding = apart and R > 0 and (max_query == 1 or T == 1)
-    if not decoding:
-        tile = attention_tiles.choose_prefill(T * H, D, q_THD.dtype, machine)
-        attend_many(call, out_THD, tile, single=R < 2 or not apart)
-    if decoding or (apart and R > 1):
-        decode_tile = attention_tiles.choose_decode(R * k_PSGD.shape[2], D, q_THD.dtype, machine)
-        attend_single(call, out_THD, decode_tile, pad=decoding)
+    (_, S, G, _), (R, M), device = k_PSGD.shape, page_table_RM.shape, q_THD.device
+    shape = Shape(T, R, M, H, G, D, S, q_THD.dtype, window, max_query)
+    overrides = attention_tiles.prefill_override, attention_tiles.decode_override
+    plan = make_plan(shape, machine_of(device), dependent_launch(device), *overrides)
+    tensors = q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD
+    strides = *q_THD.stride()[:2], *k_PSGD.stride()[:3], page_table_RM.stride(0)
+    numbers = R, scale * math.log2(math.e), window, *strides
+    if plan.many is not None:
+        attend_many(plan.many, *tensors, T, *numbers)
+    if plan.single is not None:
+        attend_single(plan, shape, tensors, numbers)
     return out_THD
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of one call of the op."""
+class Shape(NamedTuple):
+    """What the plan of a call depends on beside the machine: the same for all layers of a KVGroup in a step."""
 
-    q_THD: torch.Tensor
-    k_PSGD: torch.Tensor
-    v_PSGD: torch.Tensor
-    page_table_RM: torch.Tensor
-    query_start_R: torch.Tensor
-    context_len_R: torch.Tensor
-    scale: float
+    T: int
+    R: int
+    M: int
+    H: int
+    G: int
+    D: int
+    S: int
+    dtype: torch.dtype
     window: int
-
-    def strides(self) -> tuple[int, ...]:
-        return (*self.q_THD.stride()[:2], *self.k_PSGD.stride()[:3], self.page_table_RM.stride(0))
+    max_query: int
 
     def padded_dim(self) -> int:
-        return max(16, triton.next_power_of_2(self.q_THD.shape[2]))
+        return max(16, triton.next_power_of_2(self.D))
 
     def padded_heads(self) -> int:
         """Those that share keys."""
-        return max(16, triton.next_power_of_2(self.q_THD.shape[1] // self.k_PSGD.shape[2]))
-
-    def shape(self, num_entries: int, bounds: tuple[int, ...]) -> dict[str, int | bool]:
-        """What all kernels are compiled for; they look at so many entries of the requests at once."""
-        return {
-            "HG": self.q_THD.shape[1] // self.k_PSGD.shape[2],
-            "D": self.q_THD.shape[2],
-            "DP": self.padded_dim(),
-            "S": self.k_PSGD.shape[1],
-            "RP": next(bound for bound in bounds if bound >= num_entries),
-            "WINDOWED": self.window > 0,
-        }
+        return max(16, triton.next_power_of_2(self.H // self.G))
 
 
-def attend_many(call: Call, out_THD: torch.Tensor, tile: PrefillTile | HopperTile, single: bool) -> None:
-    """Requests with several new tokens, and padding; `single`: those with one too."""
-    (T, H, _), G, R = call.q_THD.shape, call.k_PSGD.shape[2], call.page_table_RM.shape[0]
-    blocks = T * (H // G) // tile.rows + R + 1
+class Launch(NamedTuple):
+    grid: tuple[int, int]
+    options: dict[str, Any]
+    """What the kernel is compiled for."""
+
+
+class Plan(NamedTuple):
+    """Which kernels run, and how."""
+
+    many: Launch | None
+    """Requests with several new tokens, and padding: attention_prefill, or its twin."""
+    single: Launch | None
+    """Those with one: attention_decode."""
+    combine: Launch | None = None
+    """Requests may be cut."""
+    num_pieces: int = 0
+    pad: bool = False
+    """Rows of padding are for attention_decode: there is no other kernel."""
+
+
+@functools.lru_cache(256)
+def make_plan(
+    shape: Shape,
+    machine: Machine,
+    dependent: bool,
+    prefill_tile: PrefillTile | HopperTile | None = None,
+    decode_tile: DecodeTile | None = None,
+) -> Plan:
+    """The tiles: those instead of what would be chosen. A plan takes longer than the launches, hence the cache."""
+    apart = shape.padded_heads() * shape.padded_dim() <= MAX_QUERIES
+    decoding = apart and shape.R > 0 and (shape.max_query == 1 or shape.T == 1)
+    many = None
+    if not decoding:
+        tile = prefill_tile or attention_tiles.choose_prefill(shape.T * shape.H, shape.D, shape.dtype, machine)
+        many = plan_many(shape, machine, dependent, tile, single=shape.R < 2 or not apart)
+    if not decoding and (shape.R < 2 or not apart):
+        return Plan(many, None)
+    chosen = decode_tile or attention_tiles.choose_decode(shape.R * shape.G, shape.D, shape.dtype, machine)
+    return plan_single(shape, machine, dependent, chosen)._replace(many=many, pad=decoding)
+
+
+def plan_many(shape: Shape, machine: Machine, dependent: bool, tile: PrefillTile | HopperTile, single: bool) -> Launch:
+    """`single`: requests with one new token too."""
+    blocks = shape.T * (shape.H // shape.G) // tile.rows + shape.R + 1
     if isinstance(tile, HopperTile):
-        # Gluon is imported only where it is used: it changes from one Triton to the next.
-        attend = importlib.import_module("anabranch.kernels.triton.attention_hopper").attend_rows_hopper
         options = {"STAGES": tile.stages, "num_warps": 4}
     else:
-        attend = attend_rows
         options = {"BM": tile.rows, "num_warps": tile.warps, "num_stages": tile.stages}
-    attend[(G, blocks)](
-        call.q_THD,
-        call.k_PSGD,
-        call.v_PSGD,
-        call.page_table_RM,
-        call.query_start_R,
-        call.context_len_R,
-        out_THD,
-        T,
-        R,
-        call.scale * math.log2(math.e),
-        call.window,
-        *call.strides(),
-        **call.shape(R + 1, MANY_REQUESTS),
-        BN=tile.keys,
-        SINGLE=single,
-        **options,
-        **launch_options(call, G * blocks),
-    )
+    options |= compiled_for(shape, shape.R + 1, MANY_REQUESTS)
+    options |= {"BN": tile.keys, "SINGLE": single, **launch_options(machine, dependent, shape.G * blocks)}
+    return Launch((shape.G, blocks), options)
 
 
-def attend_single(call: Call, out_THD: torch.Tensor, tile: DecodeTile, pad: bool) -> None:
-    """Requests with one new token; `pad`: and rows of padding."""
-    (T, H, D), (_, S, G, _), (R, M) = call.q_THD.shape, call.k_PSGD.shape, call.page_table_RM.shape
-    most_keys = min(M * S, call.window + tile.keys - 1) if call.window else M * S
-    num_pieces = most_pieces(R, G, most_keys, tile, call.q_THD.device)
+def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTile) -> Plan:
+    R, H, G = shape.R, shape.H, shape.G
+    most_keys = shape.M * shape.S
+    if shape.window:
+        most_keys = min(most_keys, shape.window + tile.keys - 1)
+    num_pieces = most_pieces(R, G, most_keys, tile, machine)
     split = num_pieces > R
-    piece_WHD = weight_WH = out_THD  # not touched
-    if split:
-        piece_WHD = torch.empty(num_pieces, H, D, dtype=torch.float32, device=out_THD.device)
-        weight_WH = torch.empty(num_pieces, H, dtype=torch.float32, device=out_THD.device)
-    shape, options = call.shape(R, SINGLE_REQUESTS), launch_options(call, G * num_pieces)
-    attend_pieces[(G, num_pieces)](
-        call.q_THD,
-        call.k_PSGD,
-        call.v_PSGD,
-        call.page_table_RM,
-        call.query_start_R,
-        call.context_len_R,
-        out_THD,
-        piece_WHD,
-        weight_WH,
-        T if pad else 0,
-        R,
-        call.scale * math.log2(math.e),
-        call.window,
-        *call.strides(),
-        **shape,
-        ROWS=call.padded_heads(),
-        BN=tile.keys,
-        SPLIT=split,
-        SWAP=tile.swap,
-        FETCH=tile.fetch and options["PDL"] and D * out_THD.itemsize >= 128,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **options,
-    )
+    compiled = compiled_for(shape, R, SINGLE_REQUESTS)
+    options = {
+        **compiled,
+        "ROWS": shape.padded_heads(),
+        "BN": tile.keys,
+        "SPLIT": split,
+        "SWAP": tile.swap,
+        "FETCH": tile.fetch and dependent and shape.D * shape.dtype.itemsize >= 128,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        **launch_options(machine, dependent, G * num_pieces),
+    }
+    single = Launch((G, num_pieces), options)
     if not split:
-        return
+        return Plan(None, single, None, num_pieces)
     most_cut = min(R, num_pieces - R)
-    heads = 1 if FEW_PROGRAMS * machine_of(out_THD.device).processors >= most_cut * H else H // G
-    combine_pieces[(H // heads, most_cut)](
-        call.query_start_R,
-        call.context_len_R,
-        out_THD,
-        piece_WHD,
-        weight_WH,
-        R,
-        num_pieces,
-        call.window,
-        H,
-        HEADS=heads,
-        BN=tile.keys,
-        AT_ONCE=max(8, 4096 // shape["DP"]),
-        num_warps=4,
-        **{name: shape[name] for name in ("D", "DP", "RP", "WINDOWED")},
-        **launch_options(call, most_cut * H // heads),
-    )
+    heads = 1 if FEW_PROGRAMS * machine.processors >= most_cut * H else H // G
+    options = {
+        "HEADS": heads,
+        "BN": tile.keys,
+        "AT_ONCE": max(8, 4096 // shape.padded_dim()),
+        "num_warps": 4,
+        **{name: compiled[name] for name in ("D", "DP", "RP", "WINDOWED")},
+        **launch_options(machine, dependent, most_cut * H // heads),
+    }
+    return Plan(None, single, Launch((H // heads, most_cut), options), num_pieces)
 
 
-def most_pieces(R: int, G: int, most_keys: int, tile: DecodeTile, device: torch.device) -> int:
+def compiled_for(shape: Shape, num_entries: int, bounds: tuple[int, ...]) -> dict[str, Any]:
+    """What all kernels are; they look at so many entries of the requests at once."""
+    return {
+        "HG": shape.H // shape.G,
+        "D": shape.D,
+        "DP": shape.padded_dim(),
+        "S": shape.S,
+        "RP": next(bound for bound in bounds if bound >= num_entries),
+        "WINDOWED": shape.window > 0,
+    }
+
+
+def launch_options(machine: Machine, dependent: bool, programs: int) -> dict[str, bool]:
+    few = programs <= FEW_PROGRAMS * machine.processors
+    return {"TRIGGER": few, "PDL": dependent, **({"launch_pdl": True} if dependent else {})}
+
+
+def most_pieces(R: int, G: int, most_keys: int, tile: DecodeTile, machine: Machine) -> int:
     """W: a piece of each request, and as many more as the machine holds at a time, if there are keys for them."""
     blocks = triton.cdiv(most_keys, tile.keys)
     if blocks < 2:
         return R
-    return R + min(max(1, tile.programs * machine_of(device).processors // G), R * blocks)
+    return R + min(max(1, tile.programs * machine.processors // G), R * blocks)
 
 
-def launch_options(call: Call, programs: int) -> dict[str, bool]:
-    device = call.q_THD.device
-    few = programs <= FEW_PROGRAMS * machine_of(device).processors
-    dependent = dependent_launch(device)
-    return {"TRIGGER": few, "PDL": dependent, **({"launch_pdl": True} if dependent else {})}
+def attend_many(launch: Launch, *arguments: Any) -> None:
+    if "STAGES" in launch.options:
+        # Gluon is imported only where it is used: it changes from one Triton to the next.
+        attend = importlib.import_module("anabranch.kernels.triton.attention_hopper").attend_rows_hopper
+    else:
+        attend = attend_rows
+    attend[launch.grid](*arguments, **launch.options)
+
+
+def attend_single(
+    plan: Plan, shape: Shape, tensors: tuple[torch.Tensor, ...], numbers: tuple[int | float, ...]
+) -> None:
+    """`tensors` and `numbers` are the kernel's, in its order, but for those that are made here."""
+    assert plan.single is not None
+    *_, query_start_R, context_len_R, out_THD = tensors
+    piece_WHD = weight_WH = out_THD  # not touched
+    if plan.combine is not None:
+        W, H, D, device = plan.num_pieces, shape.H, shape.D, out_THD.device
+        piece_WHD = torch.empty(W, H, D, dtype=torch.float32, device=device)
+        weight_WH = torch.empty(W, H, dtype=torch.float32, device=device)
+    num_tokens = shape.T if plan.pad else 0
+    attend_pieces[plan.single.grid](*tensors, piece_WHD, weight_WH, num_tokens, *numbers, **plan.single.options)
+    if plan.combine is not None:
+        combine_pieces[plan.combine.grid](
+            query_start_R, context_len_R, out_THD, piece_WHD, weight_WH, shape.R, plan.num_pieces, shape.window,
+            shape.H, **plan.combine.options,
+        )  # fmt: skip
 
 
 @functools.cache

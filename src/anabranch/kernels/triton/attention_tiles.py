@@ -109,8 +109,6 @@ prefill_override: PrefillTile | HopperTile | None = None
 
 def choose_decode(num_pairs: int, D: int, dtype: torch.dtype, machine: Machine) -> DecodeTile:
     """`num_pairs`: requests × key-value heads."""
-    if decode_override is not None:
-        return decode_override
     if dtype == torch.float32:  # exact products run on ordinary cores; nothing to feed
         tile = DecodeTile(16, 4, 2)
     elif D <= 128 and machine.wgmma and num_pairs <= FEW_PAIRS:
@@ -126,8 +124,6 @@ def choose_decode(num_pairs: int, D: int, dtype: torch.dtype, machine: Machine) 
 
 def choose_prefill(num_rows: int, D: int, dtype: torch.dtype, machine: Machine) -> PrefillTile | HopperTile:
     """`num_rows`: tokens × query heads of the step."""
-    if prefill_override is not None:
-        return prefill_override
     hopper = HopperTile(128, 2)
     if D <= 128 and 0 < HOPPER_ROWS <= num_rows and fits(hopper, D, dtype, machine):
         return hopper
