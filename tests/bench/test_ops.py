@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from anabranch import kernels, ops, platforms
-from anabranch.bench import op_cases, op_cases_moe, op_compile
+from anabranch.bench import op_cases
 from anabranch.bench import ops as bench
 from anabranch.bench.op_cases import CASES, Case, Setting
-from anabranch.bench.op_shapes import MODELS, TINY, Heads
+from anabranch.bench.op_shapes import shape
+from anabranch.bench.report import TARGETS
 from anabranch.kernels import timing
 from anabranch.ops.op import Kernel
 from anabranch.platforms.fake import FakePlatform
@@ -33,6 +34,9 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[platforms.Platform]:
     yield platform
     for name, (bound, forced) in before.items():
         ops.OPS[name].bound, ops.OPS[name].forced = bound, forced
+
+
+TINY = shape("tiny")
 
 
 def run(*arguments: str) -> int:
@@ -84,7 +88,7 @@ def test_all_ways_to_combine_and_skewed_routing(tmp_path: Path) -> None:
 def test_zipf_routing_is_skewed() -> None:
     def busiest(zipf: bool) -> float:
         torch.manual_seed(0)
-        logits_TE = op_cases_moe.draw_logits(setting(zipf=zipf), replace(TINY, num_experts=64), 4000)
+        logits_TE = op_cases.draw_logits(setting(zipf=zipf), 64, 4000)
         return logits_TE.argmax(-1).bincount(minlength=64).max().item() / 4000
 
     # 1 / (1 + 1/2 + ... + 1/64) = 0.21 of all tokens go to the most popular expert.
@@ -117,11 +121,12 @@ def test_distance() -> None:
 
 
 def case_of(op: str, size: int, label: str = "") -> Case:
-    return next(case for case in CASES[op](setting(size)) if case.size == size and label in case.label)
+    return next(case for case in CASES[op](setting(size), TINY) if case.size == size and label in case.label)
 
 
 def test_bytes_and_arithmetic_are_those_of_the_shapes() -> None:
-    D, V, E, inner, k = TINY.width, TINY.vocabulary, TINY.num_experts, TINY.inner, TINY.top_k
+    D, V, E = TINY.config.hidden_size, TINY.config.vocab_size, TINY.moe.num_experts
+    inner, k = TINY.moe.width, TINY.moe.top_k
     assert case_of("add_rms_norm", 5).num_bytes == 4 * 4 * 5 * D
     assert case_of("gated_activation", 5).num_bytes == 4 * 3 * 5 * inner
     head = case_of("linear", 5, "lm_head")
@@ -135,14 +140,14 @@ def test_bytes_and_arithmetic_are_those_of_the_shapes() -> None:
 
 
 def test_attention_counts_what_is_visible() -> None:
-    heads = Heads(4, 2, 16)
+    (heads,) = TINY.heads
 
     def count(queries: int, context: int, window: int = 0) -> int:
         first = context - queries
         return sum(min(i + 1, window) if window else i + 1 for i in range(first, context))
 
     for queries, context, window in ((1, 40, 0), (1, 40, 8), (12, 12, 0), (12, 12, 5), (12, 12, 100)):
-        case = op_cases.attention_case(setting(), "x", replace(heads, window=window), 3, queries, context)
+        case = op_cases.attention_case(setting(), replace(heads, window=window), 3, queries, context)
         assert case.flops == 4 * 3 * count(queries, context, window) * 4 * 16
         keys = min(context, window) if window and queries == 1 else context
         assert case.num_bytes == 4 * 16 * 3 * (2 * keys * 2 + 2 * queries * 4)
@@ -150,12 +155,12 @@ def test_attention_counts_what_is_visible() -> None:
 
 def test_the_floor_is_the_larger_of_bytes_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "CEILINGS", {"CPU": (1e9, 1e12)})
-    monkeypatch.setattr(bench, "timed", lambda case, setting, repeats: (50.0, "graph"))
+    monkeypatch.setattr(bench, "timed", lambda calls, setting, repeats: (50.0, "graph"))
     options = argparse.Namespace(no_check=True, repeats=1)
     half = replace(setting(), dtype=torch.bfloat16)
-    call = [op_cases.partial(ops.gated_activation, torch.zeros(1, 2), "silu")]
+    given = [(torch.zeros(1, 2), "silu")]
     for num_bytes, flops, floor in ((10_000, 1e6, 10.0), (10_000, 2e7, 20.0)):
-        row = bench.measure("gated_activation", Case("m", 1, "", call, num_bytes, flops), half, options)
+        row = bench.measure("gated_activation", "m", Case(1, "", given, num_bytes, flops), half, options)
         assert row["floor_us"] == floor and row["gb_s"] == 0.2 and row["tflop_s"] == flops / 50e6
         assert f"{100 * floor / 50:.0f}" in bench.shown(row)
     # Without matrix units for fp32 nothing is known about its arithmetic.
@@ -163,9 +168,10 @@ def test_the_floor_is_the_larger_of_bytes_and_arithmetic(monkeypatch: pytest.Mon
 
 
 def test_models_have_the_targets_of_every_listed_size() -> None:
-    for model in MODELS.values():
-        assert model.experts_target.keys() == model.experts_vllm.keys() and len(model.experts_target) == 13
-        assert all(model.experts_target[n] < model.experts_vllm[n] for n in model.experts_target)
+    for name in TARGETS:
+        target, vllm = shape(name).experts_us["target"], shape(name).experts_us["vllm"]
+        assert target.keys() == vllm.keys() and len(target) == 13
+        assert all(target[n] < vllm[n] for n in target)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,10 +218,9 @@ def test_what_cannot_be_captured_is_called(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(function: Any, pool: Any = None) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    case = Case("m", 1, "", [lambda: None], 1.0)
-    assert bench.timed(case, replace(setting(), platform=platform), 1)[1] == "graph"
+    assert bench.timed([lambda: None], replace(setting(), platform=platform), 1)[1] == "graph"
     monkeypatch.setattr(platform, "capture", refuse)
-    assert bench.timed(case, replace(setting(), platform=platform), 1)[1] == "called"
+    assert bench.timed([lambda: None], replace(setting(), platform=platform), 1)[1] == "called"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,24 +245,34 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
         run("sort", "--plot", str(tmp_path / "x.png"))
 
 
-def test_ratios_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    others = {"tiny 4 float32": {"default": {"called": 50.0, "graph": 30.0}}}
-    monkeypatch.setattr(bench, "compare_route", lambda setting: others)
-    monkeypatch.setattr(bench, "microseconds", lambda platform, calls, **how: 10.0)
+def test_ratios_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def compile(function: Any, mode: str) -> Any:
+        if mode == "max-autotune":
+            raise RuntimeError("no compiler")
+        return lambda *given, **named: function(*given, **named)
+
+    def microseconds(platform: Any, calls: list[Any], graph: bool = True, **how: Any) -> float:
+        return {ops.route: 10.0, ops.route.reference: 20.0}.get(calls[0].func, 50.0) - 5.0 * graph
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(bench, "microseconds", microseconds)
     file = tmp_path / "route.json"
     assert run("route", "--tokens", "4", "--compile", "--json", str(file)) == 0
     row = json.loads(file.read_text())["rows"][0]
-    assert row["ratios"] == {"eager": {"graph": 1.0, "called": 1.0}, "default": {"called": 5.0, "graph": 3.0}}
+    others = {"default": {"called": 5.0, "graph": 4.5}, "reduce-overhead": {"called": 5.0}}
+    assert row["ratios"] == {"eager": {"called": 2.0, "graph": 1.5}, **others}
+    assert "torch.compile max-autotune: RuntimeError: no compiler" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_against_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_against_torch_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One mode of three: compiling takes its time."""
-    monkeypatch.setattr(op_compile, "MODES", ("default",))
-    found = op_compile.compare(setting(4))
-    assert set(found) == {"tiny 4 float32"} and set(found["tiny 4 float32"]["default"]) == {"called", "graph"}
-    assert all(us > 0 for us in found["tiny 4 float32"]["default"].values())
+    monkeypatch.setattr(bench, "MODES", ("default",))
+    file = tmp_path / "route.json"
+    assert run("route", "--tokens", "4", "--compile", "--json", str(file)) == 0
+    found = json.loads(file.read_text())["rows"][0]["others_us"]["default"]
+    assert set(found) == {"called", "graph"} and all(us > 0 for us in found.values())
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from anabranch.bench import report
+from anabranch.bench.offline import CONFIGS
 
 ANCHORS = sorted(map(str, (Path(__file__).parents[2] / "benchmarks" / "anchors").glob("*.json")))
 
@@ -18,11 +19,10 @@ def write(folder: Path, **values: Any) -> str:
     return str(file)
 
 
-def lines(*files: str, plot: str | None = None) -> list[list[str]]:
+def lines(*files: str) -> list[list[str]]:
     """The printed table, cell by cell."""
     by_model = report.read(list(files))
-    targets = json.loads(report.TARGETS.read_text())
-    text = "\n".join(report.table(model, results, targets.get(model, {})) for model, results in by_model.items())
+    text = "\n".join(report.table(model, results) for model, results in by_model.items())
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
 
 
@@ -94,9 +94,8 @@ def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_targets_are_of_bundled_configs_and_reach_from_floor_to_target() -> None:
-    targets = json.loads(report.TARGETS.read_text())
-    assert set(targets) == {path.name for path in (report.TARGETS.parent / "configs").iterdir()}
-    for aims in targets.values():
+    assert set(report.TARGETS) == {path.name for path in CONFIGS.iterdir()}
+    for aims in report.TARGETS.values():
         for part in ("decode_ms", "ttft_ms"):
             for size, floor in aims["floor"].get(part, {}).items():
                 better = aims.get("moonshot", aims["target"])[part][size]

@@ -20,12 +20,12 @@ import torch
 
 from anabranch import kernels, platforms
 from anabranch.bench.offline import commit
+from anabranch.bench.op_shapes import tiny
 from anabranch.config import EngineConfig
 from anabranch.engine.batch import StepMaker
 from anabranch.engine.engine import Engine
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.scheduler import Sequence, Share
-from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from anabranch.request import Request, TokenLogprobs
 from anabranch.sampling_params import SamplingParams
 
@@ -100,26 +100,11 @@ class NoModel:
         return None
 
 
-def model_config() -> ModelConfig:
-    rope = RopeConfig(head_dim=8, rotary_dim=8)
-    attention = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, rope=rope)
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=1000,
-        hidden_size=8,
-        layers=(LayerConfig(attention=attention, mlp_width=8),),
-        activation="silu",
-        norm_eps=1e-6,
-        tie_embeddings=True,
-        max_position=4096,
-    )
-
-
 def make_engine(num_requests: int) -> Engine:
     config = EngineConfig(
         model="none", max_num_seqs=num_requests, page_size=16, max_model_len=2048, max_num_batched_tokens=8192
     )
-    return Engine(config, NoModel(config, num_requests * 64 + 256), model_config())  # type: ignore[arg-type]
+    return Engine(config, NoModel(config, num_requests * 64 + 256), tiny())  # type: ignore[arg-type]
 
 
 def measure(num_requests: int, num_steps: int) -> float:

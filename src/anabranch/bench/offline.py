@@ -57,28 +57,24 @@ class Workloads:
     """Prompts of the time to first token."""
     batches: tuple[int, ...] = (1, 4, 16, 64, 128, 256)
     decode_length: int = 128
-    decode_tokens: tuple[int, int] = (129, 65)
+    decode_tokens: tuple[int, ...] = (129, 65)
     """Up to LARGE requests, and beyond."""
-    throughput: tuple[tuple[int, int, int], ...] = ((512, 1024, 128), (512, 256, 256))
+    throughput: tuple[tuple[int, ...], ...] = ((512, 1024, 128), (512, 256, 256))
     """Requests, tokens in, tokens out."""
     repeats: int = 5
 
     def shrunk(self, by: int) -> Workloads:
         """To see that everything runs: lengths, batches and counts divided. Nothing to be compared with."""
 
-        def divide(*numbers: int, least: int = 1) -> tuple[int, ...]:
-            return tuple(dict.fromkeys(max(least, number // by) for number in numbers))
+        def divide(numbers: tuple[int, ...], least: int = 1) -> tuple[int, ...]:
+            return tuple(max(least, number // by) for number in numbers)
 
-        first, last = self.decode_tokens
         return Workloads(
-            lengths=divide(*self.lengths),
-            batches=divide(*self.batches),
+            lengths=tuple(dict.fromkeys(divide(self.lengths))),
+            batches=tuple(dict.fromkeys(divide(self.batches))),
             decode_length=max(1, self.decode_length // by),
-            decode_tokens=(max(3, first // by), max(3, last // by)),
-            throughput=tuple(
-                (max(1, count // by), max(1, length // by), max(1, tokens // by))
-                for count, length, tokens in self.throughput
-            ),
+            decode_tokens=divide(self.decode_tokens, least=3),
+            throughput=tuple(map(divide, self.throughput)),
             repeats=2,
         )
 

@@ -1,9 +1,10 @@
 """What `anabranch bench ops` times: one small function for each op, yielding calls and what they must read and compute.
 
-T tokens, R requests, D hidden width or head dim, H query heads, G key-value heads, V vocabulary, P pages, S slots.
+T tokens, R requests, D hidden width or head dim, H query heads, G key-value heads, V vocabulary, P pages, S slots,
+K experts per token, E experts, I expert width.
 
 An op is called as the engine calls it, `ops.NAME(...)`, so whatever kernel is bound is what is timed. To add one: a
-function here under `@cases("NAME")`. The experts and what belongs to them stand in op_cases_moe.
+function here under `@cases("NAME")`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,19 @@ from typing import Any
 import torch
 
 from anabranch import ops
-from anabranch.bench.op_shapes import Heads, ModelShape
+from anabranch.bench.op_shapes import ModelShape
+from anabranch.models.config import AttentionConfig
 from anabranch.platforms import Platform
 
 COLD_BYTES = 256 << 20
 """Weights that calls use in turn are together at least so large: no cache holds them."""
+ROUTE_TARGETS = {
+    torch.bfloat16: {1: 2.0, 64: 2.2, 2048: 3.0, 16384: 5.0, 250_000: 50.0},
+    torch.float32: {1: 2.5, 250_000: 90.0},
+}
+SORT_TARGETS = {256: 3.0, 16384: 10.0}
+JUDGED_TOKENS = 512
+"""The first tokens of a batch of experts are compared with an exact result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +61,33 @@ class Setting:
 class Case:
     """One row of the table."""
 
-    model: str
     size: int
     """Tokens, requests or whatever the op grows with."""
     label: str
     """What sets it apart beside model and size."""
-    calls: Sequence[Callable[[], Any]]
-    """Made in turn."""
+    given: Sequence[tuple[Any, ...]]
+    """Arguments of calls that are made in turn."""
     num_bytes: float
     """That a call must read and write at least."""
     flops: float = 0.0
-    expected: Callable[[], Any] | None = None
-    """What the first call should give; None: not judged here."""
+    named: dict[str, Any] = field(default_factory=dict)
+    """Arguments by name, of every call."""
+    expected: Callable[..., Any] | None = None
+    """What gives the right result of the first call's `given`; None: the op's reference."""
+    judged: bool = True
     more: dict[str, Any] = field(default_factory=dict)
     """Further columns: target_us, vllm_us."""
-    also: dict[str, Sequence[Callable[[], Any]]] = field(default_factory=dict)
-    """Other ways to do the same, for a ratio."""
+
+    def calls(self, function: Callable[..., Any]) -> list[Callable[[], Any]]:
+        return [partial(function, *one, **self.named) for one in self.given]
 
 
-CASES: dict[str, Callable[[Setting], Iterator[Case]]] = {}
+Make = Callable[[Setting, ModelShape], Iterator[Case]]
+CASES: dict[str, Make] = {}
 
 
-def cases(op: str) -> Callable[[Callable[[Setting], Iterator[Case]]], Callable[[Setting], Iterator[Case]]]:
-    def register(function: Callable[[Setting], Iterator[Case]]) -> Callable[[Setting], Iterator[Case]]:
+def cases(op: str) -> Callable[[Make], Make]:
+    def register(function: Make) -> Make:
         assert op in ops.OPS and op not in CASES, op
         CASES[op] = function
         return function
@@ -93,94 +106,72 @@ def num_sets(num_bytes: int) -> int:
 
 
 @cases("add_rms_norm")
-def add_rms_norm(setting: Setting) -> Iterator[Case]:
-    for model in setting.models:
-        weight_D = setting.normal(model.width)
-        for tokens in setting.sizes(1, 16, 64, 256, 1024, 8192):
-            inputs = [(setting.normal(tokens, model.width), setting.normal(tokens, model.width)) for _ in range(4)]
-            yield Case(
-                model.name,
-                tokens,
-                f"D {model.width}",
-                [partial(ops.add_rms_norm, *pair, weight_D, 1e-6) for pair in inputs],
-                num_bytes=4 * tokens * model.width * setting.dtype.itemsize,
-                expected=partial(ops.add_rms_norm.reference, *inputs[0], weight_D, 1e-6),
-            )
+def add_rms_norm(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    width = model.config.hidden_size
+    weight_D = setting.normal(width)
+    for tokens in setting.sizes(1, 16, 64, 256, 1024, 8192):
+        given = [(setting.normal(tokens, width), setting.normal(tokens, width), weight_D, 1e-6) for _ in range(4)]
+        yield Case(tokens, f"D {width}", given, 4 * tokens * width * setting.dtype.itemsize)
 
 
 @cases("linear")
-def linear(setting: Setting) -> Iterator[Case]:
-    for model in setting.models:
-        for name, inputs, outputs, out_dtype in projections(model):
-            bytes_of_one = inputs * outputs * setting.dtype.itemsize
-            weights = [setting.normal(outputs, inputs) / inputs**0.5 for _ in range(num_sets(bytes_of_one))]
-            for tokens in setting.sizes(1, 2, 4, 8, 16, 64, 256):
-                x_TD = setting.normal(tokens, inputs)
-                size = (out_dtype or setting.dtype).itemsize
-                yield Case(
-                    model.name,
-                    tokens,
-                    f"{name} {inputs}→{outputs}",
-                    [partial(ops.linear, x_TD, weight_FD, out_dtype=out_dtype) for weight_FD in weights],
-                    num_bytes=bytes_of_one + tokens * (inputs * setting.dtype.itemsize + outputs * size),
-                    flops=2.0 * tokens * inputs * outputs,
-                    expected=partial(ops.linear.reference, x_TD, weights[0], out_dtype=out_dtype),
-                )
+def linear(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    for name, inputs, outputs, out_dtype in projections(model):
+        bytes_of_one = inputs * outputs * setting.dtype.itemsize
+        weights = [setting.normal(outputs, inputs) / inputs**0.5 for _ in range(num_sets(bytes_of_one))]
+        for tokens in setting.sizes(1, 2, 4, 8, 16, 64, 256):
+            x_TD = setting.normal(tokens, inputs)
+            size = (out_dtype or setting.dtype).itemsize
+            yield Case(
+                tokens,
+                f"{name} {inputs}→{outputs}",
+                [(x_TD, weight_FD) for weight_FD in weights],
+                num_bytes=bytes_of_one + tokens * (inputs * setting.dtype.itemsize + outputs * size),
+                flops=2.0 * tokens * inputs * outputs,
+                named={"out_dtype": out_dtype},
+            )
 
 
 def projections(model: ModelShape) -> Iterator[tuple[str, int, int, torch.dtype | None]]:
     """(name, inputs, outputs, dtype of the result) of a model's dense products."""
+    width = model.config.hidden_size
     for heads in model.heads:
         q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        yield "qkv", model.width, q + 2 * kv, None
-        yield "o", q, model.width, None
-    yield "router", model.width, model.num_experts, torch.float32
-    yield "lm_head", model.width, model.vocabulary, None
+        yield "qkv", width, q + 2 * kv, None
+        yield "o", q, width, None
+    yield "router", width, model.moe.num_experts, torch.float32
+    yield "lm_head", width, model.config.vocab_size, None
 
 
 @cases("gated_activation")
-def gated_activation(setting: Setting) -> Iterator[Case]:
-    for model in setting.models:
-        for tokens in setting.sizes(1, 64, 1024, 8192):
-            inputs = [setting.normal(tokens, 2 * model.inner) for _ in range(4)]
-            yield Case(
-                model.name,
-                tokens,
-                f"I {model.inner}",
-                [partial(ops.gated_activation, x, model.activation) for x in inputs],
-                num_bytes=3 * tokens * model.inner * setting.dtype.itemsize,
-                expected=partial(ops.gated_activation.reference, inputs[0], model.activation),
-            )
+def gated_activation(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    inner = model.moe.width
+    for tokens in setting.sizes(1, 64, 1024, 8192):
+        given = [(setting.normal(tokens, 2 * inner), model.config.activation) for _ in range(4)]
+        yield Case(tokens, f"I {inner}", given, 3 * tokens * inner * setting.dtype.itemsize)
 
 
 @cases("sample")
-def sample(setting: Setting) -> Iterator[Case]:
-    device = setting.platform.device
-    for model in setting.models:
-        for rows in setting.sizes(1, 16, 64, 256):
-            logits = [3 * setting.normal(rows, model.vocabulary, dtype=torch.float32) for _ in range(2)]
-            seed_R, position_R = torch.arange(rows, device=device), torch.full((rows,), 7, device=device)
-            for label, temperature, top_k, top_p in (
-                ("greedy", 0.0, 0, 1.0),
-                ("plain", 1.0, 0, 1.0),
-                ("top_k 50, top_p 0.9", 0.8, 50, 0.9),
-            ):
-                rest = (
-                    torch.full((rows,), temperature, device=device),
-                    torch.full((rows,), top_k, dtype=torch.int32, device=device),
-                    torch.full((rows,), top_p, device=device),
-                    torch.zeros(rows, device=device),
-                    seed_R,
-                    position_R,
-                )
-                yield Case(
-                    model.name,
-                    rows,
-                    label,
-                    [partial(ops.sample, logits_RV, *rest) for logits_RV in logits],
-                    num_bytes=4.0 * rows * model.vocabulary,
-                    expected=partial(ops.sample.reference, logits[0], *rest) if temperature == 0 else None,
-                )
+def sample(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    device, vocabulary = setting.platform.device, model.config.vocab_size
+    for rows in setting.sizes(1, 16, 64, 256):
+        logits = [3 * setting.normal(rows, vocabulary, dtype=torch.float32) for _ in range(2)]
+        seed_R, position_R = torch.arange(rows, device=device), torch.full((rows,), 7, device=device)
+        for label, temperature, top_k, top_p in (
+            ("greedy", 0.0, 0, 1.0),
+            ("plain", 1.0, 0, 1.0),
+            ("top_k 50, top_p 0.9", 0.8, 50, 0.9),
+        ):
+            rest = (
+                torch.full((rows,), temperature, device=device),
+                torch.full((rows,), top_k, dtype=torch.int32, device=device),
+                torch.full((rows,), top_p, device=device),
+                torch.zeros(rows, device=device),
+                seed_R,
+                position_R,
+            )
+            given = [(logits_RV, *rest) for logits_RV in logits]
+            yield Case(rows, label, given, 4.0 * rows * vocabulary, judged=temperature == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,22 +180,21 @@ def sample(setting: Setting) -> Iterator[Case]:
 
 
 @cases("attention")
-def attention(setting: Setting) -> Iterator[Case]:
+def attention(setting: Setting, model: ModelShape) -> Iterator[Case]:
     """Decode: every request has one query; prefill: one request with all of its tokens new."""
     decode = (
         ((1, 40), (4, 100)) if setting.small else tuple((r, c) for r in (1, 16, 64, 256) for c in (128, 1024, 8192))
     )
-    for model in setting.models:
-        for heads in model.heads:
-            for requests, context in decode:
-                if not setting.tokens or requests in setting.tokens:
-                    yield attention_case(setting, model.name, heads, requests, 1, context)
-            for tokens in setting.sizes(64, 128, 1024, 4096, 8192):
-                yield attention_case(setting, model.name, heads, 1, tokens, tokens)
+    for heads in model.heads:
+        for requests, context in decode:
+            if not setting.tokens or requests in setting.tokens:
+                yield attention_case(setting, heads, requests, 1, context)
+        for tokens in setting.sizes(64, 128, 1024, 4096, 8192):
+            yield attention_case(setting, heads, 1, tokens, tokens)
 
 
 def attention_case(
-    setting: Setting, model: str, heads: Heads, requests: int, queries: int, context: int, page_size: int = 16
+    setting: Setting, heads: AttentionConfig, requests: int, queries: int, context: int, page_size: int = 16
 ) -> Case:
     device, item = setting.platform.device, setting.dtype.itemsize
     pages_each = -(-context // page_size)
@@ -213,11 +203,11 @@ def attention_case(
     table_RM = torch.randperm(requests * pages_each, device=device).int().view(requests, pages_each)
     start_R = torch.arange(requests + 1, dtype=torch.int32, device=device) * queries
     length_R = torch.full((requests,), context, dtype=torch.int32, device=device)
-    rest: Any = (table_RM, start_R, length_R, heads.head_dim**-0.5, heads.window, queries)
-    inputs = []
+    rest = (table_RM, start_R, length_R, heads.head_dim**-0.5, heads.window, queries)
+    given = []
     for _ in range(min(4, num_sets(per_layer))):
         kv = setting.normal(2, requests * pages_each, page_size, heads.num_kv_heads, heads.head_dim)
-        inputs.append((setting.normal(requests * queries, heads.num_heads, heads.head_dim), kv[0], kv[1]))
+        given.append((setting.normal(requests * queries, heads.num_heads, heads.head_dim), kv[0], kv[1], *rest))
     # Of a causal square half is seen; behind a window no more than the window.
     pairs = requests * (context * (context + 1) / 2 - (context - seen) * (context - seen + 1) / 2)
     if queries == 1:
@@ -226,37 +216,117 @@ def attention_case(
     kind = f"decode, context {context}" if queries == 1 else "prefill"
     keys = requests * (seen if queries == 1 else context)
     return Case(
-        model,
         requests * queries,
         f"{kind}, H {heads.num_heads} G {heads.num_kv_heads} D {heads.head_dim}{window}",
-        [partial(ops.attention, *given, *rest) for given in inputs],
+        given,
         num_bytes=item * heads.head_dim * (2 * keys * heads.num_kv_heads + 2 * requests * queries * heads.num_heads),
         flops=4.0 * pairs * heads.num_heads * heads.head_dim,
-        # The reference holds all scores in fp32.
-        expected=partial(ops.attention.reference, *inputs[0], *rest) if queries * context <= 1 << 21 else None,
+        judged=queries * context <= 1 << 21,  # the reference holds all scores in fp32
     )
 
 
 @cases("rope_store")
-def rope_store(setting: Setting) -> Iterator[Case]:
+def rope_store(setting: Setting, model: ModelShape) -> Iterator[Case]:
     device = setting.platform.device
-    for model in setting.models:
-        for heads in model.heads:
-            H, G, D = heads.num_heads, heads.num_kv_heads, heads.head_dim
-            norm_D = setting.normal(D)
-            for tokens in setting.sizes(1, 16, 64, 256, 1024, 8192):
-                angle_TF = torch.rand(tokens, D // 2, device=device)
-                num_pages = -(-tokens // 16)
-                pages = setting.normal(2, num_pages, 16, G, D)
-                slot_T = torch.randperm(num_pages * 16, device=device)[:tokens]
-                packed = [setting.normal(tokens, H + 2 * G, D) for _ in range(4)]
-                rest: Any = (angle_TF.cos(), angle_TF.sin(), norm_D, norm_D, False, 1e-6, pages[0], pages[1], slot_T)
-                given: list[Any] = [(*qkv.split([H, G, G], dim=1), *rest) for qkv in packed]
-                yield Case(
-                    model.name,
-                    tokens,
-                    f"H {H} G {G} D {D}",
-                    [partial(ops.rope_store, *one) for one in given],
-                    num_bytes=2.0 * tokens * (H + 2 * G) * D * setting.dtype.itemsize + 4 * tokens * D,
-                    expected=partial(ops.rope_store.reference, *given[0]),
-                )
+    for heads in model.heads:
+        H, G, D = heads.num_heads, heads.num_kv_heads, heads.head_dim
+        norm_D = setting.normal(D)
+        for tokens in setting.sizes(1, 16, 64, 256, 1024, 8192):
+            angle_TF = torch.rand(tokens, D // 2, device=device)
+            num_pages = -(-tokens // 16)
+            pages = setting.normal(2, num_pages, 16, G, D)
+            slot_T = torch.randperm(num_pages * 16, device=device)[:tokens]
+            packed = [setting.normal(tokens, H + 2 * G, D) for _ in range(4)]
+            rest = (angle_TF.cos(), angle_TF.sin(), norm_D, norm_D, False, 1e-6, pages[0], pages[1], slot_T)
+            given = [(*qkv.split([H, G, G], dim=1), *rest) for qkv in packed]
+            num_bytes = 2.0 * tokens * (H + 2 * G) * D * setting.dtype.itemsize + 4 * tokens * D
+            yield Case(tokens, f"H {H} G {G} D {D}", given, num_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def draw_logits(setting: Setting, num_experts: int, tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Uniform routing; or by Zipf's law: the r-th most popular expert is drawn in proportion to 1 / r."""
+    device = setting.platform.device
+    if not setting.zipf:
+        return (2 * torch.randn(tokens, num_experts, device=device)).to(dtype)
+    rank = torch.randperm(num_experts, device=device) + 1
+    gumbel = -torch.log(-torch.log(torch.rand(tokens, num_experts, device=device)))
+    return (gumbel - torch.log(rank.float())).to(dtype)
+
+
+@cases("route")
+def route(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    """With a learned scale for each expert, as Gemma 4's router has; in every dtype that logits may have."""
+    dtypes = (torch.float32,) if setting.small else (torch.bfloat16, torch.float16, torch.float32)
+    E, k = model.moe.num_experts, model.moe.top_k
+    scale_E = torch.rand(E, device=setting.platform.device) + 0.5
+    for dtype in dtypes:
+        for tokens in setting.sizes(1, 2, 16, 64, 256, 1024, 2048, 4096, 16384, 250_000):
+            yield Case(
+                tokens,
+                f"E {E} k {k} {str(dtype).removeprefix('torch.')}",
+                [(draw_logits(setting, E, tokens, dtype),) for _ in range(4)],
+                num_bytes=tokens * (E * dtype.itemsize + 8 * k),
+                named={"top_k": k, "renormalize": model.moe.renormalize, "expert_scale_E": scale_E},
+                more={"target_us": ROUTE_TARGETS.get(dtype, {}).get(tokens) if E == 128 else None},
+            )
+
+
+@cases("expert_sort")
+def expert_sort(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    E, k = model.moe.num_experts, model.moe.top_k
+    for tokens in setting.sizes(1, 16, 64, 256, 512, 1024, 4096, 16384):
+        given = [(draw_logits(setting, E, tokens).topk(k).indices.int(), E) for _ in range(4)]
+        more = {"target_us": SORT_TARGETS.get(tokens) if k == 8 else None}
+        yield Case(tokens, f"E {E} k {k}", given, 4.0 * (2 * tokens * k + E + 1), more=more)
+
+
+@cases("experts")
+def experts(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    """Plan, gate/up, activation, down and combine; routing is given. `error`: against fp64."""
+    E, D, inner, item = model.moe.num_experts, model.config.hidden_size, model.moe.width, setting.dtype.itemsize
+    elements = 3 * D * inner
+    weights = [
+        (setting.normal(E, 2 * inner, D) * D**-0.5, setting.normal(E, D, inner) * inner**-0.5)
+        for _ in range(min(4, num_sets(E * elements * item)) if setting.small else 4)
+    ]
+    for tokens in setting.sizes(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
+        torch.manual_seed(tokens)
+        given = []
+        for i in range(4 * len(weights) if tokens <= 64 else len(weights)):
+            weight_TK, expert_TK = draw_logits(setting, E, tokens).softmax(-1).topk(model.moe.top_k)
+            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+            x_TD = setting.normal(tokens, D)
+            given.append((x_TD, weight_TK, expert_TK.int(), *weights[i % len(weights)], model.config.activation))
+        hit = sum(one[2].unique().numel() for one in given) / len(given)
+        known = {f"{who}_us": us.get(str(tokens)) for who, us in model.experts_us.items()}
+        for combine in setting.combines:
+            yield Case(
+                tokens,
+                ("zipf, " if setting.zipf else "") + combine,
+                given,
+                num_bytes=(hit * elements + 2 * tokens * D) * item,
+                flops=2.0 * tokens * model.moe.top_k * elements,
+                named={"combine": combine},
+                expected=exact,
+                more=known,
+            )
+
+
+def exact(
+    x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor, *weights: Any, **_: Any
+) -> torch.Tensor:
+    """In fp64, expert by expert, for the first tokens."""
+    gate_up_EFD, down_EDI, activation = weights
+    x_TD, weight_TK, expert_TK = (x[:JUDGED_TOKENS] for x in (x_TD, weight_TK, expert_TK))
+    y_TD = torch.zeros_like(x_TD, dtype=torch.float64)
+    for e in range(down_EDI.shape[0]):
+        token, slot = (expert_TK == e).nonzero(as_tuple=True)
+        if token.numel():
+            h = ops.gated_activation.reference(x_TD[token].double() @ gate_up_EFD[e].double().T, activation)
+            y_TD.index_add_(0, token, h @ down_EDI[e].double().T * weight_TK[token, slot, None].double())
+    return y_TD

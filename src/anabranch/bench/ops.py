@@ -20,17 +20,19 @@ import math
 import platform as host
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from anabranch import kernels, ops, platforms
-from anabranch.bench import op_cases_moe  # noqa: F401  registers
 from anabranch.bench.offline import commit
 from anabranch.bench.op_cases import CASES, Case, Setting
-from anabranch.bench.op_shapes import MODELS, TINY
+from anabranch.bench.op_shapes import TINY, shape
+from anabranch.bench.report import TARGETS, pyplot
 from anabranch.kernels.timing import microseconds
+from anabranch.loader.load import DTYPES
 from anabranch.ops.experts import COMBINES
 
 SHORT = {
@@ -41,7 +43,8 @@ SHORT = {
 }
 CEILINGS = {"NVIDIA H200": (4.6e12, 777e12)}
 """Bytes a second of a read-only stream, and bf16 FLOP a second of a large product, both measured."""
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MODES = ("default", "reduce-overhead", "max-autotune")
+COMPILED_TOKENS = (1, 2, 2048, 250_000)
 ENOUGH_CALLS = 48
 """In one captured graph, so that what lies between two replays does not count."""
 
@@ -51,12 +54,12 @@ Row = dict[str, Any]
 def add_options(parser: argparse.ArgumentParser) -> None:
     named = f"{', '.join(CASES)}; also {', '.join(SHORT)} (default: all)"
     parser.add_argument("ops", nargs="*", metavar="OP", help=named)
-    parser.add_argument("--models", nargs="+", metavar="NAME", help=f"of {', '.join(MODELS)}, tiny")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help=f"of {', '.join(TARGETS)}, tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="N", help="default: each op's own list")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--zipf", action="store_true", help="skewed routing")
     parser.add_argument("--combine", default="auto", choices=[*COMBINES, "all"], help="of the experts")
-    parser.add_argument("--compile", action="store_true", help="route: also eager torch and torch.compile (a minute)")
+    parser.add_argument("--compile", action="store_true", help="route: also eager torch and torch.compile (minutes)")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="timings of which the median counts")
     parser.add_argument("--no-check", action="store_true", help="do not compare with the reference")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -66,16 +69,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def make_setting(options: argparse.Namespace) -> Setting:
     platform = platforms.current()
     kernels.bind(platform)
-    usual = [TINY.name] if platform.device.type == "cpu" else list(MODELS)
-    known = {**MODELS, TINY.name: TINY}
+    usual = [TINY] if platform.device.type == "cpu" else list(TARGETS)
     for name in options.models or ():
-        if name not in known:
-            raise ValueError(f"--models: {name!r} is none of {', '.join(known)}")
+        if name not in (*TARGETS, TINY):
+            raise ValueError(f"--models: {name!r} is none of {', '.join((*TARGETS, TINY))}")
     if any(tokens < 1 for tokens in options.tokens):
         raise ValueError("--tokens: at least 1")
     return Setting(
         platform,
-        tuple(known[name] for name in options.models or usual),
+        tuple(map(shape, options.models or usual)),
         platform.compute_dtype(DTYPES[options.dtype]),
         tuple(options.tokens),
         options.zipf,
@@ -90,23 +92,24 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"no benchmark of {name!r} (known: {', '.join((*CASES, *SHORT))})")
     setting = make_setting(options)
     if options.plot is not None:
-        plotting()
-    compared = compare_route(setting) if options.compile and "route" in wanted else {}
+        pyplot()
     compile_first(wanted, setting)
     rows: list[Row] = []
     wrong = 0
     for name in wanted:
         print(f"\n{name} on {setting.platform.describe()}\n{HEAD}", flush=True)
         with torch.inference_mode():
-            for case in CASES[name](setting):
-                row = measure(name, case, setting, options)
-                row |= against(name, case, row, setting, compared)
-                wrong += not row["right"]
-                rows.append(row)
-                print(shown(row), flush=True)
-                if options.json is not None:  # after each row: what is measured is not lost
-                    options.json.parent.mkdir(parents=True, exist_ok=True)
-                    options.json.write_text(json.dumps({**about(setting), "rows": rows}, indent=1))
+            for model in setting.models:
+                for case in CASES[name](setting, model):
+                    row = measure(name, model.name, case, setting, options)
+                    if options.compile and name == "route":
+                        row |= against(case, row, setting)
+                    wrong += not row["right"]
+                    rows.append(row)
+                    print(shown(row), flush=True)
+                    if options.json is not None:  # after each row: what is measured is not lost
+                        options.json.parent.mkdir(parents=True, exist_ok=True)
+                        options.json.write_text(json.dumps({**about(setting), "rows": rows}, indent=1))
     if options.plot is not None:
         plot(rows, options.plot)
     if wrong:
@@ -123,19 +126,23 @@ def compile_first(wanted: list[str], setting: Setting) -> None:
     with contextlib.suppress(RuntimeError):  # whatever goes wrong will do so again where it is said which op it was
         with torch.inference_mode(), recording() as jobs:
             for name in wanted:
-                for case in CASES[name](setting):
-                    case.calls[0]()
+                for model in setting.models:
+                    for case in CASES[name](setting, model):
+                        case.calls(ops.OPS[name])[0]()
         precompile(jobs)
 
 
-def measure(name: str, case: Case, setting: Setting, options: argparse.Namespace) -> Row:
-    error = math.nan if options.no_check or case.expected is None else distance(case.calls[0](), case.expected())
-    us, how = timed(case, setting, options.repeats)
+def measure(name: str, model: str, case: Case, setting: Setting, options: argparse.Namespace) -> Row:
+    op, error = ops.OPS[name], math.nan
+    calls = case.calls(op)
+    if case.judged and not options.no_check:
+        error = distance(calls[0](), case.calls(case.expected or op.reference)[0]())
+    us, how = timed(calls, setting, options.repeats)
     bandwidth, flops = ceilings(setting)
     floor = 1e6 * max(case.num_bytes / bandwidth, case.flops / flops)
     return {
         "op": name,
-        "model": case.model,
+        "model": model,
         "size": case.size,
         "label": case.label,
         "us": round(us, 3),
@@ -143,21 +150,21 @@ def measure(name: str, case: Case, setting: Setting, options: argparse.Namespace
         "tflop_s": round(case.flops / us / 1e6, 2),
         "floor_us": round(floor, 3) if floor else None,
         "error": None if math.isnan(error) else error,
-        "right": math.isnan(error) or error <= ops.OPS[name].tolerance.get(setting.dtype, 1e-2),
-        "kernel": provider(case),
+        "right": math.isnan(error) or error <= op.tolerance.get(setting.dtype, 1e-2),
+        "kernel": provider(op, case),
         "how": how,
         **case.more,
     }
 
 
-def timed(case: Case, setting: Setting, repeats: int) -> tuple[float, str]:
+def timed(calls: list[Callable[[], Any]], setting: Setting, repeats: int) -> tuple[float, str]:
     """µs of a call, and whether that was in a replayed graph or called from Python."""
     if setting.platform.has("graphs"):
-        calls = list(case.calls) * max(1, ENOUGH_CALLS // len(case.calls))
         # Where the kernel that is bound asks the device in the middle, no graph can hold it.
         with contextlib.suppress(RuntimeError):
-            return microseconds(setting.platform, calls, repeats=repeats), "graph"
-    return microseconds(setting.platform, list(case.calls), repeats=repeats, graph=False), "called"
+            many = calls * max(1, ENOUGH_CALLS // len(calls))
+            return microseconds(setting.platform, many, repeats=repeats), "graph"
+    return microseconds(setting.platform, calls, repeats=repeats, graph=False), "called"
 
 
 def ceilings(setting: Setting) -> tuple[float, float]:
@@ -167,11 +174,10 @@ def ceilings(setting: Setting) -> tuple[float, float]:
     return known if setting.dtype.itemsize == 2 else (known[0], math.inf)
 
 
-def provider(case: Case) -> str:
+def provider(op: ops.op.Op[..., Any], case: Case) -> str:
     """Whose kernel serves the call."""
-    call: Any = case.calls[0]
-    for kernel in call.func.bound:
-        if kernel.accepts is None or kernel.accepts(*call.args, **call.keywords):
+    for kernel in op.bound:
+        if kernel.accepts is None or kernel.accepts(*case.given[0], **case.named):
             return str(kernel.provider)
     return "reference"
 
@@ -188,31 +194,24 @@ def distance(found: Any, expected: Any) -> float:
     return error / scale if scale else error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Against others
-# ---------------------------------------------------------------------------------------------------------------------
+def against(case: Case, row: Row, setting: Setting) -> Row:
+    """How many times longer others take to route: replayed graph against replayed graph, calls against calls."""
 
+    def times(function: Callable[..., Any], graph: bool = True) -> dict[str, float]:
+        calls, platform = case.calls(function), setting.platform
+        called = {"called": microseconds(platform, calls, repeats=3, graph=False)}
+        return called | ({"graph": microseconds(platform, calls, repeats=3)} if graph else {})
 
-def compare_route(setting: Setting) -> dict[str, Any]:
-    from anabranch.bench.op_compile import compare
-
-    return compare(setting)
-
-
-def against(name: str, case: Case, row: Row, setting: Setting, compared: dict[str, Any]) -> Row:
-    """How many times longer others take: replayed graph against replayed graph, and calls against calls."""
-    if name != "route" or not compared:
-        return {}
-    called = microseconds(setting.platform, list(case.calls), repeats=3, graph=False)
-    eager = {
-        "graph": microseconds(setting.platform, list(case.also["eager"]), repeats=3),
-        "called": microseconds(setting.platform, list(case.also["eager"]), repeats=3, graph=False),
-    }
-    dtype = case.label.rpartition(" ")[2]
-    others: dict[str, dict[str, float]] = {"eager": eager, **compared.get(f"{case.model} {case.size} {dtype}", {})}
-    ours = {"graph": row["us"], "called": called}
-    ratios = {who: {how: us / ours[how] for how, us in times.items()} for who, times in others.items()}
-    return {"called_us": called, "others_us": others, "ratios": ratios}
+    ours = {"graph": row["us"], **times(ops.route, graph=False)}
+    others = {"eager": times(ops.route.reference)}
+    for mode in MODES if case.size in (setting.tokens or COMPILED_TOKENS) else ():
+        torch.compiler.reset()  # each shape and mode for itself: they would use up the limit of recompilations
+        try:  # modes but the first bring graphs of their own
+            others[mode] = times(torch.compile(ops.route.reference, mode=mode), graph=mode == MODES[0])
+        except Exception as error:  # a compiler may raise anything; the other figures are not lost with this one
+            print(f"torch.compile {mode}: {type(error).__name__}: {error}"[:200], flush=True)
+    ratios = {who: {how: us / ours[how] for how, us in found.items()} for who, found in others.items()}
+    return {"called_us": ours["called"], "others_us": others, "ratios": ratios}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,22 +250,11 @@ def about(setting: Setting) -> Row:
     }
 
 
-def plotting() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'anabranch[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def plot(rows: list[Row], file: Path) -> None:
     """A picture for each op: µs over size, a line for each model and kind, dashed where the machine's limit is."""
-    pyplot = plotting()
+    plt = pyplot()
     names = list(dict.fromkeys(row["op"] for row in rows))
-    figure, axes = pyplot.subplots(len(names), 1, figsize=(9, 5 * len(names)), squeeze=False)
+    figure, axes = plt.subplots(len(names), 1, figsize=(9, 5 * len(names)), squeeze=False)
     for name, axis in zip(names, axes[:, 0], strict=True):
         lines: dict[str, list[Row]] = {}
         for row in rows:
@@ -282,4 +270,4 @@ def plot(rows: list[Row], file: Path) -> None:
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
-    pyplot.close(figure)
+    plt.close(figure)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 OURS = "anabranch"
-TARGETS = Path(__file__).with_name("targets.json")
+TARGETS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("targets.json").read_text())
+"""By the name of a bundled config."""
 AIMS = ("floor", "target", "moonshot")
 GREY = {"floor": ".:", "target": ".--", "moonshot": ".-."}
 """How aims are drawn."""
@@ -93,8 +94,9 @@ def _thr_order(key: str) -> tuple[int, ...]:
     return tuple(-int(part) for part in key.removeprefix("thr_").split("_"))
 
 
-def table(model: str, results: list[Found], aims: dict[str, Any]) -> str:
+def table(model: str, results: list[Found]) -> str:
     """One model in markdown."""
+    aims = TARGETS.get(model, {})
     known = [name for name in AIMS if name in aims]
     ours = [found for found in results if found.is_ours and "shrink" not in found.values]
     others = [found for found in results if not found.is_ours]
@@ -151,7 +153,8 @@ def read(files: list[str]) -> dict[str, list[Found]]:
     return {model: sorted(found, key=lambda one: one.is_ours) for model, found in sorted(by_model.items())}
 
 
-def plot(by_model: dict[str, list[Found]], file: str) -> None:
+def pyplot() -> Any:
+    """matplotlib, for files alone; ValueError where it is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -159,12 +162,16 @@ def plot(by_model: dict[str, list[Found]], file: str) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    targets = json.loads(TARGETS.read_text())
+    return pyplot
+
+
+def plot(by_model: dict[str, list[Found]], file: str) -> None:
+    plt = pyplot()
     kinds = {"decode_ms": "decode, ms a step, by batch", "ttft_ms": "time to first token, ms, by prompt"}
-    figure, axes = pyplot.subplots(len(by_model), 2, figsize=(11, 4 * len(by_model)), squeeze=False)
+    figure, axes = plt.subplots(len(by_model), 2, figsize=(11, 4 * len(by_model)), squeeze=False)
     for line, (model, results) in zip(axes, by_model.items(), strict=True):
         for axis, (part, title) in zip(line, kinds.items(), strict=True):
-            aims = targets.get(model, {})
+            aims = TARGETS.get(model, {})
             curves = [(found.title, found.values.get(part, {}), "o-" if found.is_ours else "s-") for found in results]
             curves += [(name, aims.get(name, {}).get(part, {}), style) for name, style in GREY.items()]
             sizes: set[int] = set()
@@ -184,7 +191,7 @@ def plot(by_model: dict[str, list[Found]], file: str) -> None:
                 axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(file)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -196,8 +203,7 @@ def run(options: argparse.Namespace) -> int:
     by_model = read(options.files)
     if not by_model:
         raise ValueError("none of the files is a result of `anabranch bench offline` or has its keys")
-    targets = json.loads(TARGETS.read_text())
-    print("\n\n".join(table(model, results, targets.get(model, {})) for model, results in by_model.items()))
+    print("\n\n".join(table(model, results) for model, results in by_model.items()))
     if options.plot:
         plot(by_model, options.plot)
     return 0

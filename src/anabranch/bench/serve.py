@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch.bench.offline import commit
+from anabranch.bench.report import pyplot
 from anabranch.engine.progress import Counter
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ def run(options: argparse.Namespace) -> int:
     for package in ("h11", "msgspec"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"bench serve needs the package {package}; run: pip install {package}")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'anabranch[plot]'")
+    if options.plot:
+        pyplot()  # refuses before anything runs
     for name, least in {"num_prompts": 1, "max_concurrency": 1, "num_warmups": 0}.items():
         value = getattr(options, name)
         if value is not None and value < least:

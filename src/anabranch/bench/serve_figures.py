@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import accumulate
 from typing import Any
 
+from anabranch.bench.report import pyplot
 from anabranch.bench.serve_client import Sent
 
 PERCENTILES = (90, 95, 99)
@@ -122,14 +123,10 @@ def table(found: dict[str, Any], sent: list[Sent]) -> str:
 
 
 def plot(sent: list[Sent], title: str, file: str) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    plt = pyplot()
     done = [one for one in sent if not one.error]
     begin = min(one.started for one in done)
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7))
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7))
     found = samples(done)
     for axis, kinds in ((axes[0, 0], ("ttft", "e2el")), (axes[0, 1], ("tpot", "itl"))):
         for kind in kinds:
@@ -152,4 +149,4 @@ def plot(sent: list[Sent], title: str, file: str) -> None:
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(file)
-    pyplot.close(figure)
+    plt.close(figure)

@@ -17,8 +17,9 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +64,12 @@ class Profile:
     steps: list[list[Call]]
     on_device: bool
 
-    @property
-    def num_steps(self) -> int:
-        return len(self.steps)
+    def busy(self, kind: Callable[[Call], str]) -> dict[str, list[float]]:
+        """µs of all calls, by kind."""
+        found: dict[str, list[float]] = {}
+        for call in chain.from_iterable(self.steps):
+            found.setdefault(kind(call), []).append(call.busy)
+        return found
 
     def spans(self) -> list[float]:
         """µs of each step from its first kernel to its last."""
@@ -255,29 +259,22 @@ def summarize(llm: LLM, options: argparse.Namespace, plain: float, profile: Prof
 
 
 def group_rows(profile: Profile, reads: dict[str, int], rate: float | None) -> Iterator[dict[str, Any]]:
-    busy: dict[str, list[float]] = {}
-    for calls in profile.steps:
-        for call in calls:
-            busy.setdefault(group_of(call.name), []).append(call.busy)
+    busy = profile.busy(lambda call: group_of(call.name))
     for group in sorted({*busy, *reads}, key=lambda group: -sum(busy.get(group, ()))):
-        us = sum(busy.get(group, ())) / profile.num_steps
-        floor = 1e6 * reads[group] / rate if rate and group in reads else None
+        times = busy.get(group, [])
         yield {
             "group": group,
-            "count": len(busy.get(group, ())) / profile.num_steps,
-            "us": us,
+            "count": len(times) / len(profile.steps),
+            "us": sum(times) / len(profile.steps),
             "bytes": reads.get(group),
-            "floor_us": floor,
+            "floor_us": 1e6 * reads[group] / rate if rate and group in reads else None,
         }
 
 
 def kernel_rows(profile: Profile) -> Iterator[dict[str, Any]]:
-    busy: dict[str, list[float]] = {}
-    for calls in profile.steps:
-        for call in calls:
-            busy.setdefault(call.name, []).append(call.busy)
-    for name in sorted(busy, key=lambda name: -sum(busy[name])):
-        us, count = sum(busy[name]) / profile.num_steps, len(busy[name]) / profile.num_steps
+    busy = profile.busy(lambda call: call.name)
+    for name, times in sorted(busy.items(), key=lambda item: -sum(item[1])):
+        us, count = sum(times) / len(profile.steps), len(times) / len(profile.steps)
         yield {"name": name, "group": group_of(name), "count": count, "us": us, "us_each": us / count}
 
 
