@@ -232,17 +232,8 @@ def test_without_weights_then_offline_with(client: Client, hub: Hub, source: Pat
     )
 
 
-def test_revision(client: Client, hub: Hub, source: Path) -> None:
-    folder = client("someone/tiny", revision=COMMIT)
-    assert isinstance(folder, Path) and folder.name == COMMIT
-    assert client("someone/tiny", revision="v2") == (
-        f"someone/tiny: has no revision 'v2' on {hub.url}; give a branch, a tag or a commit hash"
-    )
-
-
-@pytest.mark.parametrize("revision", [None, COMMIT])
-def test_offline_and_not_in_the_cache(client: Client, hub: Hub, source: Path, revision: str | None) -> None:
-    assert client("someone/tiny", revision=revision, env={"HF_HUB_OFFLINE": "1"}) == (
+def test_offline_and_not_in_the_cache(client: Client, hub: Hub, source: Path) -> None:
+    assert client("someone/tiny", env={"HF_HUB_OFFLINE": "1"}) == (
         f"someone/tiny: not (or not wholly) in the cache {client.home}/hub, and HF_HUB_OFFLINE forbids a download;"
         " unset HF_HUB_OFFLINE once, or give a local folder"
     )
@@ -358,9 +349,9 @@ def test_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate("./models/tiny", weights=False) == Path("models/tiny")
 
 
-def refusal(model: str, **arguments: str) -> str:
+def refusal(model: str) -> str:
     with pytest.raises(CheckpointError) as caught:
-        locate(model, **arguments)  # type: ignore[arg-type]
+        locate(model)
     return str(caught.value)
 
 
@@ -372,13 +363,6 @@ def test_local_folder_without_config(tmp_path: Path) -> None:
     (snapshot / "config.json").write_text("{}")
     assert refusal(str(cache)) == f"{cache}: holds no config.json; did you mean {snapshot}?"
     assert refusal(str(snapshot.parent)) == f"{snapshot.parent}: holds no config.json; did you mean {snapshot}?"
-
-
-def test_local_folder_has_no_revision(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert refusal(str(tmp_path), revision="v2") == (
-        f"{tmp_path}: is a local folder, which has no revision 'v2'; leave the revision out"
-    )
 
 
 def test_file_instead_of_folder(tmp_path: Path) -> None:

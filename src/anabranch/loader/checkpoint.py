@@ -32,6 +32,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used: one line with the file and the tensor, the cause and the cure."""
 
 
+def _broken(where: object, why: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {why}; download it again")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor on disk. `begin` and `end` are byte offsets from the start of the file."""
@@ -96,7 +100,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
                 f"{file}: holds no tensor {name!r}, though {INDEX_FILE} places it there; download both again"
             )
     if not tensors:
-        raise CheckpointError(f"{files[0]}: holds no tensors; download it again")
+        raise _broken(files[0], "holds no tensors")
     return Checkpoint(folder=folder, tensors=tensors, files=tuple(files))
 
 
@@ -117,17 +121,17 @@ def _read_index(index: Path) -> dict[str, Path]:
     """Map each tensor name to the shard that should hold it; every shard is known to exist."""
     text, num_bytes = _read_start(index, _MAX_JSON_BYTES)
     if num_bytes > _MAX_JSON_BYTES:
-        raise CheckpointError(f"{index}: corrupt index of {num_bytes} bytes; download it again")
+        raise _broken(index, f"corrupt index of {num_bytes} bytes")
     content = _parse_object(index, "index", text)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: corrupt index, 'weight_map' is missing or empty; download it again")
+        raise _broken(index, "corrupt index, 'weight_map' is missing or empty")
 
     shards: dict[str, Path] = {}
     promised: dict[str, Path] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise CheckpointError(f"{index}: corrupt index, tensor {name!r} has no file name; download it again")
+            raise _broken(index, f"corrupt index, tensor {name!r} has no file name")
         if shard not in shards:
             shards[shard] = index.parent / _check_shard_name(index, shard)
         promised[name] = shards[shard]
@@ -155,20 +159,13 @@ def _read_header(file: Path) -> Iterator[TensorInfo]:
     """Yield the tensors of one file in file order, once the layout of the whole file is known to be sound."""
     start, num_file_bytes = _read_start(file, _LENGTH_BYTES)
     if len(start) < _LENGTH_BYTES:
-        raise CheckpointError(
-            f"{file}: truncated, expected a header of at least {_LENGTH_BYTES} bytes, found {num_file_bytes};"
-            " download it again"
-        )
+        raise _broken(file, f"truncated, expected a header of at least {_LENGTH_BYTES} bytes, found {num_file_bytes}")
     num_header_bytes = int.from_bytes(start, "little")
     if num_header_bytes > _MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"{file}: not a safetensors file, a header of {num_header_bytes} bytes is absurd; download it again"
-        )
+        raise _broken(file, f"not a safetensors file, a header of {num_header_bytes} bytes is absurd")
     data_begin = _LENGTH_BYTES + num_header_bytes
     if data_begin > num_file_bytes:
-        raise CheckpointError(
-            f"{file}: truncated, expected a header of {data_begin} bytes, found {num_file_bytes}; download it again"
-        )
+        raise _broken(file, f"truncated, expected a header of {data_begin} bytes, found {num_file_bytes}")
     content = _parse_object(file, "header", _read_start(file, data_begin)[0][_LENGTH_BYTES:])
     content.pop("__metadata__", None)
 
@@ -184,28 +181,22 @@ def _parse_tensor(file: Path, name: str, entry: Any, data_begin: int) -> TensorI
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             pass
         case _:
-            raise CheckpointError(
-                f"{where}: corrupt header, dtype, shape or data_offsets is missing or malformed; download it again"
-            )
+            raise _broken(where, "corrupt header, dtype, shape or data_offsets is missing or malformed")
     if _OTHER_DTYPE.fullmatch(dtype):
         raise CheckpointError(
             f"{where} is {dtype}, only {', '.join(_ITEM_BYTES)} can be loaded: quantised checkpoints are not supported"
             " yet; use the unquantised checkpoint"
         )
     if dtype not in _ITEM_BYTES:
-        raise CheckpointError(f"{where}: corrupt header, unknown dtype {dtype!r}; download it again")
+        raise _broken(where, f"corrupt header, unknown dtype {dtype!r}")
     # type() and not isinstance(): JSON's true is an int to Python
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise CheckpointError(
-            f"{where}: corrupt header, shape {shape} and data_offsets {[begin, end]} must be whole numbers from 0 up;"
-            " download it again"
-        )
+        numbers = f"shape {shape} and data_offsets {[begin, end]}"
+        raise _broken(where, f"corrupt header, {numbers} must be whole numbers from 0 up")
     num_bytes = math.prod(shape) * _ITEM_BYTES[dtype]
     if end - begin != num_bytes:
-        raise CheckpointError(
-            f"{where}: corrupt header, {dtype} of shape {shape} needs {num_bytes} bytes but its data_offsets"
-            f" {[begin, end]} span {end - begin}; download it again"
-        )
+        needs = f"{dtype} of shape {shape} needs {num_bytes} bytes"
+        raise _broken(where, f"corrupt header, {needs} but its data_offsets {[begin, end]} span {end - begin}")
     return TensorInfo(name, file, dtype, tuple(shape), data_begin + begin, data_begin + end)
 
 
@@ -215,22 +206,15 @@ def _check_layout(file: Path, tensors: list[TensorInfo], data_begin: int, num_fi
     for tensor in tensors:
         if tensor.begin != position:
             fault = "overlaps the one before it" if tensor.begin < position else "leaves a hole before it"
-            raise CheckpointError(
-                f"{file}: tensor {tensor.name!r}: corrupt header, it begins at byte {tensor.begin} and not at"
-                f" {position}, so it {fault}; download it again"
-            )
+            place = f"it begins at byte {tensor.begin} and not at {position}"
+            raise _broken(f"{file}: tensor {tensor.name!r}", f"corrupt header, {place}, so it {fault}")
         position = tensor.end
+    sizes = f"expected {position} bytes, found {num_file_bytes}"
     if position > num_file_bytes:
         cut = next(tensor for tensor in tensors if tensor.end > num_file_bytes)
-        raise CheckpointError(
-            f"{file}: truncated, expected {position} bytes, found {num_file_bytes};"
-            f" tensor {cut.name!r} is the first to be cut off; download it again"
-        )
+        raise _broken(file, f"truncated, {sizes}; tensor {cut.name!r} is the first to be cut off")
     if position < num_file_bytes:
-        raise CheckpointError(
-            f"{file}: {num_file_bytes - position} stray bytes after the last tensor, expected {position} bytes,"
-            f" found {num_file_bytes}; download it again"
-        )
+        raise _broken(file, f"{num_file_bytes - position} stray bytes after the last tensor, {sizes}")
 
 
 def _read_start(file: Path, num_bytes: int) -> tuple[bytes, int]:
@@ -243,12 +227,10 @@ def _read_start(file: Path, num_bytes: int) -> tuple[bytes, int]:
             is_pointer = stream.read(len(_LFS_POINTER)) == _LFS_POINTER
     except OSError as error:
         if file.is_symlink() and not file.exists():
-            raise CheckpointError(
-                f"{file}: is a link to {os.readlink(file)}, which does not exist; download it again"
-            ) from error
+            raise _broken(file, f"is a link to {os.readlink(file)}, which does not exist") from error
         raise CheckpointError(f"{file}: cannot be read ({error.strerror}); check its permissions") from error
     if num_file_bytes == 0:
-        raise CheckpointError(f"{file}: is empty (0 bytes); download it again")
+        raise _broken(file, "is empty (0 bytes)")
     if is_pointer:
         raise CheckpointError(f"{file}: is a Git LFS pointer and not the file itself; run `git lfs pull` in its folder")
     return start, num_file_bytes
@@ -259,9 +241,9 @@ def _parse_object(file: Path, part: str, text: bytes) -> dict[str, Any]:
         # decoded here, for json would also accept UTF-16 and UTF-32
         content = json.loads(text.decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: corrupt {part}, not JSON ({error}); download it again") from None
+        raise _broken(file, f"corrupt {part}, not JSON ({error})") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: corrupt {part}, a JSON object was expected; download it again")
+        raise _broken(file, f"corrupt {part}, a JSON object was expected")
     return content
 
 

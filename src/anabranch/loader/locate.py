@@ -18,20 +18,16 @@ _ALL_BUT_WEIGHTS = ["*.json", "*.jinja", "tokenizer.model", "spiece.model", "*.t
 _SECOND_COPIES = ["*/*", "consolidated*"]
 
 
-def locate(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
+def locate(model: str, *, weights: bool = True) -> Path:
     """The folder of `model`, a local folder or a hub id `owner/name` to download (without weights: all the rest)."""
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):  # os.path, for pathlib raises where a parent may not be entered
-        if revision is not None:
-            raise CheckpointError(
-                f"{model}: is a local folder, which has no revision {revision!r}; leave the revision out"
-            )
         return _check_local(path)
     if os.path.exists(path):
         raise CheckpointError(f"{model}: is a file; give the folder that holds it and its config.json")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model}: no such folder; {_nearest(path)}")
-    return _download(model, revision, weights)
+    return _download(model, weights)
 
 
 def _check_local(folder: Path) -> Path:
@@ -54,7 +50,7 @@ def _nearest(path: Path) -> str:
     return "give an existing folder or a hub id owner/name"
 
 
-def _download(model: str, revision: str | None, weights: bool) -> Path:
+def _download(model: str, weights: bool) -> Path:
     # Imported here: it takes most of a second, and a local folder does not need it.
     import httpx
     from huggingface_hub import snapshot_download
@@ -64,7 +60,6 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
         folder = Path(
             snapshot_download(
                 model,
-                revision=revision,
                 allow_patterns=_ALL_BUT_WEIGHTS + (_WEIGHTS if weights else []),
                 ignore_patterns=_SECOND_COPIES,
             )
@@ -72,7 +67,7 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
     except HFValidationError:
         raise CheckpointError(f"{model}: neither an existing folder nor a hub id; {_nearest(Path(model))}") from None
     except (OSError, httpx.HTTPError, RuntimeError) as error:  # RuntimeError: what hf_xet raises on a failed transfer
-        raise CheckpointError(f"{model}: {_explain(model, revision, error)}") from error
+        raise CheckpointError(f"{model}: {_explain(model, error)}") from error
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{model}: the hub repository holds no config.json; give a repository in transformers layout"
@@ -85,16 +80,10 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
     return folder
 
 
-def _explain(model: str, revision: str | None, error: Exception) -> str:
+def _explain(model: str, error: Exception) -> str:
     """Cause and cure of a failed download, in one line."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     hub = constants.ENDPOINT
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
@@ -106,8 +95,6 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
         )
     if isinstance(error, GatedRepoError):
         return f"is gated; ask for access at {hub}/{model} and set HF_TOKEN to a token of that account"
-    if isinstance(error, RevisionNotFoundError):
-        return f"has no revision {revision!r} on {hub}; give a branch, a tag or a commit hash"
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         if status == 404:

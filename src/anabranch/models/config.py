@@ -135,18 +135,20 @@ class Keys:
                 return self.raw[name]
         return default
 
-    def integer(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+    def _required(self, names: tuple[str, ...], default: Any) -> Any:
         value = self.get(*names, default=default)
         if value is None:
             raise self.fail(f"key {names[0]!r} is missing")
+        return value
+
+    def integer(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+        value: int = self._required(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.fail(f"{names[0]!r} must be an integer of at least {minimum}, not {value!r}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        value = self.get(*names, default=default)
-        if value is None:
-            raise self.fail(f"key {names[0]!r} is missing")
+        value = self._required(names, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise self.fail(f"{names[0]!r} must be a positive number, not {value!r}")
         return float(value)
@@ -296,12 +298,33 @@ def _model(keys: Keys, layers: list[LayerConfig], **differences: Any) -> ModelCo
     )
 
 
-def _is_sparse(keys: Keys, layer_id: int) -> bool:
-    """Qwen's two ways to make some layers dense."""
+def _moe(
+    keys: Keys,
+    count: str = "num_experts",
+    top_k: str = "num_experts_per_tok",
+    width: str = "moe_intermediate_size",
+    renormalize: bool | None = None,
+    shared_width: int = 0,
+) -> MoEConfig:
+    """By the keys that a family has for it; `renormalize` None: the file says."""
+    return MoEConfig(
+        num_experts=keys.integer(count, "num_experts", "num_local_experts"),
+        top_k=keys.integer(top_k),
+        width=keys.integer(width),
+        renormalize=keys.flag("norm_topk_prob", False) if renormalize is None else renormalize,
+        shared_width=shared_width,
+        shared_gate=shared_width > 0,
+    )
+
+
+def _qwen_layer(keys: Keys, layer_id: int, attention: AttentionConfig, moe: MoEConfig) -> LayerConfig:
+    """Experts, but for Qwen's two ways to make some layers dense."""
     dense = keys.get("mlp_only_layers", default=[])
     if not isinstance(dense, list):
         raise keys.fail(f"'mlp_only_layers' must be a list of layer numbers, not {dense!r}")
-    return layer_id not in dense and (layer_id + 1) % keys.integer("decoder_sparse_step", default=1) == 0
+    if layer_id not in dense and (layer_id + 1) % keys.integer("decoder_sparse_step", default=1) == 0:
+        return LayerConfig(attention=attention, moe=moe)
+    return LayerConfig(attention=attention, mlp_width=keys.integer("intermediate_size"))
 
 
 def _layer_types(keys: Keys, default: Callable[[int], bool]) -> list[bool]:
@@ -334,87 +357,41 @@ def _llama(keys: Keys) -> ModelConfig:
 def _qwen3(keys: Keys) -> ModelConfig:
     attention = replace(_attention(keys, default_head_dim=128), qk_norm="head")
     window, first = _window(keys), keys.integer("max_window_layers", default=28, minimum=0)
-    layers = [
-        LayerConfig(
-            attention=replace(attention, window=window if sliding else 0),
-            mlp_width=keys.integer("intermediate_size"),
-        )
-        for sliding in _layer_types(keys, lambda layer_id: bool(window) and layer_id >= first)
-    ]
-    return _model(keys, layers)
+    slides = _layer_types(keys, lambda layer_id: bool(window) and layer_id >= first)
+    attentions = [replace(attention, window=window if sliding else 0) for sliding in slides]
+    return _model(keys, [LayerConfig(attention=one, mlp_width=keys.integer("intermediate_size")) for one in attentions])
 
 
 def _qwen2_moe(keys: Keys) -> ModelConfig:
     attention = replace(_attention(keys), qkv_bias=keys.flag("qkv_bias", True), output_bias=False)
     window, last = _window(keys), keys.integer("max_window_layers", default=28, minimum=0)
-    moe = MoEConfig(
-        num_experts=keys.integer("num_experts", "num_local_experts"),
-        top_k=keys.integer("num_experts_per_tok"),
-        width=keys.integer("moe_intermediate_size"),
-        renormalize=keys.flag("norm_topk_prob", False),
-        shared_width=keys.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
-    return _model(
-        keys,
-        [
-            LayerConfig(
-                attention=replace(attention, window=window if sliding else 0),
-                mlp_width=0 if _is_sparse(keys, layer_id) else keys.integer("intermediate_size"),
-                moe=moe if _is_sparse(keys, layer_id) else None,
-            )
-            for layer_id, sliding in enumerate(
-                _layer_types(keys, lambda layer_id: bool(window) and layer_id % 2 == 0 and layer_id < last)
-            )
-        ],
-    )
+    slides = _layer_types(keys, lambda layer_id: bool(window) and layer_id % 2 == 0 and layer_id < last)
+    attentions = [replace(attention, window=window if sliding else 0) for sliding in slides]
+    moe = _moe(keys, shared_width=keys.integer("shared_expert_intermediate_size"))
+    return _model(keys, [_qwen_layer(keys, layer_id, one, moe) for layer_id, one in enumerate(attentions)])
 
 
 def _qwen3_moe(keys: Keys) -> ModelConfig:
-    attention = replace(_attention(keys), qk_norm="head", window=_window(keys))
-    moe = MoEConfig(
-        num_experts=keys.integer("num_experts", "num_local_experts"),
-        top_k=keys.integer("num_experts_per_tok"),
-        width=keys.integer("moe_intermediate_size"),
-        renormalize=keys.flag("norm_topk_prob", False),
-    )
-    return _model(
-        keys,
-        [
-            LayerConfig(
-                attention=attention,
-                mlp_width=0 if _is_sparse(keys, layer_id) else keys.integer("intermediate_size"),
-                moe=moe if _is_sparse(keys, layer_id) else None,
-            )
-            for layer_id in range(keys.integer("num_hidden_layers"))
-        ],
-    )
+    attention, moe = replace(_attention(keys), qk_norm="head", window=_window(keys)), _moe(keys)
+    num_layers = keys.integer("num_hidden_layers")
+    return _model(keys, [_qwen_layer(keys, layer_id, attention, moe) for layer_id in range(num_layers)])
 
 
 def _mixtral(keys: Keys) -> ModelConfig:
-    attention = replace(
-        _attention(keys, default_theta=1e6), window=keys.integer("sliding_window", default=0, minimum=0)
+    window = keys.integer("sliding_window", default=0, minimum=0)
+    layer = LayerConfig(
+        attention=replace(_attention(keys, default_theta=1e6), window=window),
+        moe=_moe(keys, "num_local_experts", width="intermediate_size", renormalize=True),
     )
-    moe = MoEConfig(
-        num_experts=keys.integer("num_local_experts", "num_experts"),
-        top_k=keys.integer("num_experts_per_tok"),
-        width=keys.integer("intermediate_size"),
-        renormalize=True,
-    )
-    layer = LayerConfig(attention=attention, moe=moe)
     return _model(keys, [layer] * keys.integer("num_hidden_layers"), default_eps=1e-5)
 
 
 def _olmoe(keys: Keys) -> ModelConfig:
-    clip = keys.get("clip_qkv")
-    attention = replace(_attention(keys), qk_norm="all", clip=0.0 if clip is None else keys.number("clip_qkv"))
-    moe = MoEConfig(
-        num_experts=keys.integer("num_experts", "num_local_experts"),
-        top_k=keys.integer("num_experts_per_tok"),
-        width=keys.integer("intermediate_size"),
-        renormalize=keys.flag("norm_topk_prob", False),
+    clip = 0.0 if keys.get("clip_qkv") is None else keys.number("clip_qkv")
+    layer = LayerConfig(
+        attention=replace(_attention(keys), qk_norm="all", clip=clip),
+        moe=_moe(keys, width="intermediate_size"),
     )
-    layer = LayerConfig(attention=attention, moe=moe)
     return _model(keys, [layer] * keys.integer("num_hidden_layers"), default_eps=1e-5)
 
 
@@ -435,12 +412,7 @@ def _gemma4(outer: Keys) -> ModelConfig:
     }
     moe = None
     if keys.flag("enable_moe_block", False):
-        moe = MoEConfig(
-            num_experts=keys.integer("num_experts"),
-            top_k=keys.integer("top_k_experts"),
-            width=keys.integer("moe_intermediate_size"),
-            renormalize=True,
-        )
+        moe = _moe(keys, top_k="top_k_experts", renormalize=True)
     layers = []
     for layer_id, is_sliding in enumerate(sliding):
         kind = "sliding_attention" if is_sliding else "full_attention"

@@ -34,6 +34,9 @@ class AcceleratorPlatform(Platform):
         free, total = self.api.mem_get_info(self.device)
         return Memory(free=free, total=total)
 
+    def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
+        return torch.float16 if wanted == torch.bfloat16 and not self.has("bf16") else wanted
+
     def synchronize(self) -> None:
         self.api.synchronize(self.device)
 

@@ -36,6 +36,3 @@ class CudaPlatform(AcceleratorPlatform):
         if capability == "bf16":
             return major >= 8
         return capability == f"sm{major}{minor}"
-
-    def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
-        return torch.float16 if wanted == torch.bfloat16 and not self.has("bf16") else wanted

@@ -66,9 +66,6 @@ class NpuPlatform(AcceleratorPlatform):
             return bool(self.api.is_bf16_supported())
         return capability in ("graphs", "streams")
 
-    def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
-        return torch.float16 if wanted == torch.bfloat16 and not self.has("bf16") else wanted
-
     def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
         """In blocks, which saves the matrix units the rearranging of every product. A stack of matrices is kept the
         other way round, [E, inputs, outputs], as the grouped product takes it; its shape seen from here stays."""

@@ -28,6 +28,3 @@ class XpuPlatform(AcceleratorPlatform):
         if capability == "bf16":
             return bool(torch.xpu.is_bf16_supported())
         return capability == "streams"
-
-    def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
-        return torch.float16 if wanted == torch.bfloat16 and not self.has("bf16") else wanted
