@@ -22,8 +22,8 @@ from anabranch.server.body import decode
 from anabranch.server.chat import Conversation, Turn
 from anabranch.server.errors import ApiError, from_engine
 from anabranch.server.logprobs import CompletionLogprobs, TokenTexts
+from anabranch.server.openai_answer import npy_base64
 from anabranch.server.parsers import find_parsers
-from anabranch.server.routed import npy_base64
 from anabranch.server.sampling import grammar, sampling_params
 from anabranch.server.thought_grammar import after_thought
 

@@ -16,7 +16,6 @@ from fastapi import APIRouter, Request, Response
 from anabranch.server import stream
 from anabranch.server.anthropic import (
     CountTokens,
-    Event,
     Messages,
     Reply,
     chat_completion,
@@ -28,7 +27,6 @@ from anabranch.server.body import read_json
 from anabranch.server.chat import render
 from anabranch.server.errors import ApiError
 from anabranch.server.openai_chat import ChatAnswer, read_chat
-from anabranch.server.openai_usage import usage
 from anabranch.server.service import Service
 from anabranch.server.stream import json_response
 
@@ -66,42 +64,36 @@ async def count_tokens(request: Request) -> Response:
     def work() -> int:
         return len(model.tokenizer.encode(render(model, chat), add_special_tokens=False))
 
-    size = sum(len(message["content"]) for message in chat.messages)
-    return json_response({"input_tokens": await service.prepare(work, "messages", size)})
+    return json_response({"input_tokens": await service.prepare(work, "messages", chat.num_characters)})
 
 
 class MessagesAnswer:
     """One request's way from body to answer."""
 
     def __init__(self, service: Service, body: Messages, log: dict[str, Any]) -> None:
-        self.service, self.log = service, log
+        self.service = service
         self.chat = ChatAnswer(service, chat_completion(body), log)
         self.reply = Reply(f"msg_{uuid4().hex}", service.names[0], shows_thinking(body))
 
     async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._events()) as events:
-            async for _ in events:
-                pass
+        async for _ in self.events():
+            pass
         return self.reply.message
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._events()) as events:
-            async for some in events:
-                if some:  # text may be held back, for half a character or a tag that may come
-                    yield b"".join(map(encode, some))
-
-    async def _events(self) -> AsyncGenerator[list[Event], None]:
         with self.service.admitted(1):
             await self.chat.prepare()
-            output, begun = self.chat.answer.output, False
-            async with aclosing(self.chat.deltas()) as deltas:
-                async for _, parts in deltas:
+            output, begun = self.chat.answers[0].output, False
+            async with aclosing(self.service.generate(self.chat.answers)) as generated:
+                async for _, delta in generated:
                     # The beginning comes with the first token: what fails before it is an answer with a status.
-                    start = [] if begun else [self.reply.start(len(output.prompt_ids), output.num_cached)]
+                    some = [] if begun else [self.reply.start(len(output.prompt_ids), output.num_cached)]
                     begun = True
-                    yield start + self.reply.feed(parts)
-        usage([self.chat.answer], self.log)
+                    some += self.reply.feed(self.chat.parts(delta))
+                    if some:  # text may be held back, for half a character or a tag that may come
+                        yield b"".join(map(encode, some))
+        self.chat.end()
         (said,) = output.completions
         assert said.finish_reason is not None
         counts = len(output.prompt_ids), output.num_cached, len(said.token_ids)
-        yield self.reply.finish(said.finish_reason, said.stop_reason, *counts)
+        yield b"".join(map(encode, self.reply.finish(said.finish_reason, said.stop_reason, *counts)))

@@ -42,6 +42,10 @@ class Chat:
     add_generation_prompt: bool = True
 
     @property
+    def num_characters(self) -> int:
+        return sum(len(message["content"]) for message in self.messages)
+
+    @property
     def offered(self) -> tuple[ToolSpec, ...]:
         """The tools the answer may call."""
         if self.tool_choice == "none":
@@ -136,7 +140,7 @@ async def prepare(service: Service, chat: Chat, params: SamplingParams) -> Prepa
         prompt_ids = service.encode(prompt, add_special_tokens=False)
         return Prepared(prompt, prompt_ids, replace(params, grammar=_grammar(model, chat, params, prompt)), chat, model)
 
-    return await service.prepare(work, "messages", sum(len(message["content"]) for message in chat.messages))
+    return await service.prepare(work, "messages", chat.num_characters)
 
 
 def _grammar(model: Model, chat: Chat, params: SamplingParams, prompt: str) -> Grammar | None:

@@ -11,7 +11,7 @@ from anabranch.server import protocol, stream
 from anabranch.server.body import read_json
 from anabranch.server.chat import render
 from anabranch.server.errors import bad_request
-from anabranch.server.openai_chat import ChatAnswer, check_stream, read_chat
+from anabranch.server.openai_chat import ChatAnswer, read_chat
 from anabranch.server.openai_completions import CompletionAnswer
 from anabranch.server.service import Service
 from anabranch.server.stream import json_response
@@ -42,7 +42,8 @@ async def _answer(request: Request, body: Any, kind: type[ChatAnswer] | type[Com
     service: Service = request.app.state.service
     service.check_ready()
     service.check_model(body.model)
-    check_stream(body)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
     log = request.state.log
     log["stream"] = body.stream
     answer = kind(service, body, log)
@@ -91,8 +92,8 @@ async def tokenize(request: Request) -> Response:
             return tokenizer.encode(render(service.model, chat), bool(body.add_special_tokens))
         return tokenizer.encode(text or "", body.add_special_tokens is not False)
 
-    size = len(text or "") + sum(len(message["content"]) for message in (chat.messages if chat else ()))
-    tokens = await service.prepare(work, "prompt" if chat is None else "messages", size)
+    where, size = ("prompt", len(text or "")) if chat is None else ("messages", chat.num_characters)
+    tokens = await service.prepare(work, where, size)
     reply: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
     reply["token_strs"] = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
     return json_response(reply)

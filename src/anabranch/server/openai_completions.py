@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
-from uuid import uuid4
 
-from anabranch.engine.output import Answer, Delta
+from anabranch.engine.output import Delta
 from anabranch.request import Completion as Finished
 from anabranch.server import logprobs
 from anabranch.server.errors import bad_request
-from anabranch.server.openai_usage import FINGERPRINT, StreamUsage, usage
+from anabranch.server.openai_answer import Choice, OpenAIAnswer, routed_experts
 from anabranch.server.protocol import MAX_PROMPTS, Completion
-from anabranch.server.routed import npy_base64
 from anabranch.server.sampling import grammar, sampling_params
 from anabranch.server.service import Service
-from anabranch.server.stream import event
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 
@@ -42,22 +36,14 @@ def read_prompts(prompt: str | list[Any], service: Service) -> list[str | list[i
     return prompts
 
 
-class CompletionAnswer:
-    """One request's way from body to answer. Choice p × n + i is the i-th of prompt p."""
+class CompletionAnswer(OpenAIAnswer[Completion]):
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, service: Service, body: Completion, log: dict[str, Any]) -> None:
-        self.service, self.body, self.log = service, body, log
-        self.id = f"cmpl-{uuid4().hex}"
-        self.created = int(time.time())
-        self.n = body.n or 1
-        self.texts = logprobs.TokenTexts(service.model.tokenizer)
+        super().__init__(service, body, log)
         self.prompts = read_prompts(body.prompt, service)
-        self.answers: list[Answer] = []
+        self.num_prompts = len(self.prompts)
         self.formats: dict[int, logprobs.CompletionLogprobs] = {}
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.prompts) * max(1, self.n)
 
     async def prepare(self) -> None:
         body, service = self.body, self.service
@@ -77,17 +63,7 @@ class CompletionAnswer:
 
         size = sum(len(one) for one in self.prompts if isinstance(one, str))
         for number, ids in enumerate(await service.prepare(encode, "prompt", size)):
-            self.answers.append(
-                service.answer(
-                    f"{self.id}-{number}",
-                    ids,
-                    params,
-                    service.model.tokenizer,
-                    priority=body.priority,
-                    cache_salt=body.cache_salt or "",
-                    arrival=time.monotonic(),
-                )
-            )
+            self.add(f"{self.id}-{number}", ids, params, service.model.tokenizer)
 
     def prompt_text(self, number: int) -> str:
         """As it came; token ids as they read, special tokens too."""
@@ -96,26 +72,11 @@ class CompletionAnswer:
             return prompt
         return self.service.model.tokenizer.decode(prompt, skip_special_tokens=False)
 
-    # -- whole ---------------------------------------------------------------------------------------------------------
-
-    async def whole(self) -> dict[str, Any]:
-        with self.service.admitted(self.num_sequences):
-            await self.prepare()
-            async with aclosing(self.service.generate(self.answers)) as generated:
-                async for _ in generated:
-                    pass
-        choices = [
-            self.choice(number, finished)
-            for number, answer in enumerate(self.answers)
-            for finished in answer.output.completions
-        ]
-        return self.head() | {"choices": choices, "usage": usage(self.answers, self.log)}
-
-    def choice(self, number: int, finished: Finished) -> dict[str, Any]:
+    def choice(self, number: int, finished: Finished) -> Choice:
         output = self.answers[number].output
         text = self.prompt_text(number) + finished.text if self.body.echo else finished.text
-        choice: dict[str, Any] = {"index": number * self.n + finished.index, "text": text, "logprobs": None}
-        choice |= self._end(finished)
+        choice: Choice = {"index": number * self.n + finished.index, "text": text, "logprobs": None}
+        choice |= end(finished)
         if self.body.logprobs is not None:
             choice["logprobs"] = self._logprobs(number, finished.index, finished.token_ids, finished.logprobs or [])
         if self.body.prompt_logprobs is not None:
@@ -123,12 +84,6 @@ class CompletionAnswer:
         if self.body.return_token_ids:
             choice |= {"token_ids": finished.token_ids, "prompt_token_ids": output.prompt_ids}
         return choice
-
-    def _end(self, finished: Finished) -> dict[str, Any]:
-        end: dict[str, Any] = {"finish_reason": finished.finish_reason, "stop_reason": finished.stop_reason}
-        if finished.routed_experts is not None:
-            end["routed_experts"] = npy_base64(finished.routed_experts)
-        return end
 
     def _logprobs(self, number: int, index: int, token_ids: list[int], found: list[Any]) -> dict[str, Any]:
         """Of the next tokens of a choice; with echo, the first ones have the prompt's before them."""
@@ -141,41 +96,12 @@ class CompletionAnswer:
                 found = [*(output.prompt_logprobs or [None] * len(output.prompt_ids)), *found]
         return self.formats[place].chunk(token_ids, found)
 
-    def head(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.service.names[0],
-            "system_fingerprint": FINGERPRINT,
-        }
-
-    # -- as it comes ---------------------------------------------------------------------------------------------------
-
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        with self.service.admitted(self.num_sequences):
-            await self.prepare()
-            head = self.head()
-            counted = StreamUsage(self.body.stream_options, self.answers)
-            begun: set[int] = set()
-            async with aclosing(self.service.generate(self.answers)) as generated:
-                async for number, delta in generated:
-                    choice = self.chunk_choice(number, delta, begun)
-                    if choice is not None:
-                        yield event(head | {"choices": [choice], **counted.beside()})
-        found = usage(self.answers, self.log)
-        if counted.wanted:
-            yield event(head | {"choices": [], "usage": found})
-
-    def chunk_choice(self, number: int, delta: Delta, begun: set[int]) -> dict[str, Any] | None:
-        index = number * self.n + delta.index
-        first = index not in begun
-        begun.add(index)
+    def chunk_choice(self, number: int, delta: Delta, first: bool) -> Choice | None:
         text = self.prompt_text(number) + delta.text if first and self.body.echo else delta.text
         finished = delta.completion
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        choice: Choice = {"text": text, "logprobs": None, "finish_reason": None}
         if finished.finish_reason is not None:
-            choice |= self._end(finished)
+            choice |= end(finished)
         if self.body.logprobs is not None and delta.token_ids:
             new = (finished.logprobs or [])[-len(delta.token_ids) :]
             choice["logprobs"] = self._logprobs(number, delta.index, delta.token_ids, new)
@@ -185,3 +111,11 @@ class CompletionAnswer:
                 choice["prompt_token_ids"] = self.answers[number].output.prompt_ids
         told = first or text or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids")
         return choice if told else None
+
+
+def end(finished: Finished) -> Choice:
+    return {
+        "finish_reason": finished.finish_reason,
+        "stop_reason": finished.stop_reason,
+        **routed_experts(finished),
+    }

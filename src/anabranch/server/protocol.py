@@ -101,7 +101,7 @@ class Sampling(Struct, kw_only=True):
     guided_decoding_backend: Name | None = None
 
 
-class ToolFunction(Struct, kw_only=True):
+class ToolFunction(Struct, kw_only=True, omit_defaults=True):
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None

@@ -1,0 +1,152 @@
+"""An answer in OpenAI's dialect, whole or in chunks: what chats and completions share, from a body to its bytes."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar, Generic, TypeVar
+from uuid import uuid4
+
+from anabranch import __version__
+from anabranch.engine.output import Answer, Delta
+from anabranch.engine.tokenizer import Tokenizer
+from anabranch.request import Completion
+from anabranch.sampling_params import SamplingParams
+from anabranch.server.logprobs import TokenTexts
+from anabranch.server.protocol import Sampling
+from anabranch.server.service import Service
+from anabranch.server.stream import event
+
+Body = TypeVar("Body", bound=Sampling)
+Choice = dict[str, Any]
+
+
+class OpenAIAnswer(ABC, Generic[Body]):
+    """One request's way from body to answer. Choice p × n + i is the i-th of prompt p."""
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    num_prompts = 1
+
+    def __init__(self, service: Service, body: Body, log: dict[str, Any]) -> None:
+        self.service, self.body, self.log = service, body, log
+        self.id = f"{self.id_prefix}-{uuid4().hex}"  # not the request's: a client may send the same one twice
+        self.created = int(time.time())
+        self.n = body.n or 1
+        self.texts = TokenTexts(service.model.tokenizer)
+        self.answers: list[Answer] = []
+
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Add the answers that are to grow."""
+
+    @abstractmethod
+    def choice(self, number: int, completion: Completion) -> Choice:
+        """Of an answer that has ended."""
+
+    @abstractmethod
+    def chunk_choice(self, number: int, delta: Delta, first: bool) -> Choice | None:
+        """What a delta adds to a choice, or begins it with; None if there is nothing to tell."""
+
+    def add(self, id: str, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer) -> None:
+        options = {
+            "priority": self.body.priority,
+            "cache_salt": self.body.cache_salt or "",
+            "arrival": time.monotonic(),
+        }
+        self.answers.append(self.service.answer(id, prompt_ids, params, tokenizer, **options))
+
+    def beside(self) -> dict[str, Any]:
+        """What stands beside the choices, of the whole answer or of its first chunk."""
+        return {}
+
+    async def whole(self) -> dict[str, Any]:
+        with self.service.admitted(self.num_prompts * max(1, self.n)):
+            await self.prepare()
+            async with aclosing(self.service.generate(self.answers)) as generated:
+                async for _ in generated:
+                    pass
+        choices = [
+            self.choice(number, completion)
+            for number, answer in enumerate(self.answers)
+            for completion in answer.output.completions
+        ]
+        return self.head(self.kind) | {"choices": choices, "usage": self.end()} | self.beside()
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        options = self.body.stream_options
+        counted = options is not None and options.include_usage
+        always = counted and options is not None and options.continuous_usage_stats
+        begun: set[int] = set()
+        with self.service.admitted(self.num_prompts * max(1, self.n)):
+            await self.prepare()
+            head = self.head(self.chunk_kind)
+            async with aclosing(self.service.generate(self.answers)) as generated:
+                async for number, delta in generated:
+                    index = number * self.n + delta.index
+                    choice = self.chunk_choice(number, delta, first=index not in begun)
+                    if choice is None:
+                        continue
+                    chunk = head | {"choices": [{"index": index, **choice}]}
+                    if counted:
+                        chunk["usage"] = usage(self.answers) if always else None
+                    yield event(chunk if begun else chunk | self.beside())
+                    begun.add(index)
+        found = self.end()
+        if counted:
+            yield event(head | {"choices": [], "usage": found})
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.service.names[0],
+            "system_fingerprint": f"anabranch-{__version__}",
+        }
+
+    def end(self) -> dict[str, Any]:
+        """The usage of all, noted in the log."""
+        found = usage(self.answers)
+        completions = [completion for answer in self.answers for completion in answer.output.completions]
+        self.log |= {name: found[name] for name in ("prompt_tokens", "completion_tokens")}
+        self.log["finish"] = ",".join(sorted({str(completion.finish_reason) for completion in completions}))
+        return found
+
+
+def usage(answers: list[Answer]) -> dict[str, Any]:
+    outputs = [answer.output for answer in answers]
+    prompt = sum(len(output.prompt_ids) for output in outputs)
+    completion = sum(len(one.token_ids) for output in outputs for one in output.completions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached for output in outputs)},
+    }
+
+
+def routed_experts(completion: Completion) -> dict[str, str]:
+    """As vLLM sends them: the ids of every token but the last, a base64 .npy of shape [token, layer, k]."""
+    routed = completion.routed_experts
+    return {} if routed is None else {"routed_experts": npy_base64(routed)}
+
+
+def npy_base64(routed: Sequence[Sequence[Sequence[int]]]) -> str:
+    num_layers = len(routed[0]) if routed else 0
+    top_k = len(routed[0][0]) if num_layers else 0
+    shape = (len(routed), num_layers, top_k)
+    values = array("h", (expert for token in routed for layer in token for expert in layer))
+    if sys.byteorder == "big":
+        values.byteswap()
+    header = f"{{'descr': '<i2', 'fortran_order': False, 'shape': {shape}, }}"
+    # Magic, version, length and header together end at a multiple of 64.
+    padded = header + " " * (-(len(header) + 11) % 64) + "\n"
+    head = b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded.encode("latin-1")
+    return base64.b64encode(head + values.tobytes()).decode()
