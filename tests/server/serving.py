@@ -194,3 +194,17 @@ class Unharmed:
             assert time.monotonic() < end, f"grown: {self.before} → {now}"
             time.sleep(0.1)
         assert server.get("/health/ready").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def state(server: Running) -> Unharmed:
+    return Unharmed(server)
+
+
+@pytest.fixture
+def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test of a module that uses it, if the test had to do with the module's server."""
+    state = request.getfixturevalue("state") if "server" in request.fixturenames else None
+    yield
+    if state is not None:
+        state.check()

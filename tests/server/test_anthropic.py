@@ -1,21 +1,15 @@
 """Anthropic's dialect, judged by the types and the stream reader of its own client."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without these packages skips this file)
-
 import json
 from typing import Any
 
+import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-msgspec = pytest.importorskip("msgspec")
-pytest.importorskip("fastapi")
-anthropic = pytest.importorskip("anthropic")
-
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent, ToolUseBlock
 from anthropic.types.message_create_params import MessageCreateParamsNonStreaming
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from anabranch.server.anthropic import Messages, Reply, chat_completion, encode, error_body, shows_thinking, usage

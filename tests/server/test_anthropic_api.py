@@ -1,7 +1,5 @@
 """The real anthropic client against a running server, on a model whose every word is known beforehand."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import asyncio
@@ -12,17 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import httpx
 import pytest
 import torch
-
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "psutil", "llguidance"):
-    pytest.importorskip(package)
-httpx = pytest.importorskip("httpx")
-anthropic = pytest.importorskip("anthropic")
-
 from safetensors.torch import load_file, save_file
 
-from tests.server.serving import NAME, QUICK, TEMPLATE, Running, Unharmed, running, write_model
+from tests.server.serving import NAME, QUICK, TEMPLATE, Running, running, write_model
+
+pytestmark = pytest.mark.usefixtures("unharmed")
 
 CYCLE = "Hum</think>"
 """What the model says, again and again: each letter is followed by the next."""
@@ -79,19 +75,6 @@ def server(speaker: Path) -> Iterator[Running]:
 def client(server: Running) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=server.url, api_key=KEY, timeout=QUICK, max_retries=0) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def state(server: Running) -> Unharmed:
-    return Unharmed(server)
-
-
-@pytest.fixture(autouse=True)
-def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
-    state = request.getfixturevalue("state") if "server" in request.fixturenames else None
-    yield
-    if state is not None:
-        state.check()
 
 
 def ask(**options: Any) -> dict[str, Any]:

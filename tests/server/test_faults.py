@@ -1,7 +1,5 @@
 """Faults of the model (what it writes, what is in its folder) and of a machine where nothing can be kept."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import json
@@ -14,23 +12,17 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "psutil", "llguidance"):
-    pytest.importorskip(package)
-httpx = pytest.importorskip("httpx")
-
 from safetensors.torch import load_file, save_file
 
 from anabranch.server.chat import Turn
 from anabranch.server.openai_chat import ChatAnswer
 from anabranch.server.parsers import ToolSpec, find_parsers
 from anabranch.server.protocol import ChatCompletion, Message
-from tests.server.serving import QUICK, ROOT, TEMPLATE, Running, Unharmed, model, running, write_model
-
-__all__ = ["model"]
+from tests.server.serving import QUICK, ROOT, TEMPLATE, Running, Unharmed, running, write_model
 
 TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
 GOOD = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "CET"}}\n</tool_call>'

@@ -1,7 +1,5 @@
 """From start to end: clients that leave, signals, an engine that dies, hangs or fails, and starts that must fail."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import json
@@ -17,17 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client"):
-    pytest.importorskip(package)
-httpx = pytest.importorskip("httpx")
-psutil = pytest.importorskip("psutil")
-
 from tests.server.faulty_engine import BUG, CRASH, EXIT, HANG
-from tests.server.serving import QUICK, Running, Unharmed, model, running
-
-__all__ = ["model"]
+from tests.server.serving import QUICK, Running, Unharmed, running
 
 ENGINE = "tests.server.faulty_engine:make_engine"
 SMALL = {"max_num_seqs": 4, "num_pages": 300}

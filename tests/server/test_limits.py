@@ -1,7 +1,5 @@
 """Keys, sizes, times and the queue: what a server does with those who ask too much, against a running one."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import base64
@@ -13,20 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "psutil"):
-    pytest.importorskip(package)
-httpx = pytest.importorskip("httpx")
 
 from anabranch.config import EngineConfig
 from anabranch.server.app import make_app
 from anabranch.server.guard import OPEN
 from anabranch.server.service import Service
 from anabranch.server.settings import Settings
-from tests.server.serving import QUICK, Running, Unharmed, model, running
+from tests.server.serving import QUICK, Running, running
 
-__all__ = ["model"]
+pytestmark = pytest.mark.usefixtures("unharmed")
 
 MAX_BODY = 100_000
 MAX_HEADERS = 4096
@@ -39,19 +34,6 @@ def server(model: Path) -> Iterator[Running]:
     flags += ["--max-header-bytes", str(MAX_HEADERS), "--header-timeout", "4", "--body-timeout", "4"]
     with running(model, *flags, "--served-model-name", "one", "two", key=KEY) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def state(server: Running) -> Unharmed:
-    return Unharmed(server)
-
-
-@pytest.fixture(autouse=True)
-def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
-    state = request.getfixturevalue("state") if "server" in request.fixturenames else None
-    yield
-    if state is not None:
-        state.check()
 
 
 def error(answer: Any, status: int) -> dict[str, Any]:

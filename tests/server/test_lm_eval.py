@@ -1,7 +1,5 @@
 """lm-eval itself, from its own environment, on two small local tasks: what it measures is what the engine says."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import json
@@ -13,13 +11,8 @@ from typing import Any
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "httpx", "psutil"):
-    pytest.importorskip(package)
-
 from anabranch.llm import LLM, SamplingParams
-from tests.server.serving import NAME, QUICK, ROOT, model, running
-
-__all__ = ["model"]
+from tests.server.serving import NAME, QUICK, ROOT, running
 
 QUESTIONS: list[dict[str, Any]] = [
     {"text": "The river joins", "choices": [" the sea", " a hill"], "gold": 0},

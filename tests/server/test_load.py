@@ -1,7 +1,5 @@
 """Many clients at once, some of whom leave: the others get what the offline engine says, and nothing is left behind."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import asyncio
@@ -11,16 +9,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
 import pytest
 
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-psutil = pytest.importorskip("psutil")
-
 from anabranch.llm import LLM, SamplingParams
-from tests.server.serving import QUICK, Running, Unharmed, model, running
-
-__all__ = ["model"]
+from tests.server.serving import QUICK, Running, Unharmed, running
 
 NUM_REQUESTS = 500
 AT_ONCE = 64

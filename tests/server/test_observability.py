@@ -1,7 +1,5 @@
 """What those who run the server see: metrics, the last minutes, experts, logs. No prompt is in any of it."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import json
@@ -10,15 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "httpx", "psutil"):
-    pytest.importorskip(package)
-parser = pytest.importorskip("prometheus_client.parser")
+from prometheus_client import parser
 
 from anabranch import __version__
-from tests.server.serving import NAME, Running, model, running
-
-__all__ = ["model"]
+from tests.server.serving import NAME, Running, running
 
 SECRET = "xyzzy-the-secret-word"
 

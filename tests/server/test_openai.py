@@ -1,7 +1,5 @@
 """The real openai client against a running server: what people's programs do."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import base64
@@ -11,16 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
+import openai
 import pytest
 
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "httpx", "psutil"):
-    pytest.importorskip(package)
-openai = pytest.importorskip("openai")
-
 from anabranch.llm import LLM, SamplingParams
-from tests.server.serving import NAME, QUICK, Running, Unharmed, model, running
-
-__all__ = ["model"]  # a fixture
+from tests.server.serving import NAME, QUICK, Running, Unharmed, running
 
 CHAT: list[Any] = [{"role": "user", "content": "Where does the river go?"}]
 RENDERED = "<|user|>Where does the river go?\n<|assistant|>"
@@ -225,7 +219,6 @@ def test_prompt_logprobs_and_token_ids(server: Running) -> None:
 
 
 def test_routed_experts_are_a_numpy_array(server: Running) -> None:
-    numpy = pytest.importorskip("numpy")
     body = {"prompt": "A river", "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_routed_experts": True}
     (choice,) = server.post("/v1/completions", body).json()["choices"]
     array = numpy.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
@@ -397,7 +390,8 @@ def test_the_same_request_id_twice(server: Running) -> None:
 
 
 def test_langchain_calls_tools(server: Running) -> None:
-    langchain = pytest.importorskip("langchain_openai")
+    import langchain_openai as langchain
+
     chat = langchain.ChatOpenAI(
         base_url=f"{server.url}/v1", api_key="secret", model=NAME, temperature=0, max_tokens=300, stream_usage=True
     )

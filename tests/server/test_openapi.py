@@ -1,7 +1,5 @@
 """schemathesis: bodies made from the server's own schema, wrong and right ones, and no answer is a 5xx."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,15 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, given, settings
 
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "httpx", "psutil"):
-    pytest.importorskip(package)
-schemathesis = pytest.importorskip("schemathesis")
-
-from tests.server.serving import QUICK, Running, Unharmed, model, running
-
-__all__ = ["model"]
+from tests.server.serving import QUICK, Running, Unharmed, running
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
 PATHS += ["/v1/messages", "/v1/messages/count_tokens"]

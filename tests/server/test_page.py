@@ -2,8 +2,6 @@
 on a phone, with a key. Whatever a test does, the page complains of nothing and asks nobody else.
 """
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import contextlib
@@ -15,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "httpx", "psutil"):
-    pytest.importorskip(package)
 
 from tests.server.browser import Browser, Tab, chromium
 from tests.server.serving import NAME, QUICK, Running, running, write_model

@@ -1,19 +1,16 @@
 """The server's parts by themselves: bodies, sampling fields, conversations, histories, arrays."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import base64
 import io
 from typing import Any
 
+import msgspec
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-msgspec = pytest.importorskip("msgspec")
-pytest.importorskip("fastapi")
 
 from anabranch.request import TokenLogprobs
 from anabranch.sampling_params import Grammar, SamplingParams
@@ -25,7 +22,6 @@ from anabranch.server.logprobs import CompletionLogprobs, TokenTexts
 from anabranch.server.openai_answer import npy_base64
 from anabranch.server.parsers import find_parsers
 from anabranch.server.sampling import grammar, sampling_params
-from anabranch.server.thought_grammar import after_thought
 
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = st.recursive(
@@ -137,7 +133,6 @@ def test_one_call_if_only_one_is_wanted() -> None:
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    pytest.importorskip("llguidance")
     from anabranch.engine.grammar import GrammarCompiler
     from tools import tiny_model
 
@@ -166,28 +161,27 @@ def accepts(compiler: Any, wanted: Grammar, text: str) -> bool:
 )
 def test_a_grammar_begins_after_the_thought(compiler: Any, wanted: Grammar, answer: str, other: str) -> None:
     thinks = find_parsers("<think></think>", "none", "auto")
-    begun = after_thought(wanted, thinks, "user: hi\nassistant: <think>\n")
+    begun = thinks.after_thought(wanted, "user: hi\nassistant: <think>\n")
     assert accepts(compiler, begun, f"well, {other} is <not> it</think>\n\n{answer}")
     assert not accepts(compiler, begun, answer), "the thought must end first"
     assert not accepts(compiler, begun, f"so</think>{other}")
-    free = after_thought(wanted, thinks, "user: hi\nassistant: ")
+    free = thinks.after_thought(wanted, "user: hi\nassistant: ")
     assert accepts(compiler, free, f"<think>hm</think>{answer}") and accepts(compiler, free, answer)
     assert not accepts(compiler, free, f"hm</think>{answer}")
     for unchanged in (
-        after_thought(wanted, thinks, "assistant: <think></think>\n"),
-        after_thought(wanted, find_parsers(None, "none", "none"), "assistant: "),
+        thinks.after_thought(wanted, "assistant: <think></think>\n"),
+        find_parsers(None, "none", "none").after_thought(wanted, "assistant: "),
     ):
         assert unchanged == wanted
 
 
 def test_a_lark_grammar_cannot_follow_a_thought() -> None:
     with pytest.raises(ValueError, match="enable_thinking"):
-        after_thought(Grammar(lark='start: "x"'), find_parsers("</think>", "none", "think"), "")
+        find_parsers("</think>", "none", "think").after_thought(Grammar(lark='start: "x"'), "")
 
 
 @given(st.integers(0, 4), st.integers(1, 3), st.integers(1, 3))
 def test_routed_experts_are_read_by_numpy(num_tokens: int, num_layers: int, top_k: int) -> None:
-    numpy = pytest.importorskip("numpy")
     routed = [[[t + 10 * l + 100 * k for k in range(top_k)] for l in range(num_layers)] for t in range(num_tokens)]
     found = numpy.load(io.BytesIO(base64.b64decode(npy_base64(routed))))
     assert found.tolist() == routed

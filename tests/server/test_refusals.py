@@ -1,7 +1,5 @@
 """Bad input against a running server: each is refused by name, and the server is as it was before."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import json
@@ -11,15 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "psutil", "llguidance"):
-    pytest.importorskip(package)
-httpx = pytest.importorskip("httpx")
+from tests.server.serving import Running, running
 
-from tests.server.serving import Running, Unharmed, model, running
-
-__all__ = ["model"]
+pytestmark = pytest.mark.usefixtures("unharmed")
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -43,17 +38,6 @@ def server(model: Path) -> Iterator[Running]:
     )
     with running(model, *flags) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def state(server: Running) -> Unharmed:
-    return Unharmed(server)
-
-
-@pytest.fixture(autouse=True)
-def unharmed(state: Unharmed) -> Iterator[None]:
-    yield
-    state.check()
 
 
 def check(answer: Any, status: int, code: str | None = None, param: str | None = None) -> str:

@@ -1,7 +1,5 @@
 """A real model behind the server: it answers over HTTP what it answers offline, whole and in a stream."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import os
@@ -13,11 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+import openai
 import pytest
-
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "httpx", "psutil"):
-    pytest.importorskip(package)
-openai = pytest.importorskip("openai")
 
 from tests.server.serving import QUICK, ROOT, running
 

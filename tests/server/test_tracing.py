@@ -1,7 +1,5 @@
 """Traces of a real server, received by a collector of the test's that reads what OpenTelemetry's exporter sends."""
 
-# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
-
 from __future__ import annotations
 
 import asyncio
@@ -18,12 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-for package in ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "httpx", "psutil"):
-    pytest.importorskip(package)
-pytest.importorskip("opentelemetry.sdk")
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -31,9 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from anabranch.server.tracing import ENDPOINTS, Traced, traced
-from tests.server.serving import QUICK, ROOT, model, running
-
-__all__ = ["model"]
+from tests.server.serving import QUICK, ROOT, running
 
 SECRET = "xyzzy-the-secret-word"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

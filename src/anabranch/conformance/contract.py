@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from anabranch.conformance.result import Result, attempt
-from anabranch.platforms import Platform
+from anabranch.platforms import Platform, SideStream
 
 WIDTH = 256
 
@@ -117,18 +117,25 @@ def side_stream(platform: Platform) -> list[str]:
     """Side work sees what came before the fork; after the join, the main stream sees what the side made."""
     stream, wrong = platform.make_side_stream(), []
     for turn in range(4):
-        x_TD = _numbers().to(platform.device) + turn
-        fork = stream.fork(x_TD)
-        main_TD = _long_work(x_TD)
-        with fork.side():
-            side_TD = _long_work(x_TD + 1)
-        fork.join(side_TD)
-        total_TD = main_TD + side_TD
-        expected = _long_work(_numbers() + turn) + _long_work(_numbers() + turn + 1)
-        wrong += _differs(f"fork and join, turn {turn}", total_TD.cpu(), expected)
+        found = _forked(stream, _numbers().to(platform.device) + turn).cpu()
+        wrong += _differs(f"fork and join, turn {turn}", found, _in_line(_numbers() + turn))
     if platform.make_side_stream() is stream:
         wrong.append("two models would share one side stream")
     return wrong[:1]
+
+
+def _forked(stream: SideStream, x_TD: torch.Tensor) -> torch.Tensor:
+    fork = stream.fork(x_TD)
+    main_TD = _long_work(x_TD)
+    with fork.side():
+        side_TD = _long_work(x_TD + 1)
+    fork.join(side_TD)
+    return main_TD - side_TD
+
+
+def _in_line(x_TD: torch.Tensor) -> torch.Tensor:
+    """What `_forked` should give."""
+    return _long_work(x_TD) - _long_work(x_TD + 1)
 
 
 def layout(platform: Platform) -> list[str]:
@@ -174,12 +181,7 @@ def captured_fork(platform: Platform) -> list[str]:
     x_TD, y_TD = torch.zeros(8, WIDTH, device=device), torch.zeros(8, WIDTH, device=device)
 
     def work() -> None:
-        fork = stream.fork(x_TD)
-        main_TD = _long_work(x_TD)
-        with fork.side():
-            side_TD = _long_work(x_TD + 1)
-        fork.join(side_TD)
-        y_TD.copy_(main_TD - side_TD)
+        y_TD.copy_(_forked(stream, x_TD))
 
     work()
     graph = platform.capture(work, platform.make_graph_pool())
@@ -187,8 +189,7 @@ def captured_fork(platform: Platform) -> list[str]:
         return [f"graph_mode is {platform.graph_mode}, but capture() gives None"]
     x_TD.copy_(_numbers(8, WIDTH))
     graph.replay()
-    given = _numbers(8, WIDTH)
-    return _differs("a captured fork", y_TD.cpu(), _long_work(given) - _long_work(given + 1))
+    return _differs("a captured fork", y_TD.cpu(), _in_line(_numbers(8, WIDTH)))
 
 
 def _numbers(*shape: int) -> torch.Tensor:

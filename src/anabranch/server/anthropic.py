@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from anabranch.server import protocol
 from anabranch.server.errors import ApiError, bad_request
 from anabranch.server.parsers import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
+from anabranch.server.parsers.schema import strict_json
 from anabranch.server.protocol import MAX_MESSAGES, MAX_TOOLS, ChatCompletion, Name, StopTexts
 
 Event = dict[str, Any]
@@ -345,11 +346,7 @@ def encode(event: Event) -> bytes:
 
 def _input(arguments: str) -> dict[str, Any]:
     try:
-        value = json.loads(arguments or "{}", parse_constant=_refuse)
+        value = strict_json(arguments or "{}")
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

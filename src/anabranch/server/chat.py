@@ -24,7 +24,6 @@ from anabranch.server.parsers import (
     ToolChoice,
     ToolSpec,
 )
-from anabranch.server.thought_grammar import after_thought
 
 if TYPE_CHECKING:
     from anabranch.server.service import Model, Service
@@ -147,7 +146,7 @@ def _grammar(model: Model, chat: Chat, params: SamplingParams, prompt: str) -> G
     """Of the whole output: the call that must come, or what was asked for, a thought before either being free."""
     try:
         if params.grammar is not None:
-            return after_thought(params.grammar, model.parsers, prompt)
+            return model.parsers.after_thought(params.grammar, prompt)
         return model.parsers.tool_grammar(chat.offered, chat.tool_choice, prompt, chat.parallel_tool_calls)
     except ValueError as error:
         raise bad_request(str(error), "tool_choice" if params.grammar is None else "structured_outputs") from None

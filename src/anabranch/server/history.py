@@ -15,6 +15,9 @@ KEPT = 300  # samples
 FIRST_TOKENS = 2048
 RECENT = 60.0  # seconds that percentiles look back
 
+COUNTED = ["running", "waiting", "kv_usage", "preemptions", "prefix_queries", "prefix_hits"]
+COUNTED += ["prompt_tokens", "generation_tokens"]
+"""Of the engine's stats, what the page shows as it is."""
 Counts = list[list[int]]  # [moe layer][expert]
 
 
@@ -75,14 +78,7 @@ class History:
             "interval_seconds": INTERVAL,
             "samples": [sample for sample in self.samples if sample["time"] > since],
             "ttft_seconds": {"p50": p50, "p90": p90, "p99": p99},
-            "running": self.stats.get("running", 0),
-            "waiting": self.stats.get("waiting", 0),
-            "kv_usage": self.stats.get("kv_usage", 0.0),
-            "preemptions": self.stats.get("preemptions", 0),
-            "prefix_queries": self.stats.get("prefix_queries", 0),
-            "prefix_hits": self.stats.get("prefix_hits", 0),
-            "prompt_tokens": self.stats.get("prompt_tokens", 0),
-            "generation_tokens": self.stats.get("generation_tokens", 0),
+            **{name: self.stats.get(name, 0) for name in COUNTED},
             "refused": self.num_refused,
         }
 

@@ -5,7 +5,7 @@ Labels are few and bounded: the model's name, a finish reason, a route's pattern
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -29,12 +29,11 @@ COUNTERS = {
     "num_preemptions": ("preemptions", "Sequences that gave up their KV pages to be computed again."),
 }
 HISTOGRAMS = {
-    "time_to_first_token_seconds": "From arrival to the first token.",
-    "inter_token_latency_seconds": "Between two tokens of a sequence.",
-    "e2e_request_latency_seconds": "From arrival to the last token.",
-    "request_queue_time_seconds": "From arrival to the first computation.",
+    "time_to_first_token_seconds": ("time_to_first_token_seconds", "From arrival to the first token."),
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "Between two tokens of a sequence."),
+    "e2e_request_latency_seconds": ("e2e_request_latency_seconds", "From arrival to the last token."),
+    "request_queue_time_seconds": ("queue_time_seconds", "From arrival to the first computation."),
 }
-_STATS_NAME = {"request_queue_time_seconds": "queue_time_seconds"}
 
 
 def render(service: Service, guard: Guard, stats: dict[str, Any]) -> bytes:
@@ -49,59 +48,49 @@ class _Export(Collector):
         self.service, self.guard, self.stats = service, guard, stats
 
     def collect(self) -> Iterator[Metric]:
-        model = [self.service.names[0]]
-        prefixes = ["anabranch:"] + ([f"{compat}:"] if (compat := self.service.settings.metrics_compat) else [])
-        for prefix in prefixes:
-            yield from engine_metrics(prefix, model, self.stats)
-        yield from self._own(model)
-
-    def _own(self, model: list[str]) -> Iterator[Metric]:
-        responses = CounterMetricFamily(
-            "anabranch:http_responses", "HTTP responses; 499: the client left.", labels=["route", "status"]
-        )
-        for (route, status), count in sorted(self.guard.responses.items()):
-            responses.add_metric([route, str(status)], count)
-        yield responses
-        refused = CounterMetricFamily(
-            "anabranch:requests_refused", "Requests that found the queue full.", labels=["model_name"]
-        )
-        refused.add_metric(model, self.service.history.num_refused)
-        yield refused
-        ready = GaugeMetricFamily("anabranch:ready", "1 while requests are taken.", labels=["model_name"])
-        ready.add_metric(model, self.service.phase == "ready")
-        yield ready
-        steps = CounterMetricFamily("anabranch:steps", "Steps the engine made.", labels=["model_name"])
-        steps.add_metric(model, self.stats.get("steps", 0))
-        yield steps
-        balance = GaugeMetricFamily(
-            "anabranch:expert_balance", "Mean over maximum load of a layer's experts.", labels=["model_name", "layer"]
-        )
-        for layer, value in enumerate(self.service.history.experts()["balance_total"]):
-            balance.add_metric([*model, str(layer)], value)
-        yield balance
+        name, compat = self.service.names[0], self.service.settings.metrics_compat
+        for prefix in ("anabranch:", f"{compat}:") if compat else ("anabranch:",):
+            yield from engine_metrics(prefix, name, self.stats)
+        responses = {(route, str(status)): count for (route, status), count in sorted(self.guard.responses.items())}
+        about = "HTTP responses; 499: the client left."
+        yield family(CounterMetricFamily, "anabranch:http_responses", about, responses, "route", "status")
+        refused = {(name,): self.service.history.num_refused}
+        yield family(CounterMetricFamily, "anabranch:requests_refused", "Requests that found the queue full.", refused)
+        ready = {(name,): self.service.phase == "ready"}
+        yield family(GaugeMetricFamily, "anabranch:ready", "1 while requests are taken.", ready)
+        steps = {(name,): self.stats.get("steps", 0)}
+        yield family(CounterMetricFamily, "anabranch:steps", "Steps the engine made.", steps)
+        balances = enumerate(self.service.history.experts()["balance_total"])
+        balance = {(name, str(layer)): value for layer, value in balances}
+        about = "Mean over maximum load of a layer's experts."
+        yield family(GaugeMetricFamily, "anabranch:expert_balance", about, balance, "model_name", "layer")
 
 
-def engine_metrics(prefix: str, model: list[str], stats: dict[str, Any]) -> Iterator[Metric]:
-    label = ["model_name"]
-    for name, (key, about) in GAUGES.items():
-        gauge = GaugeMetricFamily(prefix + name, about, labels=label)
-        gauge.add_metric(model, stats.get(key, 0))
-        yield gauge
-    for name, (key, about) in COUNTERS.items():
-        counter = CounterMetricFamily(prefix + name, about, labels=label)
-        counter.add_metric(model, stats.get(key, 0))
-        yield counter
-    success = CounterMetricFamily(
-        prefix + "request_success", "Sequences that ended, by reason.", labels=[*label, "finished_reason"]
-    )
-    for reason, count in sorted(stats.get("finished", {}).items()):
-        success.add_metric([*model, reason], count)
-    yield success
-    for name, about in HISTOGRAMS.items():
-        found = stats.get(_STATS_NAME.get(name, name))
-        if found:
-            histogram = HistogramMetricFamily(prefix + name, about, labels=label)
-            histogram.add_metric(model, _cumulative(found), sum_value=found["sum"])
+def family(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    about: str,
+    values: Mapping[Any, float],
+    *labels: str,
+) -> Metric:
+    """A metric with a value for each tuple of labels."""
+    metric = kind(name, about, labels=labels or ["model_name"])
+    for given, value in values.items():
+        metric.add_metric(given, value)
+    return metric
+
+
+def engine_metrics(prefix: str, model: str, stats: dict[str, Any]) -> Iterator[Metric]:
+    for kind, known in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+        for name, (key, about) in known.items():
+            yield family(kind, prefix + name, about, {(model,): stats.get(key, 0)})
+    finished = {(model, reason): count for reason, count in sorted(stats.get("finished", {}).items())}
+    about = "Sequences that ended, by reason."
+    yield family(CounterMetricFamily, prefix + "request_success", about, finished, "model_name", "finished_reason")
+    for name, (key, about) in HISTOGRAMS.items():
+        if found := stats.get(key):
+            histogram = HistogramMetricFamily(prefix + name, about, labels=["model_name"])
+            histogram.add_metric([model], _cumulative(found), sum_value=found["sum"])
             yield histogram
 
 

@@ -16,9 +16,9 @@ made of what it wrote where a notation is not JSON. They are not repaired: a mod
 cut off, leaves broken arguments, as clients of this API have to expect. A call of a tool that was not offered is passed
 on, for the client to refuse; only without any tag around it (plain JSON) it is text.
 
-Rooms: `parts` (the vocabulary), `source` (text in pieces), `reader` (thought, text, calls), a file for each notation of
-calls, `json_calls` (what those in JSON share), `thinking`, `choose` (which of them a model needs), `lark` and `schema`
-(the grammar of a call that must come). Nothing here knows HTTP or tokens.
+Rooms: `parts` (the vocabulary), `source` (text in pieces), `reader` (thought, text, calls), the notations of calls
+(`json_calls`, `gemma4`, `qwen3_coder`), `thinking`, `choose` (which of them a model needs), `lark` and `schema` (the
+grammar of a call that must come). Nothing here knows HTTP or tokens.
 """
 
 from anabranch.server.parsers.choose import Parsers, find_parsers

@@ -9,11 +9,9 @@ from random import Random, SystemRandom
 
 from anabranch.sampling_params import Grammar
 from anabranch.server.parsers.gemma4 import Gemma4
-from anabranch.server.parsers.hermes import Hermes
+from anabranch.server.parsers.json_calls import Hermes, Mistral, PlainJson
 from anabranch.server.parsers.lark import Rules
-from anabranch.server.parsers.mistral import Mistral
 from anabranch.server.parsers.parts import Named, ToolChoice, ToolSpec
-from anabranch.server.parsers.plain_json import PlainJson
 from anabranch.server.parsers.qwen3_coder import Qwen3Coder
 from anabranch.server.parsers.reader import Notation, Output, Reader
 from anabranch.server.parsers.thinking import THINKING, Thinking
@@ -76,30 +74,36 @@ class Parsers:
     ) -> Grammar | None:
         """What the whole output must be where a call must come: a thought if there may be one, and calls.
 
-        A named tool is called once; with `required` there may be several calls if they are allowed in `parallel`. None
-        where no call must come. ValueError if a tool's schema cannot be enforced.
+        A named tool, one of `tools`, is called once; with `required` there may be several calls if they are allowed in
+        `parallel`. None where no call must come. ValueError if a tool's schema cannot be enforced.
         """
         if tool_choice in ("none", "auto"):
             return None
-        many = parallel
         if isinstance(tool_choice, Named):
-            many, wanted = False, tool_choice.name
-            tools = [tool for tool in tools if tool.name == wanted]
-            if not tools:
-                raise ValueError(f"tool_choice names {wanted!r}, which is not among the tools")
-        if not tools:
-            raise ValueError("tool_choice is 'required', but there are no tools; give some, or leave tool_choice out")
+            parallel, tools = False, [tool for tool in tools if tool.name == tool_choice.name]
+        assert tools, "whoever reads a request refuses a choice among none"
         if self.notation is None:
             raise ValueError(
                 "tool_choice cannot be 'required' or name a tool: this server runs with tool parser 'none'"
             )
         rules = Rules(self.added_tokens)
         try:
-            calls = self.notation.grammar(rules, tools, many)
+            calls = self.notation.grammar(rules, tools, parallel)
         except RecursionError:
             raise ValueError("tools: a schema is nested too deeply") from None
         thought = self.thinking.grammar(rules, prompt) if self.thinking else ""
         return Grammar(lark=rules.source(f"{thought} {calls}"))
+
+    def after_thought(self, grammar: Grammar, prompt: str) -> Grammar:
+        """A grammar of the answer → of the whole output, in which a thought is free; ValueError if there can be none.
+
+        Without this a model whose prompt has begun a thought could not end it, and its answer would be taken for one.
+        """
+        if self.thinking is None or self.thinking.is_over(prompt):
+            return grammar
+        rules = Rules(self.added_tokens)
+        answer = rules.of(grammar)
+        return Grammar(lark=rules.source(f"{self.thinking.grammar(rules, prompt)} {answer}"))
 
 
 def find_parsers(

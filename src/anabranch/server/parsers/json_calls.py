@@ -1,5 +1,12 @@
-"""Calls written as JSON objects: {"name": ..., "arguments": {...}}. Which tags stand around them is no business of this
-file.
+"""Calls written as JSON objects, {"name": ..., "arguments": {...}}, and the three notations that put tags around them:
+
+    Hermes (Qwen too)   <tool_call>
+                        {"name": "weather", "arguments": {"city": "Rome"}}
+                        </tool_call>
+    Mistral             [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}, "id": "a1B2c3D4e"}]
+                        [TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Rome"}
+                        [TOOL_CALLS]weather[ARGS]{"city": "Rome"}
+    plain (Llama 3)     {"name": "weather", "parameters": {"city": "Rome"}}
 
 Objects are read by their brackets and strings; whether what stands between is JSON is for the client to find out. So
 arguments go out as they come in, character by character.
@@ -9,11 +16,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from anabranch.server.parsers.lark import Rules
+from anabranch.server.parsers.lark import Rules, alternatives
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Output
+from anabranch.server.parsers.reader import Output, read_rest
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 ARGUMENTS = ("arguments", "parameters")
@@ -199,3 +206,89 @@ def object_grammar(rules: Rules, tool: ToolSpec, arguments: str = "arguments") -
 
 def _nowhere(piece: str) -> None:
     pass
+
+
+class Hermes:
+    OPENS, CLOSES = "<tool_call>", "</tool_call>"
+    opens = (OPENS,)
+    tags = (OPENS, CLOSES)
+    tagged = True
+
+    def __init__(self) -> None:
+        self._calls = JsonCalls(self.CLOSES)
+        self._after = Tags(*self.tags)
+
+    def read(self, source: Source, out: Output) -> Wait[None]:
+        source.take(len(self.OPENS))
+        if (yield from self._calls.read(source, out)):
+            yield from read_rest(source, out, self._after, self.CLOSES)
+
+    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
+        calls = alternatives([object_grammar(rules, tool) for tool in tools])
+        newline = rules.text("\n")
+        call = rules.rule(f"{rules.tag(self.OPENS)} {newline} {calls} {newline} {rules.tag(self.CLOSES)}")
+        return f"{call} ({newline} {call})*" if many else call
+
+
+class Mistral:
+    """By generation. All are read; the template tells which is to be written. Ids that a model made up are not used:
+    nobody knows whether they are unique."""
+
+    OPENS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+    WORD = re.compile(r"[\w.:-]+")
+    opens = (OPENS,)
+    tags = (OPENS, CALL_ID, ARGS)
+    tagged = True
+
+    def __init__(self, template: str) -> None:
+        self._calls = JsonCalls()
+        self._by_name = self.ARGS in template
+        self._with_id = self.CALL_ID in template
+
+    def read(self, source: Source, out: Output) -> Wait[None]:
+        source.take(len(self.OPENS))
+        yield from source.space()
+        if (yield from source.peek()) in ("[", "{"):
+            yield from self._calls.read(source, out)
+            return
+        name = yield from source.run(self.WORD)
+        if (yield from source.literal(self.CALL_ID)):
+            yield from source.run(self.WORD)
+        yield from source.literal(self.ARGS)  # the first models that put the name in front did without
+        yield from source.space()
+        if name:
+            yield from self._calls.arguments(source, out, name)
+
+    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
+        opens = rules.tag(self.OPENS)
+        if not self._by_name:
+            call = rules.rule(alternatives([object_grammar(rules, tool) for tool in tools]))
+            more = f"({rules.text(', ')} {call})*" if many else ""
+            return f"{opens} {rules.text('[')} {call} {more} {rules.text(']')}"
+        id = f"{rules.tag(self.CALL_ID)} /[a-zA-Z0-9]{{9}}/" if self._with_id else ""
+        calls = [f"{rules.text(tool.name)} {id} {rules.tag(self.ARGS)} {rules.arguments(tool)}" for tool in tools]
+        return f"({opens} {alternatives(calls)}){'+' if many else ''}"
+
+
+class PlainJson:
+    """Without any tag an object is a call if it has the name of a tool that was offered, and arguments; anywhere in the
+    text, alone or in a list. This is also the notation for models whose template says nothing of calls."""
+
+    PYTHON_TAG = "<|python_tag|>"
+    opens = ("{", "[", PYTHON_TAG)
+    tags = (PYTHON_TAG,)
+    tagged = False
+
+    def __init__(self, template: str) -> None:
+        self._calls = JsonCalls(offered_only=True)
+        has_parameters = '"parameters":' in template and '"arguments":' not in template
+        self._arguments = "parameters" if has_parameters else "arguments"
+
+    def read(self, source: Source, out: Output) -> Wait[None]:
+        if (yield from source.peek()) == self.PYTHON_TAG[0]:
+            source.take(len(self.PYTHON_TAG))
+        yield from self._calls.read(source, out)
+
+    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
+        # One call even where many are allowed: no template says what would stand between them.
+        return alternatives([object_grammar(rules, tool, self._arguments) for tool in tools])

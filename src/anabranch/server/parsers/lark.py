@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anabranch.sampling_params import Grammar
 from anabranch.server.parsers.parts import ToolSpec
 
 
@@ -54,6 +55,25 @@ class Rules:
             return f"{text} {self.tag(tag)}"
         # Free text would swallow the tag's first characters; as a suffix the tag ends it.
         return self._name("r", text, f"[suffix={self.text(tag)}]")
+
+    def of(self, grammar: Grammar) -> str:
+        """What a request's grammar says, as a part of these."""
+        if grammar.json_schema is not None:
+            try:
+                schema = json.loads(grammar.json_schema)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"grammar: json_schema is not JSON: {error}") from None
+            if schema is not True and not isinstance(schema, dict):
+                raise ValueError("grammar: json_schema must be an object")
+            return self.json({} if schema is True else schema)
+        if grammar.regex is not None:
+            return self.terminal(f"/{_in_slashes(grammar.regex)}/")
+        if grammar.choice is not None:
+            return self.terminal(" | ".join(map(self.text, grammar.choice)))
+        raise ValueError(
+            "a grammar in Lark cannot follow a thought: turn thinking off, as in "
+            '"chat_template_kwargs": {"enable_thinking": false}, or use a regex or a JSON schema'
+        )
 
     def reserve(self) -> str:
         """A name for a rule that comes later, because it may have to name itself."""

@@ -24,7 +24,7 @@ from typing import Any
 from anabranch.server.parsers.lark import Rules, alternatives
 from anabranch.server.parsers.parts import ToolSpec
 from anabranch.server.parsers.reader import Output, read_rest
-from anabranch.server.parsers.schema import Schema, ToolSchema, kind, kinds, options
+from anabranch.server.parsers.schema import Schema, ToolSchema, kind, kinds, options, strict_json
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
@@ -134,15 +134,11 @@ def to_json(text: str, allowed: frozenset[str], named: Sequence[str] = ()) -> st
     if bare != "null" and "string" in allowed:
         return json.dumps(text, ensure_ascii=False)
     try:
-        value = json.loads(bare, parse_constant=_refuse)
+        value = strict_json(bare)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     fits = kind(value) in allowed or (kind(value) == "integer" and "number" in allowed)
     return bare if fits else json.dumps(text, ensure_ascii=False)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
 
 
 class Values:

@@ -7,6 +7,7 @@ a client and may be anything.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,6 +30,15 @@ ENFORCED = {
 }
 MAX_REFERENCES = 32
 """Of a reference to a reference."""
+
+
+def strict_json(text: str) -> Any:
+    """ValueError for NaN and Infinity too, which are no JSON; RecursionError is left to the caller."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def kind(value: Any) -> str:
