@@ -106,13 +106,29 @@ def gemma4_rope(*, sliding_theta: float, full_theta: float, partial_rotary_facto
     }
 
 
-QWEN2_MOE_CASES = [
-    Case(
-        name="qwen2_moe_published",  # the shape of Qwen1.5-MoE-A2.7B: 60 experts, top 4, not renormalised
-        model_type="qwen2_moe",
+BASES = {
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "gemma4_text": GEMMA4_MOE,
+    "gemma4": GEMMA4_MOE,
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
+    "llama": DEFAULTS,
+    "qwen3": QWEN3,
+}
+
+
+def case(name: str, *, settings: dict[str, Any], base: dict[str, Any] | None = None, **more: Any) -> Case:
+    """Of the family that the name begins with, and what sets it apart from `base` (default: the family's)."""
+    model_type = max((family for family in BASES if name.startswith(family)), key=len)
+    return Case(name=name, model_type=model_type, settings=(base or BASES[model_type]) | settings, **more)
+
+
+CASES = [
+    case(
+        "qwen2_moe_published",  # the shape of Qwen1.5-MoE-A2.7B: 60 experts, top 4, not renormalised
         seed=8,
-        settings=QWEN2_MOE
-        | {
+        settings={
             "num_hidden_layers": 2,
             "num_key_value_heads": 4,
             "moe_intermediate_size": 12,
@@ -123,27 +139,21 @@ QWEN2_MOE_CASES = [
         keys="hub",
         hub_extra={"sliding_window": 32768, "max_window_layers": 21},
     ),
-    Case(
-        name="qwen2_moe_renormalised_tied_without_bias",
-        model_type="qwen2_moe",
+    case(
+        "qwen2_moe_renormalised_tied_without_bias",
         seed=9,
-        settings=QWEN2_MOE
-        | {"num_experts_per_tok": 3, "norm_topk_prob": True, "qkv_bias": False, "tie_word_embeddings": True},
+        settings={"num_experts_per_tok": 3, "norm_topk_prob": True, "qkv_bias": False, "tie_word_embeddings": True},
     ),
-    Case(
-        name="qwen2_moe_mlp_only_fused",
-        model_type="qwen2_moe",
+    case(
+        "qwen2_moe_mlp_only_fused",
         seed=46,
-        settings=QWEN2_MOE
-        | {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+        settings={"num_hidden_layers": 4, "mlp_only_layers": [1], "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
         experts="fused",
     ),
-    Case(
-        name="qwen2_moe_sparse_step_top1_sharded",
-        model_type="qwen2_moe",
+    case(
+        "qwen2_moe_sparse_step_top1_sharded",
         seed=49,
-        settings=QWEN2_MOE
-        | {
+        settings={
             "num_hidden_layers": 5,
             "decoder_sparse_step": 2,
             "mlp_only_layers": [3],
@@ -152,37 +162,28 @@ QWEN2_MOE_CASES = [
         },
         sharded=True,
     ),
-    Case(
-        name="qwen2_moe_window_short",  # even layers below max_window_layers slide, here 0 and 2
-        model_type="qwen2_moe",
+    case(
+        "qwen2_moe_window_short",  # even layers below max_window_layers slide, here 0 and 2
         seed=37,
-        settings=QWEN2_MOE
-        | {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 13, "max_window_layers": 3},
+        settings={"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 13, "max_window_layers": 3},
         keys="hub",
     ),
-    Case(
-        name="qwen2_moe_window_long",
-        model_type="qwen2_moe",
+    case(
+        "qwen2_moe_window_long",
         seed=12,
-        settings=QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 200, "norm_topk_prob": True},
+        settings={"use_sliding_window": True, "sliding_window": 200, "norm_topk_prob": True},
     ),
-]
-
-QWEN3_MOE_CASES = [
-    Case(
-        name="qwen3_moe_published",  # the shape of Qwen3-30B-A3B
-        model_type="qwen3_moe",
+    case(
+        "qwen3_moe_published",  # the shape of Qwen3-30B-A3B
         seed=5,
-        settings=QWEN3_MOE | {"head_dim": 16, "num_key_value_heads": 1, "rope_parameters": rope(1_000_000.0)},
+        settings={"head_dim": 16, "num_key_value_heads": 1, "rope_parameters": rope(1_000_000.0)},
         keys="hub",
         hub_extra={"sliding_window": None, "max_window_layers": 3, "rope_scaling": None},
     ),
-    Case(
-        name="qwen3_moe_top1_tied_bias_without_head_dim",
-        model_type="qwen3_moe",
+    case(
+        "qwen3_moe_top1_tied_bias_without_head_dim",
         seed=3,
-        settings=QWEN3_MOE
-        | {
+        settings={
             "num_experts": 3,
             "num_experts_per_tok": 1,
             "norm_topk_prob": False,
@@ -191,18 +192,15 @@ QWEN3_MOE_CASES = [
             "rms_norm_eps": 1e-2,
         },
     ),
-    Case(
-        name="qwen3_moe_window_of_one_page",
-        model_type="qwen3_moe",
+    case(
+        "qwen3_moe_window_of_one_page",
         seed=8,
-        settings=QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 16, "num_experts_per_tok": 4},
+        settings={"use_sliding_window": True, "sliding_window": 16, "num_experts_per_tok": 4},
     ),
-    Case(
-        name="qwen3_moe_window_long_linear_rope",
-        model_type="qwen3_moe",
+    case(
+        "qwen3_moe_window_long_linear_rope",
         seed=24,
-        settings=QWEN3_MOE
-        | {
+        settings={
             "use_sliding_window": True,
             "sliding_window": 77,
             "norm_topk_prob": False,
@@ -210,20 +208,17 @@ QWEN3_MOE_CASES = [
         },
         keys="hub",
     ),
-    Case(
-        name="qwen3_moe_sparse_step_fused_sharded",
-        model_type="qwen3_moe",
+    case(
+        "qwen3_moe_sparse_step_fused_sharded",
         seed=9,
-        settings=QWEN3_MOE | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 12},
+        settings={"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 12},
         experts="fused",
         sharded=True,
     ),
-    Case(
-        name="qwen3_moe_60_experts_top8_bfloat16",
-        model_type="qwen3_moe",
+    case(
+        "qwen3_moe_60_experts_top8_bfloat16",
         seed=22,
-        settings=QWEN3_MOE
-        | {
+        settings={
             "num_hidden_layers": 2,
             "num_experts": 60,
             "num_experts_per_tok": 8,
@@ -232,22 +227,16 @@ QWEN3_MOE_CASES = [
         },
         dtype="bfloat16",
     ),
-]
-
-GEMMA4_CASES = [
-    Case(
-        name="gemma4_text_published",  # the shape of Gemma-4-26B-A4B
-        model_type="gemma4_text",
+    case(
+        "gemma4_text_published",  # the shape of Gemma-4-26B-A4B
         seed=20,
-        settings=GEMMA4_MOE | {"num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
+        settings={"num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
         keys="hub",
     ),
-    Case(
-        name="gemma4_text_eight_layers",  # sliding x 5, full, sliding, full
-        model_type="gemma4_text",
+    case(
+        "gemma4_text_eight_layers",  # sliding x 5, full, sliding, full
         seed=63,
-        settings=GEMMA4_MOE
-        | {
+        settings={
             "num_hidden_layers": 8,
             "num_key_value_heads": 4,
             "num_global_key_value_heads": 2,
@@ -255,20 +244,17 @@ GEMMA4_CASES = [
             "rms_norm_eps": 1e-2,
         },
     ),
-    Case(
-        name="gemma4_text_separate_values_untied",  # without k_eq_v the number of global heads is not read
-        model_type="gemma4_text",
+    case(
+        "gemma4_text_separate_values_untied",  # without k_eq_v the number of global heads is not read
         seed=6,
-        settings=GEMMA4_MOE | {"attention_k_eq_v": False, "tie_word_embeddings": False, "sliding_window": 200},
+        settings={"attention_k_eq_v": False, "tie_word_embeddings": False, "sliding_window": 200},
         keys="hub",
         hub_extra={"num_global_key_value_heads": 1},
     ),
-    Case(
-        name="gemma4_text_top1_layer_types_sharded",
-        model_type="gemma4_text",
+    case(
+        "gemma4_text_top1_layer_types_sharded",
         seed=5,
-        settings=GEMMA4_MOE
-        | {
+        settings={
             "num_hidden_layers": 4,
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
             "sliding_window": 16,
@@ -279,26 +265,23 @@ GEMMA4_CASES = [
         },
         sharded=True,
     ),
-    Case(
-        name="gemma4_text_dense",
-        model_type="gemma4_text",
+    case(
+        "gemma4_text_dense",
         seed=52,
-        settings=GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+        base=GEMMA4,
+        settings={"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
         keys="hub",
     ),
-    Case(
-        name="gemma4_text_dense_bias_one_head_dim",  # no layer differs from another in its sizes
-        model_type="gemma4_text",
+    case(
+        "gemma4_text_dense_bias_one_head_dim",  # no layer differs from another in its sizes
         seed=36,
-        settings=GEMMA4
-        | {"num_hidden_layers": 6, "global_head_dim": 8, "attention_bias": True, "num_key_value_heads": 1},
+        base=GEMMA4,
+        settings={"num_hidden_layers": 6, "global_head_dim": 8, "attention_bias": True, "num_key_value_heads": 1},
     ),
-    Case(
-        name="gemma4_published",
-        model_type="gemma4",
+    case(
+        "gemma4_published",
         seed=20,
-        settings=GEMMA4_MOE
-        | {
+        settings={
             "num_global_key_value_heads": 1,
             "final_logit_softcapping": 5.0,
             "use_bidirectional_attention": "vision",  # between image tokens only: text stays causal
@@ -306,18 +289,11 @@ GEMMA4_CASES = [
         keys="hub",
         sharded=True,
     ),
-    Case(
-        name="gemma4_dense",
-        model_type="gemma4",
-        seed=36,
-        settings=GEMMA4 | {"num_hidden_layers": 3, "global_head_dim": 24},
-    ),
-    Case(
-        name="gemma4_with_vision_tower",  # as published: tensors that a text engine passes over
-        model_type="gemma4",
+    case("gemma4_dense", seed=36, base=GEMMA4, settings={"num_hidden_layers": 3, "global_head_dim": 24}),
+    case(
+        "gemma4_with_vision_tower",  # as published: tensors that a text engine passes over
         seed=1,
-        settings=GEMMA4_MOE
-        | {
+        settings={
             "num_hidden_layers": 3,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
             "sliding_window": 7,
@@ -334,44 +310,27 @@ GEMMA4_CASES = [
         },
         keys="hub",
     ),
-]
-
-MIXTRAL_CASES = [
-    Case(
-        name="mixtral_published",
-        model_type="mixtral",
-        settings=MIXTRAL | {"rope_parameters": rope(500_000.0)},
-        keys="hub",
-    ),
-    Case(
-        name="mixtral_window_short_sharded",
-        model_type="mixtral",
-        settings=MIXTRAL | {"sliding_window": 9, "num_local_experts": 3, "rms_norm_eps": 1e-2},
+    case("mixtral_published", settings={"rope_parameters": rope(500_000.0)}, keys="hub"),
+    case(
+        "mixtral_window_short_sharded",
+        settings={"sliding_window": 9, "num_local_experts": 3, "rms_norm_eps": 1e-2},
         keys="hub",
         sharded=True,
     ),
-    Case(
-        name="mixtral_top1_tied_head_dim_fused",
-        model_type="mixtral",
-        settings=MIXTRAL
-        | {"num_experts_per_tok": 1, "tie_word_embeddings": True, "head_dim": 12, "num_key_value_heads": 1},
+    case(
+        "mixtral_top1_tied_head_dim_fused",
+        settings={"num_experts_per_tok": 1, "tie_word_embeddings": True, "head_dim": 12, "num_key_value_heads": 1},
         experts="fused",
     ),
-    Case(
-        name="mixtral_window_long_top4",
-        model_type="mixtral",
+    case(
+        "mixtral_window_long_top4",
         seed=3,
-        settings=MIXTRAL | {"sliding_window": 64, "num_experts_per_tok": 4, "num_key_value_heads": 4},
+        settings={"sliding_window": 64, "num_experts_per_tok": 4, "num_key_value_heads": 4},
     ),
-]
-
-OLMOE_CASES = [
-    Case(
-        name="olmoe_published",  # the shape of OLMoE-1B-7B: not renormalised
-        model_type="olmoe",
+    case(
+        "olmoe_published",  # the shape of OLMoE-1B-7B: not renormalised
         seed=9,
-        settings=OLMOE
-        | {
+        settings={
             "num_hidden_layers": 2,
             "intermediate_size": 12,
             "num_key_value_heads": 4,
@@ -381,18 +340,15 @@ OLMOE_CASES = [
         keys="hub",
         hub_extra={"rope_scaling": None, "clip_qkv": None},
     ),
-    Case(
-        name="olmoe_clip_qkv_renormalised",
-        model_type="olmoe",
+    case(
+        "olmoe_clip_qkv_renormalised",
         seed=1,
-        settings=OLMOE | {"clip_qkv": 0.6, "norm_topk_prob": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+        settings={"clip_qkv": 0.6, "norm_topk_prob": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
     ),
-    Case(
-        name="olmoe_bias_tied_fused",
-        model_type="olmoe",
+    case(
+        "olmoe_bias_tied_fused",
         seed=25,
-        settings=OLMOE
-        | {
+        settings={
             "attention_bias": True,
             "tie_word_embeddings": True,
             "num_experts_per_tok": 3,
@@ -401,32 +357,29 @@ OLMOE_CASES = [
         experts="fused",
         keys="hub",
     ),
-]
-
-DENSE_CASES = [
-    Case(
-        name="llama_published",  # as Llama 2: frequencies among the tensors, no head_dim, no rope keys
-        model_type="llama",
+    case(
+        "llama_published",  # as Llama 2: frequencies among the tensors, no head_dim, no rope keys
         seed=3,
-        settings=DEFAULTS | {"num_key_value_heads": 4},
+        settings={"num_key_value_heads": 4},
         keys="hub",
         dtype="float16",
         extra_tensors={f"model.layers.{layer_id}.self_attn.rotary_emb.inv_freq": (4,) for layer_id in range(3)},
     ),
-    Case(
-        name="llama3_published",
-        model_type="llama",
+    case(
+        "llama3_published",
         seed=5,
-        settings=DEFAULTS
-        | {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+        settings={
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3_ROPE,
+        },
         keys="hub",
     ),
-    Case(
-        name="llama_linear_rope_bias_head_dim",
-        model_type="llama",
+    case(
+        "llama_linear_rope_bias_head_dim",
         seed=4,
-        settings=DEFAULTS
-        | {
+        settings={
             "head_dim": 12,
             "attention_bias": True,
             "mlp_bias": True,
@@ -434,25 +387,21 @@ DENSE_CASES = [
             "rope_parameters": rope(3_000.0, rope_type="linear", factor=4.0),
         },
     ),
-    Case(
-        name="llama3_sharded",
-        model_type="llama",
-        settings=DEFAULTS | {"hidden_size": 64, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500.0}},
+    case(
+        "llama3_sharded",
+        settings={"hidden_size": 64, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500.0}},
         sharded=True,
     ),
-    Case(
-        name="qwen3_tied",
-        model_type="qwen3",
+    case(
+        "qwen3_tied",
         seed=12,
-        settings=QWEN3 | {"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": rope(1_000_000.0)},
+        settings={"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": rope(1_000_000.0)},
         keys="hub",
         hub_extra={"sliding_window": None, "max_window_layers": 3},
     ),
-    Case(
-        name="qwen3_window_short_bias",  # layers from max_window_layers on slide, here 2 and 3
-        model_type="qwen3",
-        settings=QWEN3
-        | {
+    case(
+        "qwen3_window_short_bias",  # layers from max_window_layers on slide, here 2 and 3
+        settings={
             "num_hidden_layers": 4,
             "attention_bias": True,
             "use_sliding_window": True,
@@ -461,15 +410,10 @@ DENSE_CASES = [
         },
         keys="hub",
     ),
-    Case(
-        name="qwen3_window_long",
-        model_type="qwen3",
-        seed=1,
-        settings=QWEN3 | {"use_sliding_window": True, "sliding_window": 90, "max_window_layers": 0},
+    case(
+        "qwen3_window_long", seed=1, settings={"use_sliding_window": True, "sliding_window": 90, "max_window_layers": 0}
     ),
 ]
-
-CASES = [*QWEN2_MOE_CASES, *QWEN3_MOE_CASES, *GEMMA4_CASES, *MIXTRAL_CASES, *OLMOE_CASES, *DENSE_CASES]
 
 
 def save(case: Case, folder: Path) -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from json import dumps
 from typing import Any
+
+import msgspec
 
 from anabranch.sampling_params import Grammar, SamplingParams
 from anabranch.server.errors import ApiError, bad_request
-from anabranch.server.protocol import ChatCompletion, Sampling
+from anabranch.server.protocol import ChatCompletion, ResponseFormat, Sampling
 
 SAME_NAME = (
     ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -15,6 +17,9 @@ SAME_NAME = (
     + ("prompt_logprobs", "return_routed_experts")
 )
 LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""What vLLM had before structured_outputs, and which field of it is meant."""
+OBJECT = {"type": "object"}
 
 
 def sampling_params(body: Sampling, max_model_len: int, **fixed: Any) -> SamplingParams:
@@ -66,20 +71,14 @@ def _named(error: ValueError, max_tokens_name: str) -> ApiError:
 
 def grammar(body: Sampling) -> Grammar | None:
     """What the output must match, from whichever field says it; more than one is a contradiction."""
-    found: dict[str, Grammar] = {}
+    said: dict[str, dict[str, Any]] = {}
+    if body.response_format is not None and body.response_format.type != "text":
+        said["response_format"] = {"json": _response_schema(body.response_format)}
+    if body.structured_outputs is not None:
+        said["structured_outputs"] = msgspec.structs.asdict(body.structured_outputs)
+    said |= {name: {field: value} for name, field in GUIDED.items() if (value := getattr(body, name)) is not None}
     try:
-        if body.response_format is not None and body.response_format.type != "text":
-            found["response_format"] = _response_format(body)
-        if body.structured_outputs is not None:
-            found["structured_outputs"] = _structured_outputs(body)
-        if body.guided_json is not None:
-            found["guided_json"] = Grammar(json_schema=_json(body.guided_json))
-        if body.guided_regex is not None:
-            found["guided_regex"] = Grammar(regex=body.guided_regex)
-        if body.guided_choice is not None:
-            found["guided_choice"] = Grammar(choice=tuple(body.guided_choice))
-        if body.guided_grammar is not None:
-            found["guided_grammar"] = Grammar(lark=body.guided_grammar)
+        found = {name: _grammar(**fields) for name, fields in said.items()}
     except (ValueError, RecursionError) as error:
         raise bad_request(str(error), "structured_outputs") from None
     if len(found) > 1:
@@ -87,25 +86,17 @@ def grammar(body: Sampling) -> Grammar | None:
     return next(iter(found.values()), None)
 
 
-def _response_format(body: Sampling) -> Grammar:
-    wanted = body.response_format
-    assert wanted is not None
+def _response_schema(wanted: ResponseFormat) -> Any:
     if wanted.type == "json_object":
-        return Grammar(json_schema='{"type": "object"}')
+        return OBJECT
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         raise bad_request("response_format: json_schema needs a schema", "response_format.json_schema.schema")
-    return Grammar(json_schema=_json(wanted.json_schema.schema))
+    return wanted.json_schema.schema
 
 
-def _structured_outputs(body: Sampling) -> Grammar:
-    wanted = body.structured_outputs
-    assert wanted is not None
-    schema = None if wanted.json is None else _json(wanted.json)
-    if wanted.json_object:
-        schema = '{"type": "object"}' if schema is None else schema
-    choice = None if wanted.choice is None else tuple(wanted.choice)
-    return Grammar(json_schema=schema, regex=wanted.regex, choice=choice, lark=wanted.grammar)
-
-
-def _json(schema: Any) -> str:
-    return schema if isinstance(schema, str) else json.dumps(schema)
+def _grammar(json: Any = None, json_object: bool | None = None, grammar: str | None = None, **rest: Any) -> Grammar:
+    """From the fields of structured_outputs."""
+    schema = OBJECT if json is None and json_object else json
+    if schema is not None and not isinstance(schema, str):
+        schema = dumps(schema)
+    return Grammar(json_schema=schema, lark=grammar, **rest)
