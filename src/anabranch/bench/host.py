@@ -69,7 +69,7 @@ class NoModel:
         config = self.config
         cpu = torch.device("cpu")
         self.steps = StepMaker(1, config.max_num_seqs, config.max_model_len, config.page_size, cpu)
-        self.sampler = Sampler(config.max_num_seqs, model_config().vocab_size, cpu)
+        self.sampler = Sampler(config.max_num_seqs, tiny().vocab_size, cpu)
 
     def launch(self, shares: list[Share], pages: Any) -> Made:
         for share in shares:
