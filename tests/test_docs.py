@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from anabranch import bundled
 from anabranch.cli.main import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[1]
@@ -20,9 +19,6 @@ PLUGIN = ROOT / "tests" / "plugin"
 PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 BY_NAME = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-
-# TO FILL IN: delete this mark, as in tests/bundled, when the trained model stands in src/anabranch/bundled/demo.
-needs_model = pytest.mark.skipif(not bundled.PLACE.exists(), reason="TO FILL IN: the bundled model is not trained yet")
 
 
 def blocks(page: str) -> dict[str, str]:
@@ -143,7 +139,6 @@ def server() -> Iterator[object]:
         yield server
 
 
-@needs_model
 def test_routes_the_pages_name_exist(server) -> None:
     paths = server.get("/openapi.json").json()["paths"] | {"/openapi.json": {"get": {}}}
     named = {
@@ -156,7 +151,6 @@ def test_routes_the_pages_name_exist(server) -> None:
     assert set(paths) <= shown, "docs/serving.md lists every route"
 
 
-@needs_model
 def test_metrics_the_pages_name_exist_and_all_are_named(server) -> None:
     text = server.get("/metrics").text
     families = set(re.findall(r"^# TYPE (\S+) ", text, re.M))
@@ -168,7 +162,6 @@ def test_metrics_the_pages_name_exist_and_all_are_named(server) -> None:
     assert not [name for name in families if name.startswith("anabranch:") and f"`{name}`" not in about]
 
 
-@needs_model
 def test_the_command_that_serve_prints_gets_an_answer(server) -> None:
     found = server.wait_for(r"open (\S+) in a browser, or: curl (.+)")
     assert found[1] == server.url and "text/html" in server.get("/").headers["content-type"]
@@ -178,7 +171,6 @@ def test_the_command_that_serve_prints_gets_an_answer(server) -> None:
     assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
 
 
-@needs_model
 def test_the_readmes_examples_run(server, tmp_path: Path) -> None:
     pytest.importorskip("openai")
     offline, client = code(ROOT / "README.md", "python")

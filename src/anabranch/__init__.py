@@ -8,4 +8,4 @@ import warnings
 # torch's word where numpy is missing, at every start of every process. Nothing but the MLX runner needs it.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -156,7 +156,7 @@ class Worker:
             self.engine = make_engine(start.config, self._progress)
         compile_server.close()
         self.stages.finish()
-        log.info("start-up:\n%s", self.stages.table())
+        log.debug("start-up:\n%s", self.stages.table())  # the server logs its own, with these in it
         self._send(messages.Ready(self._stats(self.engine)))
         return self.engine
 
