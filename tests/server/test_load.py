@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from anabranch import bundled
 from anabranch.llm import LLM, SamplingParams
 from tests.server.serving import QUICK, Running, Unharmed, running
 
@@ -23,7 +24,7 @@ SURE = 1e-3  # nats between the best token and the next: what rounding in anothe
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Running]:
-    with running(model, "--max-num-seqs", str(AT_ONCE), "--num-pages", "2000") as server:
+    with running(model, "--max-num-seqs", str(AT_ONCE), "--num-pages", "4000") as server:
         yield server
 
 
@@ -84,12 +85,12 @@ def num_aborted(server: Running) -> int:
 
 
 @pytest.fixture(scope="module")
-def answers(model: Path) -> dict[str, tuple[int, str]]:
+def answers() -> dict[str, tuple[int, str]]:
     """Prompt → how many tokens to ask for, and what the offline engine says."""
     prompts = [f"{'The river ' * (i % 7)}{i} goes" for i in range(150)]
     params = [SamplingParams(temperature=0, max_tokens=8 + i % 25, ignore_eos=True, logprobs=2) for i in range(150)]
     found = {}
-    with LLM(str(model), max_num_seqs=AT_ONCE, num_pages=2000) as llm:
+    with LLM(bundled.folder(), max_num_seqs=AT_ONCE, num_pages=4000) as llm:
         for prompt, output in zip(prompts, llm.generate(prompts, params)):
             (said,) = output.completions
             assert said.logprobs is not None
@@ -99,7 +100,13 @@ def answers(model: Path) -> dict[str, tuple[int, str]]:
     return found
 
 
-def test_all_who_stay_are_answered(server: Running, answers: dict[str, tuple[int, str]]) -> None:
+def test_all_who_stay_are_answered(answers: dict[str, tuple[int, str]]) -> None:
+    """Of the bundled model."""
+    with running(None, "--max-num-seqs", str(AT_ONCE), "--num-pages", "4000") as server:
+        serve_a_crowd(server, answers)
+
+
+def serve_a_crowd(server: Running, answers: dict[str, tuple[int, str]]) -> None:
     unharmed = Unharmed(server)
     before = num_aborted(server)
     prompts = list(answers)
@@ -113,7 +120,7 @@ def test_all_who_stay_are_answered(server: Running, answers: dict[str, tuple[int
         async with places:
             if number in leaving:
                 pieces = 1 + number % 3 if stream else 0
-                await ask(server, body | {"max_tokens": 1900}, pieces, 0.01 * (number % 5))
+                await ask(server, body | {"max_tokens": 900}, pieces, 0.01 * (number % 5))
             else:
                 said = await ask(server, body)
                 assert text_of(body_of(said), stream) == expected, (number, prompt)
