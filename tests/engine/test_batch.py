@@ -3,8 +3,10 @@
 import random
 from dataclasses import fields
 
+import pytest
 import torch
 
+from anabranch import kernels, ops, platforms
 from anabranch.engine.batch import StepMaker
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.layers.step import Step
@@ -19,7 +21,7 @@ def assert_same(found: Step, expected: Step) -> None:
         mine, other = getattr(found, field.name), getattr(expected, field.name)
         for a, b in zip(mine, other, strict=True) if isinstance(mine, tuple) else ((mine, other),):
             if isinstance(a, torch.Tensor):
-                assert a.dtype == b.dtype and torch.equal(a, b), field.name
+                assert a.dtype == b.dtype and torch.equal(a.cpu(), b), field.name
             else:
                 assert a == b, field.name
 
@@ -99,14 +101,20 @@ def spelled_out(shares: list[Share], pages: dict[str, list[list[int]]], last_tok
     )
 
 
-def test_steps_are_those_spelled_out() -> None:
-    cpu = torch.device("cpu")
-    plain, mirrored = (StepMaker(2, NUM_SLOTS, MAX_LENGTH, PAGE_SIZE, cpu, mirror=mirror) for mirror in (False, True))
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_steps_are_those_spelled_out(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in ops.OPS.values():
+        monkeypatch.setattr(op, "bound", op.bound)  # as before when the test ends
+    kernels.bind(platforms.make(place))
+    makers = [
+        StepMaker(2, NUM_SLOTS, MAX_LENGTH, PAGE_SIZE, torch.device(place), mirror=mirror)
+        for mirror in ((False, True) if place == "cpu" else (True,))
+    ]
     num_single = num_mixed = 0
     for seed in range(5):
         walk = Walk(seed)
         for number in range(200):
-            walk.move([plain, mirrored])
+            walk.move(makers)
             shares = walk.step(single=number % 3 > 0)
             if not shares:
                 continue
@@ -119,11 +127,11 @@ def test_steps_are_those_spelled_out() -> None:
             counts = {share.end - share.begin > 1 for share in shares}
             num_single, num_mixed = num_single + (counts == {False}), num_mixed + len(counts) // 2
             expected = spelled_out(shares, walk.pages, last.tolist())
-            for maker in (plain, mirrored):
+            for maker in makers:
                 maker.last_token_S.copy_(last)
                 step = maker.make(shares, walk.pages.__getitem__)
                 for table_RM, wanted_RM in zip(step.page_tables, expected.page_tables, strict=True):
-                    wanted_RM.copy_(torch.where(wanted_RM < 0, table_RM, wanted_RM))  # beyond its pages: anything
+                    wanted_RM.copy_(torch.where(wanted_RM < 0, table_RM.cpu(), wanted_RM))  # beyond its pages: anything
                 assert_same(step, expected)
             for sequence, _, end, _ in shares:
                 if end > len(sequence.tokens):

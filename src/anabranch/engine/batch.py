@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -95,13 +96,13 @@ class StepMaker:
         num_single = len(shares)
         while num_single and shares[num_single - 1].end - shares[num_single - 1].begin > 1:
             num_single -= 1
-        single, several = (shares, []) if num_single == len(shares) else (shares[:num_single], shares[num_single:])
-        slots = [sequence.slot for sequence, _, _, _ in single]
-        tokens = [s.tokens[begin] if begin < len(s.tokens) else -1 for s, begin, _, _ in single]
-        ends = [end for _, _, end, _ in single]
-        starts = list(range(num_single + 1))
+        several = shares[num_single:]
+        sequences, begins, single_ends, _ = zip(*shares[:num_single], strict=True) if num_single else ((), (), (), ())
+        slots = [sequence.slot for sequence in sequences]
+        tokens = [s.tokens[begin] if begin < len(s.tokens) else -1 for s, begin in zip(sequences, begins)]
+        ends, starts = list(single_ends), list(range(num_single + 1))
         page_size, joined = self.page_size, self.joined
-        for sequence in [s for s, begin, _, _ in single if not begin % page_size or s.slot in joined]:
+        for sequence in [s for s, begin in zip(sequences, begins) if not begin % page_size or s.slot in joined]:
             self._write_tables(sequence.slot, pages_of(sequence.id))
         for sequence, begin, end, _ in several:
             count = end - begin
@@ -114,7 +115,7 @@ class StepMaker:
             self._write_tables(sequence.slot, pages_of(sequence.id))
         self.update_tables()
         logit_rows = None
-        if not all(samples for _, _, _, samples in shares):
+        if not all(map(itemgetter(3), shares)):  # whether they sample
             logit_rows = [end - 1 for share, end in zip(shares, starts[1:], strict=True) if share.samples]
         return Rows(
             slots, tokens, ends, starts, logit_rows, max((end - begin for _, begin, end, _ in several), default=1)

@@ -227,9 +227,7 @@ class Engine:
             if sequence.plain and token not in sequence.stop_ids and len(known) + 1 < sequence.limit:
                 if sequence.finish_reason is None:
                     known.append(token)
-                    updates.append(
-                        Update(id=sequence.id, token_ids=[token], logprobs=[], num_cached=sequence.num_cached)
-                    )
+                    updates.append(Update(sequence.id, [token], [], None, sequence.num_cached))
                 continue
             slot = sequence.slot
             if not self.scheduler.read(sequence, token):

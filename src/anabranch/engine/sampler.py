@@ -159,6 +159,7 @@ class Sampler:
         """One token for each row, which counts as generated. The logits (fp32, contiguous) are written over."""
         assert logits_RV.shape == (len(slots), self.vocab_size), f"logits {logits_RV.shape} of {len(slots)} slots"
         assert len(set(slots)) == len(slots), f"a slot twice: {slots}"
+        assert self._empty.isdisjoint(slots), f"slot {self._empty.intersection(slots).pop()} is empty"
         kind = self.kind(slots)
         if kind == "greedy":
             return Sampled(_best(logits_RV))
@@ -188,10 +189,11 @@ class Sampler:
     def kind(self, slots: list[int]) -> Kind:
         if self._joining:
             self._join()
-        assert self._empty.isdisjoint(slots), f"slot {self._empty.intersection(slots).pop()} is empty"
-        if not all(self._having[trait].isdisjoint(slots) for trait in SPECIAL):
-            return "any"
-        return "greedy" if self._having["greedy"].issuperset(slots) else "drawn"
+        return "any" if self._some(SPECIAL, slots) else "drawn" if self._some(("cut", "uncut"), slots) else "greedy"
+
+    def _some(self, traits: tuple[Trait, ...], slots: list[int]) -> bool:
+        """Whether any of the slots has any of the traits."""
+        return any((having := self._having[trait]) and not having.isdisjoint(slots) for trait in traits)
 
     def sample_slots(self, logits_RV: torch.Tensor, slot_R: torch.Tensor, kind: Kind) -> torch.Tensor:
         """token_R where nothing but the device knows who is in the rows (max_num_seqs: nobody). Can be captured; `kind`
@@ -270,7 +272,7 @@ class Sampler:
             return [(row, slot, self._occupant(slot)) for row, slot in found]
 
         slot_R = self._upload(slots)
-        plan = Plan(not self._having["greedy"].isdisjoint(slots), slot_R, torch.ones_like(slot_R))
+        plan = Plan(self._some(("greedy",), slots), slot_R, torch.ones_like(slot_R))
         # Both give the same token where nothing is cut off; `draw` has less to do.
         for trait in ("uncut", "cut"):
             if rows := [row for row, slot in enumerate(slots) if slot in self._having[trait]]:
