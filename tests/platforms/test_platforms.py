@@ -1,12 +1,7 @@
 """Which platform is chosen, what it must implement, and that a stranger's package can bring one."""
 
 import inspect
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 import torch
@@ -163,63 +158,20 @@ def test_this_machines_accelerator_conforms() -> None:
     assert not [result for result in results if not result.passed]
 
 
-ACME_PLATFORM = """
-    from anabranch.platforms.cpu import CpuPlatform
+def test_a_third_partys_platform_is_detected_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one brings kernels and conforms, tests/cli/test_conformance shows with a whole package."""
 
-    class AcmePlatform(CpuPlatform):
+    class Acme(CpuPlatform):
         name = "acme"
-        providers = {"acme": "acme_kernels", **CpuPlatform.providers}
-    """
-ACME_KERNELS = """
-    from anabranch import ops
 
-    calls = []
+    class Point:
+        def load(self) -> object:
+            return Acme
 
-    @ops.rms_norm.kernel("acme", on=("acme",))
-    def rms_norm(x, weight_D, eps):
-        calls.append("rms_norm")
-        return ops.rms_norm.reference(x, weight_D, eps)
-    """
-SHOW = """
-    import json, sys
-    import torch
-    from anabranch import kernels, ops, platforms
-
-    def bound(platform):
-        kernels.bind(platform)
-        return {name: [kernel.provider for kernel in ops.OPS[name].bound] for name in ("rms_norm", "experts")}
-
-    on_cpu = bound(platforms.make("cpu"))
-    current = platforms.current()
-    on_current = bound(current)
-    ops.rms_norm(torch.ones(1, 4), None, 1e-6)
-    calls = sys.modules["acme_kernels"].calls
-    print(json.dumps([platforms.names()[0], current.name, on_cpu, on_current, calls]))
-    """
-
-
-@pytest.fixture
-def acme(tmp_path: Path) -> Path:
-    """A third party's package as it lies in site-packages."""
-    (tmp_path / "acme_platform.py").write_text(dedent(ACME_PLATFORM))
-    (tmp_path / "acme_kernels.py").write_text(dedent(ACME_KERNELS))
-    info = tmp_path / "acme_anabranch-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-anabranch\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[anabranch.platforms]\nacme = acme_platform:AcmePlatform\n")
-    return tmp_path
-
-
-def test_a_third_party_brings_a_platform_and_a_kernel(acme: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ANABRANCH_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SRC), str(acme)])
-    done = subprocess.run([sys.executable, "-c", dedent(SHOW)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    first, current, on_cpu, on_current, calls = json.loads(done.stdout)
-    assert (first, current) == ("acme", "acme")
-    assert on_cpu == {"rms_norm": ["torch"], "experts": ["torch"]}
-    assert on_current == {"rms_norm": ["acme"], "experts": ["torch"]}
-    assert calls == ["rms_norm"]
+    monkeypatch.setattr(platforms, "_third_party", lambda: {"acme": Point()})
+    assert platforms.names()[0] == "acme" and type(detect()) is Acme
+    monkeypatch.setenv("ANABRANCH_PLATFORM", "cpu")
+    assert type(detect()) is CpuPlatform
 
 
 def test_an_entry_point_that_is_no_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def _third_party() -> dict[str, importlib.metadata.EntryPoint]:
 
 def names() -> list[str]:
     """Every platform that can be asked for, in order of detection: third parties' first."""
-    return [*_third_party(), *(name for name in BUILT_IN)]
+    return [*_third_party(), *BUILT_IN]
 
 
 def load(name: str) -> type[Platform]:
