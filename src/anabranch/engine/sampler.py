@@ -262,9 +262,7 @@ class Sampler:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _make_plan(self, slots: list[int]) -> Plan:
-        """Costs as much as there are requests that want something special."""
-        if self._joining:
-            self._join()
+        """One look at each row; all else costs as much as there are requests that want something special."""
         row_of = dict(zip(slots, range(len(slots))))
 
         def having(trait: Trait) -> list[tuple[int, int, Occupant]]:
