@@ -1,4 +1,4 @@
-"""What a step costs in Python alone: scheduler, pages, batch tensors, sampling plan, updates; the model is left out.
+"""What a step costs in Python alone: scheduler, pages, batch tensors, calls of the sampler, updates; the model is left out.
 
 Prints µs per step with so many requests decoding at the same time, and with so many of which some leave and others,
 with prompts, join in every step.
@@ -31,6 +31,8 @@ from anabranch.sampling_params import SamplingParams
 
 SIZES = (1, 64, 256, 1024)
 CONTEXT = 512
+VOCABULARY = 2
+"""That of the logits: so small that sampling costs what its calls cost."""
 PROMPT, SHARED, OUTPUT = 96, 64, (10, 60)
 """Of requests that come and go: tokens of a prompt, how many of them all have, tokens of an answer."""
 
@@ -55,7 +57,7 @@ class Made:
 
 
 class NoModel:
-    """A runner that makes a step's tensors and says how it would be sampled, and nothing else."""
+    """A runner that makes a step's tensors and samples from next to no logits, and nothing else."""
 
     def __init__(self, config: EngineConfig, num_pages: int) -> None:
         self.config = config
@@ -69,7 +71,8 @@ class NoModel:
         config = self.config
         cpu = torch.device("cpu")
         self.steps = StepMaker(1, config.max_num_seqs, config.max_model_len, config.page_size, cpu)
-        self.sampler = Sampler(config.max_num_seqs, tiny().vocab_size, cpu)
+        self.sampler = Sampler(config.max_num_seqs, VOCABULARY, cpu)
+        self.sampler.by_slot = True  # as where there are kernels
 
     def launch(self, shares: list[Share], pages: Any) -> Made:
         for share in shares:
@@ -77,7 +80,9 @@ class NoModel:
                 self._place(share.sequence)
         self.steps.make(shares, pages)
         sampling = [share for share in shares if share.samples]
-        self.sampler.kind([share.sequence.slot for share in sampling])
+        if sampling:
+            slots = [share.sequence.slot for share in sampling]
+            self.sampler.sample(torch.zeros(len(slots), VOCABULARY), slots)
         return Made(shares, sampling, {})
 
     def _place(self, sequence: Sequence) -> None:

@@ -156,7 +156,7 @@ class Worker:
             self._begin_stage("weights")
             self.engine = make_engine(start.config, self._progress)
         compile_server.close()
-        gc.freeze()  # what is there now stays: looking for garbage in it would hold up a step for a tenth of a second
+        gc.freeze()  # what is there now stays, and need not be searched for garbage while requests wait
         self.stages.finish()
         log.debug("start-up:\n%s", self.stages.table())  # the server logs its own, with these in it
         self._send(messages.Ready(self._stats(self.engine)))
