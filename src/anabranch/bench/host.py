@@ -1,4 +1,4 @@
-"""What a step costs in Python alone: scheduler, pages, batch tensors, calls of the sampler, updates; the model is left out.
+"""What a step costs in Python alone: scheduler, pages, batch tensors, sampler, updates; the model is left out.
 
 Prints µs per step with so many requests decoding at the same time, and with so many of which some leave and others,
 with prompts, join in every step.
