@@ -8,7 +8,7 @@ import torch
 
 from anabranch import conformance, platforms
 from anabranch.config import EngineConfig, resolve
-from anabranch.conformance import models, tiny
+from anabranch.conformance import contract, models, tiny
 from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
 from anabranch.platforms import cpu
@@ -70,17 +70,6 @@ def test_the_cpu() -> None:
         order.append("side")
     fork.join()
     assert order == ["side"]
-
-
-@pytest.mark.parametrize("name", ["cpu", "fake", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_fetch_brings_what_the_tensor_held_when_it_was_asked_for(name: str) -> None:
-    platform = platforms.make(name)
-    tensor = torch.arange(1000, device=platform.device)
-    fetch = platform.fetch(tensor)
-    tensor.zero_()
-    found = fetch.wait()
-    assert found.device == torch.device("cpu")
-    assert torch.equal(found, torch.arange(1000))
 
 
 @pytest.mark.parametrize("flag", ["avx512_bf16", "amx_bf16", "bf16"])
@@ -149,6 +138,10 @@ def test_a_platform_may_capture_all_steps_in_pieces(tmp_path: Path) -> None:
         resolve(EngineConfig(model="", graph_mode="full"), read_config(tmp_path), platform)
     assert models.other_answers(tmp_path, platform) == []
     assert platform.log.count("replay") > 50  # three pieces a step
+
+
+def test_the_cpu_keeps_the_contract() -> None:
+    assert not [result for result in contract.check_contract(CpuPlatform()) if not result.passed]
 
 
 @pytest.mark.gpu
