@@ -112,12 +112,14 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that was not written holds NaN, or an index far away."""
+    """Memory that was not written holds NaN, or far indices that rise: between two of them something lies."""
 
     def poisoned(allocate: Any) -> Any:
         def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else 1 << 28)
+            if tensor.is_floating_point():
+                return tensor.fill_(float("nan"))
+            return tensor.copy_((torch.arange(tensor.numel()) % (1 << 20) + (1 << 28)).view(tensor.shape))
 
         return empty
 

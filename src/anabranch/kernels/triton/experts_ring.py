@@ -46,16 +46,19 @@ def make_ring(
 def locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND: gl.constexpr):
     """(column block, expert, begin, end) of the index-th piece of work: BAND tiles go through all columns together.
 
-    Behind the last piece it repeats it, so that the next piece can always be looked up ahead of time.
+    Behind the last piece it repeats it, so that the next piece can always be looked up ahead of time. Where there is
+    none at all, what the plan says of the first one is not read: nobody wrote it.
     """
     index = gl.maximum(gl.minimum(index, num_tiles * num_blocks - 1), 0)
     band = index // (BAND * num_blocks)
     within = index % (BAND * num_blocks)
-    tiles = gl.minimum(num_tiles - band * BAND, BAND)
+    tiles = gl.maximum(gl.minimum(num_tiles - band * BAND, BAND), 1)
     tile = band * BAND + within % tiles
+    real = num_tiles > 0
     return (
-        within // tiles, gl.load(tile_3M + tile), gl.load(tile_3M + max_tiles + tile),
-        gl.load(tile_3M + 2 * max_tiles + tile),
+        within // tiles, gl.load(tile_3M + tile, mask=real, other=0),
+        gl.load(tile_3M + max_tiles + tile, mask=real, other=0),
+        gl.load(tile_3M + 2 * max_tiles + tile, mask=real, other=0),
     )
 
 
