@@ -666,7 +666,7 @@ def test_sigterm_while_loading(swallows: bool) -> None:
             EngineClient.start(
                 fake_engine.config(load_seconds=60, swallows_exit=swallows),
                 ENGINE,
-                timeout=15,
+                timeout=60,  # busy machines import slowly
                 on_stage=lambda stage: loading.set() if stage.done == 2 else None,
             )
         )
