@@ -677,7 +677,7 @@ def test_sigterm_while_loading(swallows: bool) -> None:
             await task
         assert caught.value.exit_code == 143
 
-    run(test())
+    run(test(), 90)
 
 
 def test_unknown_option() -> None:
