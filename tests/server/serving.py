@@ -128,7 +128,7 @@ def running(
     """`anabranch serve`, or the same with an engine of the test's; without a model, the bundled one."""
     if make_engine:
         engine = EngineConfig(model=str(model), **settings.pop("engine", {}))
-        code = "from anabranch.server import lifecycle, logs\nlogs.set_up('text')\nimport sys\n"
+        code = "from anabranch import logs\nfrom anabranch.server import lifecycle\nlogs.set_up('text')\nimport sys\n"
         code += "from anabranch.server.settings import Settings\nfrom anabranch.config import EngineConfig\n"
         code += f"settings = Settings(**{settings | {'port': 0}!r})\n"
         code += f"engine = EngineConfig(**{dataclasses.asdict(engine)!r})\n"

@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
         options.model = bundled.folder()
         options.served_model_name = options.served_model_name or [bundled.NAME]
     try:
-        from anabranch.server import logs
+        from anabranch import logs
         from anabranch.server.lifecycle import serve
         from anabranch.server.settings import Settings
     except ImportError as error:

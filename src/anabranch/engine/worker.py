@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from anabranch import messages
+from anabranch import logs, messages
 from anabranch.config import EngineConfig
 from anabranch.kernels import compile_server
 from anabranch.request import Request, Update
@@ -306,7 +306,7 @@ def main(folder: Path, parent: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to decide
     die_with(parent)
     threading.Thread(target=watch_stdin, name="watch-stdin", daemon=True).start()
-    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logs.set_up(level=logging.WARNING)  # until the parent has said what it wants to see
 
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)

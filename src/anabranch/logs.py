@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from typing import Any
+
+FORMAT = "ANABRANCH_LOG_FORMAT"
+"""text or json: how processes that we start write too."""
 
 
 class TextLines(logging.Formatter):
@@ -35,8 +39,9 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def set_up(style: str, level: int = logging.INFO) -> None:
-    """One handler on standard error; the engine's process has its own and writes through ours."""
+def set_up(style: str = "", level: int = logging.INFO) -> None:
+    """One handler on standard error. Without a style: that of the process that started this one."""
+    style = os.environ[FORMAT] = style or os.environ.get(FORMAT, "text")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if style == "json" else TextLines())
     logging.basicConfig(level=level, handlers=[handler], force=True)
