@@ -29,7 +29,9 @@ class Buffers:
 
     def __init__(self, model: Decoder, largest: int, device: torch.device, dtype: torch.dtype) -> None:
         self.model = model
-        self.input = torch.zeros(2 + len(model.config.kv_groups), largest, dtype=torch.int64, device=device)
+        # An even number of columns: kernels are compiled apart for rows that do not begin at multiples of 16 bytes.
+        shape = 2 + len(model.config.kv_groups), largest + largest % 2
+        self.input = torch.zeros(shape, dtype=torch.int64, device=device)
         """token, position, the slots of each group"""
         self.num_tokens = torch.zeros((), dtype=torch.int32, device=device)
         heads = {layer.attention.num_heads * layer.attention.head_dim for layer in model.config.layers}

@@ -181,7 +181,7 @@ class StepMaker:
         """What the slots sampled last."""
         self.last_token_S.index_copy_(0, self._upload(slots), token_R)
 
-    def rehearsal(self, num_tokens: int, num_requests: int = 1) -> Step:
+    def rehearsal(self, num_tokens: int, num_requests: int = 1, *, padded: bool = False) -> Step:
         """One request with many new tokens and others with one, whose keys go nowhere: for kernels to be compiled."""
         most = num_tokens - num_requests + 1
         new_R = torch.tensor([most] + [1] * (num_requests - 1), dtype=torch.int32)
@@ -189,7 +189,7 @@ class StepMaker:
         # May be longer than any request: the tables of this machine's requests would be too narrow.
         table_RM = torch.zeros(num_requests, -(-most // self.page_size), dtype=torch.int32, device=self.device)
         packed_3T = self.padding(num_tokens)
-        token_T, position_T = ops.decode_inputs(packed_3T, self.last_token_S)[:2]
+        token_T, position_T, _, _, no_tokens = ops.decode_inputs(packed_3T, self.last_token_S)
         return Step(
             token_T=token_T,
             position_T=position_T,
@@ -199,6 +199,7 @@ class StepMaker:
             slots=tuple(ops.decode_pages(packed_3T, table, self.page_size, 0)[1] for table in self.tables),
             logit_row=None,
             max_query=most,
+            num_tokens=no_tokens if padded else None,
         )
 
     # -- page tables ---------------------------------------------------------------------------------------------------

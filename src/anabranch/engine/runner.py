@@ -26,6 +26,7 @@ from anabranch.engine import kv_tensors, plan
 from anabranch.engine.batch import Pages, Rows, StepMaker
 from anabranch.engine.expert_watch import ExpertWatch
 from anabranch.engine.progress import Tally
+from anabranch.engine.rehearsal import rehearse
 from anabranch.engine.sampled import Logprobs, Sampled, token_logprobs
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_plan import Kind
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 LARGEST_PREFILL = 2048
 """Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host. But many
 requests are served at a time with small models, where it does not: see `largest_captured`."""
-MIXED_REQUESTS = 31
-"""Rehearsed are steps of one request, of so many and of as many as can run: kernels differ between these."""
 ROWS_OF_LOGITS = 256
 """Prompt rows whose logits are in memory at the same time."""
 
@@ -175,7 +174,7 @@ class TorchRunner:
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and capture the steps that most requests will meet."""
         with stage("compile"), torch.inference_mode():
-            kernels.compile_ahead(self.platform, self._rehearse)
+            kernels.compile_ahead(self.platform, partial(rehearse, self))
         work: list[Callable[[], object]] = []
         if self.prefills is not None:
             work += [partial(self.prefills.add, "any", size) for size in common_prefill(self.prefills.sizes)]
@@ -200,31 +199,13 @@ class TorchRunner:
         """Token rows; room for every request's next token and as many of new prompts three times over."""
         return min(self.config.max_num_batched_tokens, max(LARGEST_PREFILL, 4 * self.config.max_num_seqs))
 
-    def _rehearse(self) -> None:
-        """One step of every common size, through layers of every kind. It changes nothing that a request would see."""
-        kinds: tuple[Kind, ...] = ("greedy", "drawn")
-        layers = self.model.config.layers
-        kv = self.kv[: max(layers.index(layer) for layer in layers) + 2]  # the first layer has no residual
-        for size in common_decode(decode_sizes(self.config.max_num_seqs)):
-            for kind in kinds:
-                self._decode(kind, self.steps.padding(size), kv)
-        largest = self.config.max_num_batched_tokens
-        for size in {*common_prefill(prefill_sizes(self.largest_captured)), largest}:
-            # Real steps are rarely multiples of 16, and Triton compiles those apart.
-            for num_tokens in {size, max(1, size - 1)}:
-                self.model(self.steps.rehearsal(num_tokens), kv)
-        for num_requests in {MIXED_REQUESTS, self.config.max_num_seqs}:
-            for size in {min(largest, 8 * num_requests), self.largest_captured, largest}:
-                if size > num_requests:
-                    self.model(self.steps.rehearsal(size, num_requests), kv)
-
     def _plan_graphs(self) -> None:
         config, platform = self.config, self.platform
         pool = platform.make_graph_pool()
         if config.graph_mode == "full":
 
             def decode(kind: Kind, size: int) -> Captured[Decoded]:
-                return Captured(platform, pool, self.steps.padding(size), partial(self._decode, kind, kv=self.kv))
+                return Captured(platform, pool, self.steps.padding(size), partial(self.decode, kind, kv=self.kv))
 
             self.decodes = BySize(decode_sizes(config.max_num_seqs), decode)
         if config.prefill_graph != "none":
@@ -310,7 +291,7 @@ class TorchRunner:
         self._count(launched, decoded.experts, count, record)
         return launched
 
-    def _decode(self, kind: Kind, packed_3R: torch.Tensor, kv: list[KV]) -> Decoded:
+    def decode(self, kind: Kind, packed_3R: torch.Tensor, kv: list[KV]) -> Decoded:
         """What is captured: a step of single tokens, from the host's three numbers a row to the tokens it samples."""
         step = self.steps.unpack(packed_3R, self.steps.width, padded=True)
         seen = self.experts.look(True)

@@ -63,7 +63,7 @@ def test_what_it_does_not_accept() -> None:
     packed_3R, last_token_S, table_SM = batch(2, 0, 4, 3)
     assert kernel.accepts_inputs(packed_3R, last_token_S)
     assert not kernel.accepts_inputs(packed_3R.T.contiguous().T, last_token_S)
-    assert not kernel.accepts_inputs(torch.zeros(3, kernel.MAX_ROWS, dtype=torch.int32), last_token_S)
+    assert not kernel.accepts_inputs(torch.zeros(3, kernel.BOUNDS[-1], dtype=torch.int32), last_token_S)
     assert kernel.accepts_pages(packed_3R, table_SM, 16, 3)
     assert not kernel.accepts_pages(packed_3R, table_SM, 16, 4)
 

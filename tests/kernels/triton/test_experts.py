@@ -215,10 +215,12 @@ def test_the_op_in_the_interpreter(mode: str, poison: None) -> None:
 
 
 @interpreter
-@pytest.mark.parametrize("one_kernel", [8192, 16], ids=["one kernel", "two kernels"])
+@pytest.mark.parametrize("one_kernel", [(256, 8192), (16,)], ids=["one kernel", "two kernels"])
 @pytest.mark.parametrize("extra", [0, 4])
 @pytest.mark.parametrize("routing", ["uniform", "few experts", "nowhere"])
-def test_plan(one_kernel: int, extra: int, routing: str, poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan(
+    one_kernel: tuple[int, ...], extra: int, routing: str, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every pair that has an expert is in exactly one tile, with its weight, among pairs of the same expert."""
     monkeypatch.setattr(experts_plan, "ONE_KERNEL", one_kernel)
     rows, merged = 16, 0

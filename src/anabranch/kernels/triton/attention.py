@@ -91,7 +91,7 @@ def attention(
     strides = *q_THD.stride()[:2], *k_PSGD.stride()[:3], page_table_RM.stride(0)
     numbers = R, scale * math.log2(math.e), window, *strides
     if plan.many is not None:
-        attend_many(plan.many, *tensors, T, *numbers)
+        attend_many(plan.many, *tensors, T, *numbers, plan.many.trigger, plan.alone)
     if plan.single is not None:
         attend_single(plan, shape, tensors, numbers)
     return out_THD
@@ -122,7 +122,9 @@ class Shape(NamedTuple):
 class Launch(NamedTuple):
     grid: tuple[int, int]
     options: dict[str, Any]
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for: few versions of it, whatever the step. A start has to know them all."""
+    trigger: int
+    """Whether it lets its successor in."""
 
 
 class Plan(NamedTuple):
@@ -137,6 +139,8 @@ class Plan(NamedTuple):
     num_pieces: int = 0
     pad: bool = False
     """Rows of padding are for attention_decode: there is no other kernel."""
+    alone: int = 0
+    """Requests with one new token are for attention_prefill: there is no other kernel."""
 
 
 @functools.lru_cache(256)
@@ -153,28 +157,28 @@ def make_plan(
     many = None
     if not decoding:
         tile = prefill_tile or attention_tiles.choose_prefill(shape.T * shape.H, shape.D, shape.dtype, machine)
-        many = plan_many(shape, machine, dependent, tile, single=shape.R < 2 or not apart)
+        many = plan_many(shape, machine, dependent, tile)
     if not decoding and (shape.R < 2 or not apart):
-        return Plan(many, None)
+        return Plan(many, None, alone=1)
     chosen = decode_tile or attention_tiles.choose_decode(shape.R * shape.G, shape.D, shape.dtype, machine)
     return plan_single(shape, machine, dependent, chosen)._replace(many=many, pad=decoding)
 
 
-def plan_many(shape: Shape, machine: Machine, dependent: bool, tile: PrefillTile | HopperTile, single: bool) -> Launch:
-    """`single`: requests with one new token too."""
+def plan_many(shape: Shape, machine: Machine, dependent: bool, tile: PrefillTile | HopperTile) -> Launch:
     blocks = shape.T * (shape.H // shape.G) // tile.rows + shape.R + 1
     if isinstance(tile, HopperTile):
         options = {"STAGES": tile.stages, "num_warps": 4}
     else:
         options = {"BM": tile.rows, "num_warps": tile.warps, "num_stages": tile.stages}
     options |= compiled_for(shape, shape.R + 1, MANY_REQUESTS)
-    options |= {"BN": tile.keys, "SINGLE": single, **launch_options(machine, dependent, shape.G * blocks)}
-    return Launch((shape.G, blocks), options)
+    options |= {"BN": tile.keys, **launch_options(dependent)}
+    return Launch((shape.G, blocks), options, few_programs(machine, shape.G * blocks))
 
 
 def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTile) -> Plan:
     R, H, G = shape.R, shape.H, shape.G
-    most_keys = shape.M * shape.S
+    # However short the contexts of this step are: those of the next one need not be, and it should find its kernels.
+    most_keys = max(shape.M * shape.S, 2 * tile.keys)
     if shape.window:
         most_keys = min(most_keys, shape.window + tile.keys - 1)
     num_pieces = most_pieces(R, G, most_keys, tile, machine)
@@ -189,22 +193,24 @@ def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTil
         "FETCH": tile.fetch and dependent and shape.D * shape.dtype.itemsize >= 128,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-        **launch_options(machine, dependent, G * num_pieces),
+        **launch_options(dependent),
     }
-    single = Launch((G, num_pieces), options)
+    single = Launch((G, num_pieces), options, few_programs(machine, G * num_pieces))
     if not split:
         return Plan(None, single, None, num_pieces)
     most_cut = min(R, num_pieces - R)
-    heads = 1 if FEW_PROGRAMS * machine.processors >= most_cut * H else H // G
+    # Of as many requests as the kernel is compiled for, so that it is not compiled for two numbers of heads.
+    heads = 1 if few_programs(machine, min(compiled["RP"], further_pieces(G, tile, machine)) * H) else H // G
     options = {
         "HEADS": heads,
         "BN": tile.keys,
         "AT_ONCE": max(8, 4096 // shape.padded_dim()),
         "num_warps": 4,
         **{name: compiled[name] for name in ("D", "DP", "RP", "WINDOWED")},
-        **launch_options(machine, dependent, most_cut * H // heads),
+        **launch_options(dependent),
     }
-    return Plan(None, single, Launch((H // heads, most_cut), options), num_pieces)
+    combine = Launch((H // heads, most_cut), options, few_programs(machine, most_cut * H // heads))
+    return Plan(None, single, combine, num_pieces)
 
 
 def compiled_for(shape: Shape, num_entries: int, bounds: tuple[int, ...]) -> dict[str, Any]:
@@ -219,9 +225,12 @@ def compiled_for(shape: Shape, num_entries: int, bounds: tuple[int, ...]) -> dic
     }
 
 
-def launch_options(machine: Machine, dependent: bool, programs: int) -> dict[str, bool]:
-    few = programs <= FEW_PROGRAMS * machine.processors
-    return {"TRIGGER": few, "PDL": dependent, **({"launch_pdl": True} if dependent else {})}
+def launch_options(dependent: bool) -> dict[str, bool]:
+    return {"PDL": dependent, **({"launch_pdl": True} if dependent else {})}
+
+
+def few_programs(machine: Machine, programs: int) -> int:
+    return int(programs <= FEW_PROGRAMS * machine.processors)
 
 
 def most_pieces(R: int, G: int, most_keys: int, tile: DecodeTile, machine: Machine) -> int:
@@ -229,7 +238,11 @@ def most_pieces(R: int, G: int, most_keys: int, tile: DecodeTile, machine: Machi
     blocks = triton.cdiv(most_keys, tile.keys)
     if blocks < 2:
         return R
-    return R + min(max(1, tile.programs * machine.processors // G), R * blocks)
+    return R + min(further_pieces(G, tile, machine), R * blocks)
+
+
+def further_pieces(G: int, tile: DecodeTile, machine: Machine) -> int:
+    return max(1, tile.programs * machine.processors // G)
 
 
 def attend_many(launch: Launch, *arguments: Any) -> None:
@@ -252,12 +265,15 @@ def attend_single(
         W, H, D, device = plan.num_pieces, shape.H, shape.D, out_THD.device
         piece_WHD = torch.empty(W, H, D, dtype=torch.float32, device=device)
         weight_WH = torch.empty(W, H, dtype=torch.float32, device=device)
+    single, combine = plan.single, plan.combine
     num_tokens = shape.T if plan.pad else 0
-    attend_pieces[plan.single.grid](*tensors, piece_WHD, weight_WH, num_tokens, *numbers, **plan.single.options)
-    if plan.combine is not None:
-        combine_pieces[plan.combine.grid](
+    attend_pieces[single.grid](
+        *tensors, piece_WHD, weight_WH, num_tokens, *numbers, single.trigger, **single.options
+    )  # fmt: skip
+    if combine is not None:
+        combine_pieces[combine.grid](
             query_start_R, context_len_R, out_THD, piece_WHD, weight_WH, shape.R, plan.num_pieces, shape.window,
-            shape.H, **plan.combine.options,
+            shape.H, combine.trigger, **combine.options,
         )  # fmt: skip
 
 

@@ -87,14 +87,14 @@ def fetch_to_l2(pointer):
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride", "trigger"])
 def attend_pieces(
     q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD, piece_WHD, weight_WH,
     num_tokens, num_requests, scale, window,
-    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger,
     HG: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
     RP: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr, WINDOWED: tl.constexpr, FETCH: tl.constexpr,
-    TRIGGER: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores times `scale` are base-2 logarithms. Not SPLIT: piece w is all of request w. SWAP: keys are the rows of
     the products. FETCH: the first keys and values are on their way to L2 before the wait."""
@@ -143,7 +143,7 @@ def attend_pieces(
         fetch_to_l2(v_PSGD + g * head_stride + lines)
     if PDL:
         gdc_wait()
-        if TRIGGER:
+        if trigger != 0:
             gdc_launch_dependents()
 
     head, d = tl.arange(0, ROWS), tl.arange(0, DP)
@@ -202,11 +202,11 @@ def attend_pieces(
         tl.store(weight_WH + w * num_heads + g * HG + head, peak + tl.log2(sum_H), mask=head < HG)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_pieces", "window"])
+@triton.jit(do_not_specialize=["num_requests", "num_pieces", "window", "trigger"])
 def combine_pieces(
-    query_start_R, context_len_R, out_THD, piece_WHD, weight_WH, num_requests, num_pieces, window, num_heads,
+    query_start_R, context_len_R, out_THD, piece_WHD, weight_WH, num_requests, num_pieces, window, num_heads, trigger,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr,
-    AT_ONCE: tl.constexpr, WINDOWED: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
+    AT_ONCE: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The rows of requests in several pieces: HEADS heads of one request, AT_ONCE pieces at a time. Such requests are
     never more than further pieces, and mostly there are none."""
@@ -223,7 +223,7 @@ def combine_pieces(
     row = tl.load(query_start_R + r, mask=r < num_requests, other=0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
-        if TRIGGER:
+        if trigger != 0:
             gdc_launch_dependents()
     if r >= num_requests:
         return

@@ -150,13 +150,13 @@ def attend_warpgroup(
     gl.store(out_THD + (token * num_heads + head)[:, None] * D + d[None, :], out, mask=(row < num_rows)[:, None])
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride", "trigger", "alone"])
 def attend_rows_hopper(
     q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD,
     num_tokens, num_requests, scale, window,
-    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone,
     HG: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, S: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    RP: gl.constexpr, WINDOWED: gl.constexpr, SINGLE: gl.constexpr, TRIGGER: gl.constexpr, PDL: gl.constexpr,
+    RP: gl.constexpr, WINDOWED: gl.constexpr, PDL: gl.constexpr,
 ):
     """As attend_rows."""
     BM: gl.constexpr = 128
@@ -172,16 +172,15 @@ def attend_rows_hopper(
     length = gl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
-        if TRIGGER:
+        if trigger != 0:
             gdc_launch_dependents()
     num_queries = end - begin
     num_rows = num_queries * HG
     first_row = (b - r - begin * HG // BM) * BM
     if first_row >= num_rows:
         return
-    if not SINGLE:
-        if real & (num_queries == 1):
-            return
+    if real & (num_queries == 1) & (alone == 0):
+        return
     first_position = length - num_queries
     last_position = gl.minimum(first_position + (first_row + BM - 1) // HG, length - 1)
     if (r == num_requests) | (last_position < 0):

@@ -21,15 +21,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from anabranch.kernels.triton.attention_decode import LOWEST
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride", "trigger", "alone"])
 def attend_rows(
     q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD,
     num_tokens, num_requests, scale, window,
-    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone,
     HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RP: tl.constexpr, WINDOWED: tl.constexpr, SINGLE: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
+    RP: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores times `scale` are base-2 logarithms. Not SINGLE: requests with one new token are left to others."""
+    """Scores times `scale` are base-2 logarithms. Requests with one new token are left to others, unless `alone`."""
     g, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     num_heads = tl.num_programs(0) * HG
     i = tl.arange(0, RP)
@@ -41,16 +41,15 @@ def attend_rows(
     length = tl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
-        if TRIGGER:
+        if trigger != 0:
             gdc_launch_dependents()
     num_queries = end - begin
     num_rows = num_queries * HG
     first_row = (b - r - begin * HG // BM) * BM
     if first_row >= num_rows:
         return
-    if not SINGLE:
-        if real & (num_queries == 1):
-            return
+    if real & (num_queries == 1) & (alone == 0):
+        return
 
     row, d = first_row + tl.arange(0, BM), tl.arange(0, DP)
     token, head = (begin + row // HG).to(tl.int64), g * HG + row % HG

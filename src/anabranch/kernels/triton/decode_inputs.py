@@ -13,8 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from anabranch import ops
 from anabranch.kernels.triton.launch import dependent_launch
 
-MAX_ROWS = 4096
-"""One program has them all."""
+BOUNDS = (64, 1024, 4096)
+"""One program has all rows and one entry more; each of these is a version of it."""
 BLOCK = 256
 """Columns that a program copies."""
 
@@ -66,7 +66,7 @@ def pages_kernel(
 
 
 def accepts_inputs(packed_3R: torch.Tensor, last_token_S: torch.Tensor) -> bool:
-    return packed_3R.is_contiguous() and last_token_S.is_contiguous() and packed_3R.shape[1] < MAX_ROWS
+    return packed_3R.is_contiguous() and last_token_S.is_contiguous() and packed_3R.shape[1] < BOUNDS[-1]
 
 
 @ops.decode_inputs.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_inputs)
@@ -79,7 +79,7 @@ def decode_inputs(
     context_len_R = torch.empty(num_rows, dtype=torch.int32, device=device)
     num_tokens = torch.empty((), dtype=torch.int32, device=device)
     results = token_R, position_R, query_start_R, context_len_R, num_tokens
-    rows, dependent = max(64, triton.next_power_of_2(num_rows + 1)), dependent_launch(device)
+    rows, dependent = next(bound for bound in BOUNDS if bound > num_rows), dependent_launch(device)
     inputs_kernel[(1,)](
         packed_3R, last_token_S, *results, num_rows,
         ROWS=rows, DEPENDENT=dependent, num_warps=min(rows // 32, 8), **({"launch_pdl": True} if dependent else {}),

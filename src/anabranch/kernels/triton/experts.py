@@ -41,6 +41,7 @@ from anabranch.kernels.triton.experts_tiles import (
     Tiles,
     adapt,
     choose,
+    padded_tokens,
 )
 from anabranch.kernels.triton.launch import dependent_launch
 from anabranch.ops.experts import COMBINES
@@ -134,10 +135,10 @@ def tiles_for(call: Call, combine: str) -> Tiles:
         raise ValueError(f"combine {combine!r} is none of {', '.join(COMBINES)}")
     (tokens, top_k), (num_experts, D, inner) = call.expert_TK.shape, call.down_EDI.shape
     shape = Shape(num_experts, D, inner, top_k, call.x_TD.dtype)
-    return chosen(tokens, shape, combine, machine_for(call), call.x_TD.device)
+    return chosen(padded_tokens(tokens), shape, combine, machine_for(call), call.x_TD.device)
 
 
-@functools.lru_cache(4096)
+@functools.cache
 def chosen(tokens: int, shape: Shape, combine: str, machine: Machine, device: torch.device) -> Tiles:
     """As measured on this device, else by the rule."""
     size = (shape.num_experts, shape.D, shape.inner, shape.top_k, shape.dtype)
@@ -174,7 +175,7 @@ def run_small(call: Call, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
         D,
         inner,
         K=top_k,
-        PAIRS=triton.next_power_of_2(num_pairs) if tiles.share else 1,
+        PAIRS=triton.next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1,
         SHARE=tiles.share,
         ACTIVATION=call.activation,
         num_warps=tiles.gate_warps,
@@ -214,7 +215,7 @@ def run_small(call: Call, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
         call.scaling,
         D,
         inner,
-        PAIRS=triton.next_power_of_2(num_pairs) if tiles.share else 1,
+        PAIRS=triton.next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1,
         SHARE=tiles.share,
         ZERO=not call.combined,
         num_warps=tiles.down_warps,

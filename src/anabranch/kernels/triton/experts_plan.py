@@ -16,8 +16,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ONE_KERNEL = 8192
-"""Up to so many pairs every program counts all of them; above, a kernel of its own counts chunks."""
+from anabranch.kernels.triton.experts_tiles import padded_tokens
+
+ONE_KERNEL = (256, 1024, 4096, 8192)
+"""Up to so many pairs every program counts all of them, and each of these bounds is a version of the kernel; above, a
+kernel of its own counts chunks."""
+FEW_CHUNKS = 64
+"""Chunks whose counts a program of the second kernel looks at, unless there are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,10 @@ def make_plan(
     num_pairs, device = expert_TK.numel(), expert_TK.device
     tiles = max_tiles(num_pairs, num_experts, block_rows)
     padded = triton.next_power_of_2(num_experts)
-    alone = num_pairs <= ONE_KERNEL
-    all_pairs = triton.next_power_of_2(num_pairs)
-    chunk = min(256, all_pairs) if alone else max(1024, all_pairs // 128)
+    # As if there were as many tokens as the tiles were chosen for: so many versions are known before the first step.
+    most_pairs = padded_tokens(expert_TK.shape[0]) * expert_TK.shape[1]
+    bound = next((bound for bound in ONE_KERNEL if bound >= most_pairs), 0)
+    chunk = min(256, bound) if bound else max(1024, triton.next_power_of_2(most_pairs) // 128)
     num_chunks = triton.cdiv(num_pairs, chunk)
     order_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
     weight_N = torch.empty(num_pairs, dtype=torch.float32, device=device)
@@ -67,8 +73,8 @@ def make_plan(
     cursor_GE = torch.empty(num_chunks, padded, dtype=torch.int32, device=device)
     count_GE = cursor_GE  # not read by a program that counts for itself
     options = {"launch_pdl": True} if pdl else {}
-    warps = 4 if num_pairs <= 1024 else 8
-    if not alone:
+    warps = 4 if 0 < bound <= 1024 else 8
+    if not bound:
         count_GE = torch.empty_like(cursor_GE)
         count_pairs[(num_chunks,)](
             expert_TK, count_GE, num_pairs, CHUNK=chunk, EP=padded, PDL=pdl, num_warps=warps, **options
@@ -90,8 +96,8 @@ def make_plan(
         EXTRA=extra_rows,
         CHUNK=chunk,
         EP=padded,
-        GP=1 if alone else triton.next_power_of_2(num_chunks),
-        NP=all_pairs if alone else 0,
+        GP=1 if bound else max(FEW_CHUNKS, triton.next_power_of_2(triton.cdiv(most_pairs, chunk))),
+        NP=bound,
         PDL=pdl,
         num_warps=warps,
         **options,

@@ -100,6 +100,13 @@ HOPPER_TOKENS = 64
 """Above, experts_hopper is at least as fast as experts_grouped."""
 
 
+def padded_tokens(num_tokens: int) -> int:
+    """Tokens for which a call is planned: as many, or up to a quarter more (a few more where they are few). So kernels
+    change at few sizes, and a start can go through all of them."""
+    step = max(8, (1 << (num_tokens - 1).bit_length()) // 8)
+    return num_tokens if num_tokens <= SMALL_TOKENS else -(-num_tokens // step) * step
+
+
 def choose(
     num_tokens: int,
     num_experts: int,

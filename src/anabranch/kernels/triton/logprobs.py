@@ -44,8 +44,7 @@ def measure_kernel(
         id = stretch[:, None] * STRETCH + tl.arange(0, STRETCH)[None, :]
         value = tl.load(row + id, mask=id < V, other=float("-inf"))
         peak = tl.max(value, 1)
-        if peak_TS is not None:
-            tl.store(peak_TS + t * num_stretches + stretch, peak, mask=stretch < num_stretches)
+        tl.store(peak_TS + t * num_stretches + stretch, peak, mask=stretch < num_stretches)
         high = tl.maximum(top, tl.max(peak, 0))
         if high > float("-inf"):
             total = total * tl.exp(top - high) + tl.sum(tl.exp(value - high))
@@ -57,11 +56,11 @@ def measure_kernel(
     tl.store(count_TC + place, count)
 
 
-@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=["token_T"])
+@triton.jit(do_not_specialize=["num_chunks", "N"], do_not_specialize_on_alignment=["token_T"])
 def list_kernel(
     logits, token_T, peak_TC, sum_TC, count_TC, peak_TS, logprob_T, rank_T, top_id_TN, top_logprob_TN,
-    V, stride, num_chunks,
-    N: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, CHUNKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    V, stride, num_chunks, N,
+    STRETCH: tl.constexpr, STRETCHES: tl.constexpr, CHUNKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         gdc_wait()
@@ -125,7 +124,7 @@ def logprobs(
     shape, num_stretches = (num_rows, split.num_chunks), triton.cdiv(vocabulary, STRETCH)
     dtypes = torch.float32, torch.float32, torch.int32
     chunks = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes)
-    peak_TS = torch.empty(num_rows, num_stretches, device=device) if top_n else None
+    peak_TS = torch.empty(num_rows, num_stretches, device=device)
     dependent = dependent_launch(device)
     options = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
     row = vocabulary, logits_TV.stride(0)
@@ -134,8 +133,8 @@ def logprobs(
         TILE=TILE, STRETCH=STRETCH, num_warps=4, **options,
     )  # fmt: skip
     list_kernel[(num_rows,)](
-        logits_TV, token_T, *chunks, peak_TS, *results, *row, split.num_chunks,
-        N=top_n, STRETCH=STRETCH, STRETCHES=triton.next_power_of_2(num_stretches), CHUNKS=MAX_CHUNKS,
+        logits_TV, token_T, *chunks, peak_TS, *results, *row, split.num_chunks, top_n,
+        STRETCH=STRETCH, STRETCHES=triton.next_power_of_2(num_stretches), CHUNKS=MAX_CHUNKS,
         num_warps=4, **options,
     )  # fmt: skip
     return results

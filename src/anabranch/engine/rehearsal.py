@@ -1,0 +1,67 @@
+"""Every kernel that a step can launch, launched before the first request: one that is compiled later makes all requests
+wait for it. Nothing here changes what a request would see.
+
+Which kernels run, and in which version, follows from the number of token rows, the number of requests and what the
+sampler is asked for. Kernels keep to this: with the rows their versions change at the sizes of `compile.sizes` alone.
+So all sizes are gone through, and a few numbers of requests; tests/engine/test_rehearsal.py holds steps of all kinds
+against it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from anabranch.compile.sizes import decode_sizes, prefill_sizes
+from anabranch.engine.sampler import Sampler
+from anabranch.request import Request
+from anabranch.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from anabranch.engine.runner import TorchRunner
+
+FEW_ROWS = (1, 2, 3, 4, 8, 16)
+"""Of products that have a version for each number of rows, as long as there are few: the vocabulary's, in any step."""
+MIXED_REQUESTS = 40
+"""Attention has a version for few requests in a step with prompts, one for so many, and perhaps one for more."""
+EVERYTHING = SamplingParams(
+    temperature=1.0, top_p=0.5, seed=0, presence_penalty=1.0, allowed_token_ids=(0,), logprobs=1, max_tokens=1
+)
+"""What the sampler has kernels for."""
+
+
+def rehearse(runner: TorchRunner) -> None:
+    """Run by whoever records launches; see `kernels.compile_ahead`."""
+    config, model, steps = runner.config, runner.model, runner.steps
+    layers = model.config.layers
+    kv = runner.kv[: max(layers.index(layer) for layer in layers) + 2]  # the first layer has no residual
+    largest = config.max_num_batched_tokens
+    captured = 0 if runner.prefills is None else runner.largest_captured
+
+    for size in decode_sizes(config.max_num_seqs):
+        if runner.decodes is not None:
+            runner.decode("greedy", steps.padding(size), kv)
+        elif size > captured:
+            model(steps.rehearsal(size, size), kv)
+    if runner.decodes is not None:
+        runner.decode("drawn", steps.padding(1), kv)
+    for size in sorted({*prefill_sizes(largest), *FEW_ROWS}):
+        if size > captured or size >= FEW_ROWS[-1]:  # captured ones are padded to the least of the others
+            model(steps.rehearsal(size, padded=size <= captured), kv)
+    for num_requests in {min(MIXED_REQUESTS, config.max_num_seqs), config.max_num_seqs}:
+        for size in (num_requests + 1, largest):
+            if num_requests < size <= largest:
+                model(steps.rehearsal(size, num_requests, padded=size <= captured), kv)
+    rehearse_sampling(runner)
+
+
+def rehearse_sampling(runner: TorchRunner) -> None:
+    model, device = runner.model, runner.platform.device
+    hidden_TD = torch.zeros(FEW_ROWS[-1], model.config.hidden_size, dtype=runner.dtype, device=device)
+    for num_rows in FEW_ROWS:
+        logits_TV = model.logits(hidden_TD[:num_rows])
+    sampler = Sampler(2, model.config.vocab_size, device)
+    for slot, params in enumerate((EVERYTHING, SamplingParams(seed=0))):  # the second draws from all tokens
+        sampler.add(slot, Request(id=str(slot), prompt_ids=(0,), params=params))
+    sampler.sample(logits_TV[:2].clone(), [0, 1])

@@ -1,0 +1,175 @@
+"""An H200 on paper: a runner whose tensors have no memory, and whose kernels are named instead of launched.
+
+    with paper_h200():
+        runner = make_runner("qwen3-30b-a3b", folder)
+        ...
+
+Kernels are specialised by Triton itself, for the target and by the arguments that an H200 would see: a tensor without
+memory gives the offset of its view as its address, and a GPU's allocator aligns all storage. Nothing is compiled.
+"""
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+import anabranch.kernels.triton as package
+from anabranch import ops
+from anabranch.bench import offline
+from anabranch.config import EngineConfig, resolve
+from anabranch.engine.runner import TorchRunner
+from anabranch.engine.sampled import Logprobs
+from anabranch.engine.sampler import Sampler
+from anabranch.kernels import tuning
+from anabranch.kernels.triton import attention, attention_tiles, experts, experts_tables, experts_tiles, precompile
+from anabranch.kernels.triton.precompile import Job
+from anabranch.loader import dummy
+from anabranch.models.config import read_config
+from anabranch.platforms.cuda import CudaPlatform
+from anabranch.platforms.platform import InlineStream
+
+CONFIGS = Path(offline.__file__).with_name("configs")
+SHARED_BYTES = (227 << 10) - 1024
+PROCESSORS = 132
+
+
+class PaperPlatform(CudaPlatform):
+    """A capture is its work, done once; a replay is none."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+    def has(self, capability: str) -> bool:
+        return capability in ("graphs", "streams", "bf16", "sm90")
+
+    def make_side_stream(self) -> Any:
+        return InlineStream()
+
+    def make_graph_pool(self) -> Any:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def fetch(self, tensor: torch.Tensor) -> Any:
+        return SimpleNamespace(wait=lambda: tensor)
+
+    def capture(self, function: Callable[[], object], pool: Any = None) -> Any:
+        function()
+        return SimpleNamespace(replay=lambda: None)
+
+
+class PaperDriver:
+    """All of a driver that a launch asks before it looks for its kernel."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def paper_h200() -> Iterator[None]:
+    """Whoever asks for the machine hears of an H200, and of the tables that are shipped for it."""
+    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    modules = [importlib.import_module(name) for name in names if not name.endswith("compile_jobs")]
+    hopper = importlib.import_module(f"{package.__name__}.experts_hopper")
+
+    def shipped(device: torch.device, shape: experts_tables.Shape) -> Any:
+        good_for = shape.good_for(device)
+        path = tuning.SHIPPED / tuning.file_name(good_for)
+        return tuning.read(path, experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
+
+    changes: list[tuple[Any, str, Any]] = [
+        *(
+            (module, "dependent_launch", lambda device: True)
+            for module in modules
+            if "dependent_launch" in vars(module)
+        ),
+        (attention, "machine_of", lambda device: attention_tiles.Machine(SHARED_BYTES, PROCESSORS, True, True)),
+        (experts, "machine_of", lambda device: experts_tiles.Machine(SHARED_BYTES, True)),
+        (experts, "hopper_kernels", lambda device: hopper),
+        (experts, "num_processors", lambda device: PROCESSORS),
+        (experts, "table_for", shipped),
+        (experts_tables, "device_facts", lambda device: ("sm_90", PROCESSORS)),
+        (driver, "_active", PaperDriver()),
+        (precompile, "_zeroed", nullcontext),  # there is nothing to index with
+        (dummy, "fill", lambda model: None),
+        (Logprobs, "to_host", lambda self: self),  # there is nothing to copy
+        # Page-locked memory is the driver's, and there is none.
+        (torch.Tensor, "pin_memory", lambda self: self),
+        (Sampler, "_upload", lambda self, values, dtype=torch.int64: torch.tensor(values, dtype=dtype).to(self.device)),
+    ]
+    for op in ops.OPS.values():  # they are bound again as they were
+        changes += [(op, "bound", op.bound), (op, "forced", op.forced)]
+    experts.chosen.cache_clear()
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(mock.patch.object(*change))
+        stack.callback(experts.chosen.cache_clear)
+        yield
+
+
+def make_runner(name: str, folder: Path, **options: Any) -> TorchRunner:
+    """Of a bundled config, cut down to a layer of each kind and one that has another before it."""
+    config = json.loads((CONFIGS / name / "config.json").read_text())
+    config["num_hidden_layers"] = 2
+    if "layer_types" in config:
+        config["layer_types"] = sorted(set(config["layer_types"]), reverse=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    platform = PaperPlatform()
+    model = read_config(folder)
+    settings = EngineConfig(model=str(folder), load_format="dummy", tune="off", **options)
+    settings = resolve(settings, model, platform)
+    runner = TorchRunner(settings, platform, None)
+    runner.allocate([1 << 16] * len(model.kv_groups))
+    return runner
+
+
+def forget(jobs: list[Job]) -> None:
+    """What Triton keeps of a device that was not there."""
+    for job in jobs:
+        job.kernel.device_caches.clear()
+
+
+def differences(job: Job, known: list[Job]) -> str:
+    """A job that was not expected, and how it differs from the nearest of those that were."""
+
+    def facts(job: Job) -> dict[str, str]:
+        names = job.kernel.arg_names
+
+        def spell(path: tuple[int, ...]) -> str:
+            return ".".join([names[path[0]], *map(str, path[1:])])
+
+        found = {f"{name}": str(kind) for name, kind in job.signature.items()}
+        found |= {spell(path): f"constant {value}" for path, value in job.constants.items()}
+        found |= {f"{spell(path)} aligned": str(value) for path, value in job.attributes.items()}
+        return found | {f"option {name}": str(value) for name, value in job.options.items()}
+
+    mine = facts(job)
+    best: list[str] | None = None
+    for other in known:
+        if other.kernel is job.kernel:
+            theirs = facts(other)
+            changed = [
+                f"{name}: {theirs.get(name, '-')} → {mine.get(name, '-')}"
+                for name in {**mine, **theirs}
+                if mine.get(name) != theirs.get(name)
+            ]
+            if best is None or len(changed) < len(best):
+                best = changed
+    return f"{job.kernel.__name__}: {'never launched' if best is None else ', '.join(best)}"

@@ -1,0 +1,158 @@
+"""No kernel is compiled while requests wait: whatever a step launches was launched by the rehearsal before the start.
+
+`python -m tests.engine.test_rehearsal [STEPS]` lists what is rehearsed, and what is missing after so many steps.
+"""
+
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from anabranch import kernels
+from anabranch.engine.runner import TorchRunner
+from anabranch.engine.scheduler import Sequence, Share
+from anabranch.kernels.triton.precompile import Job, recording
+from anabranch.request import Request
+from anabranch.sampling_params import SamplingParams
+from tests.engine.paper_h200 import differences, forget, make_runner, paper_h200
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
+
+LONGEST = 16384
+GREEDY = SamplingParams(temperature=0)
+DRAWN = (SamplingParams(seed=1), SamplingParams(temperature=0.7, top_p=0.9, seed=2), SamplingParams(top_k=20, seed=3))
+SPECIAL = (
+    SamplingParams(temperature=0, logprobs=0),
+    SamplingParams(temperature=0, logprobs=5),
+    SamplingParams(seed=4, logprobs=20),
+    SamplingParams(temperature=0, prompt_logprobs=2),
+    SamplingParams(seed=5, repetition_penalty=1.2, presence_penalty=0.5),
+    SamplingParams(temperature=0, frequency_penalty=0.3),
+    SamplingParams(temperature=0, allowed_token_ids=(3, 5, 7)),
+    SamplingParams(seed=6, allowed_token_ids=(1,), top_p=0.5),
+    SamplingParams(temperature=0, logit_bias={4: 1.0}, min_tokens=3),
+    SamplingParams(temperature=0, return_routed_experts=True),
+)
+TOKENS = [7] * LONGEST
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {},
+    "qwen1.5-moe-a2.7b": {},
+    "gemma4-26b-a4b": {},
+    "gemma4-26b-a4b, odd": {"max_num_batched_tokens": 333, "max_num_seqs": 17},
+    "qwen3-30b-a3b, many": {"max_num_batched_tokens": 16384, "max_num_seqs": 1500},
+    "qwen1.5-moe-a2.7b, uncaptured": {"graph_mode": "none"},
+    "qwen3-30b-a3b, decode captured": {"prefill_graph": "none", "max_num_seqs": 64},
+}
+
+
+class Serving:
+    """Steps as they come, of requests that exist for one step."""
+
+    def __init__(self, runner: TorchRunner, seed: int) -> None:
+        self.runner = runner
+        self.rng = random.Random(seed)
+        self.longest = min(LONGEST, runner.config.max_model_len)
+        self.most_tokens, self.most_requests = runner.config.max_num_batched_tokens, runner.config.max_num_seqs
+        self.num_groups = len(runner.model.config.kv_groups)
+        self.num_pages: dict[str, int] = {}
+        self.number = 0
+
+    def about(self, most: int) -> int:
+        """1 .. most, small ones as often as large ones; often a round number or one beside it."""
+        found = int(most ** self.rng.random()) if self.rng.random() < 0.7 else self.rng.randint(1, most)
+        if self.rng.random() < 0.3:
+            found = (1 << found.bit_length() - 1) + self.rng.choice((-1, 0, 1))
+        return min(max(found, 1), most)
+
+    def step(self) -> None:
+        rng, shares = self.rng, []
+        slots = rng.sample(range(self.most_requests), self.most_requests)
+        # What most requests want, and now and then one of them something else.
+        usual = rng.choice(((GREEDY,), (GREEDY,), DRAWN, (GREEDY, *DRAWN), SPECIAL, (GREEDY, rng.choice(SPECIAL))))
+        longest = self.about(self.longest)
+        num_prompts = 0 if rng.random() < 0.3 else min(self.about(40), self.most_requests)
+        num_single = 0
+        if num_prompts < self.most_requests and (rng.random() < 0.8 or not num_prompts):
+            num_single = min(self.about(self.most_requests - num_prompts), self.most_tokens)
+        for place in range(num_single):
+            end = longest if place == 0 else min(longest, self.about(256))
+            shares.append(self.share(slots.pop(), rng.choice(usual), end - 1, end, True))
+        left, most = self.most_tokens - num_single, self.about(self.most_tokens)
+        prompts = []
+        for _ in range(num_prompts):
+            count = min(self.about(most), left, self.longest)
+            if count:
+                begin = rng.choice((0, 0, rng.randint(0, max(0, longest - count))))
+                end = min(begin + count, self.longest)
+                prompts.append(self.share(slots.pop(), rng.choice(usual), begin, end, rng.random() < 0.9))
+                left -= count
+        self.launch(shares + sorted(prompts, key=lambda share: min(2, share.end - share.begin)))
+        if rng.random() < 0.2:
+            self.runner.idle()
+
+    def share(self, slot: int, params: SamplingParams, begin: int, end: int, samples: bool) -> Share:
+        self.number += 1
+        request = Request(id=str(self.number), prompt_ids=(7,) * 3, params=params)
+        sequence = Sequence(request, self.number)
+        sequence.slot = slot
+        if end - begin > 1:
+            sequence.tokens = TOKENS[:end]
+            sequence.num_prompt = end
+        self.num_pages[request.id] = -(-end // self.runner.config.page_size)
+        return Share(sequence, begin, end, samples)
+
+    def launch(self, shares: list[Share]) -> None:
+        self.runner.launch(shares, lambda id: [TOKENS[: self.num_pages[id]]] * self.num_groups)
+
+
+def rehearse(case: str, folder: Path, num_steps: int) -> tuple[list[Job], list[Job], list[str]]:
+    """(what is rehearsed, what steps launch beside it, where)"""
+    with paper_h200(), recording() as jobs, torch.inference_mode():
+        runner = make_runner(case.partition(",")[0], folder, **CASES[case])
+        rehearsed = 0
+
+        def compile_ahead(platform: object, work: Callable[[], object]) -> None:
+            nonlocal rehearsed
+            work()
+            rehearsed = len(jobs)
+
+        with mock.patch.object(kernels, "compile_ahead", compile_ahead):
+            runner.warm_up()
+        where = ["captured"] * (len(jobs) - rehearsed)
+        serving = Serving(runner, 0)
+        for number in range(num_steps):
+            before = len(jobs)
+            serving.step()
+            where += [f"step {number}"] * (len(jobs) - before)
+    forget(jobs)
+    return jobs[:rehearsed], jobs[rehearsed:], where
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_launch_only_what_was_rehearsed(case: str, tmp_path: Path) -> None:
+    known, missing, where = rehearse(case, tmp_path, 60)
+    assert len(known) > 20
+    assert not missing, "\n".join(f"{at}: {differences(job, known)}" for job, at in zip(missing, where, strict=True))
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as made:
+            known, missing, where = rehearse(case, Path(made), int(sys.argv[1]) if sys.argv[1:] else 300)
+        print(f"== {case}: {len(known)} rehearsed, {len(missing)} missing")
+        print(
+            "   "
+            + ", ".join(f"{kernel} {n}" for kernel, n in sorted(Counter(j.kernel.__name__ for j in known).items()))
+        )
+        for job, at in zip(missing, where, strict=True):
+            print(f"   {at}: {differences(job, known)}")
