@@ -18,6 +18,7 @@ from anabranch.config import EngineConfig
 from anabranch.request import Request, TokenLogprobs, Update
 
 REFUSE, BUG, CRASH, HANG, HANG_HARD, UNSENDABLE, DIE = range(-7, 0)
+QUIET = 0.25  # seconds without a step before it may be called idle
 
 
 def config(**options: Any) -> dict[str, Any]:
@@ -29,6 +30,7 @@ class FakeEngine:
         self.step_seconds, self.unsendable_stats = step_seconds, unsendable_stats
         self.running: dict[str, tuple[Request, int]] = {}
         self.num_steps = self.num_idle = 0
+        self.quiet_since = 0.0
         self.aborts: list[tuple[str, int, int]] = []  # id, step, tokens it had
 
     def add(self, request: Request) -> None:
@@ -53,6 +55,7 @@ class FakeEngine:
     def step(self) -> list[Update]:
         self.num_steps += 1
         time.sleep(self.step_seconds)
+        self.quiet_since = time.monotonic()
         updates = []
         for id, (request, count) in list(self.running.items()):
             first = request.prompt_ids[0]
@@ -76,7 +79,9 @@ class FakeEngine:
 
     def idle(self) -> None:
         assert not self.has_work
+        assert time.monotonic() - self.quiet_since >= QUIET, "a request may be about to come"
         self.num_idle += 1
+        self.quiet_since = time.monotonic()
 
     def stats(self) -> dict[str, Any]:
         if self.unsendable_stats and self.num_steps:

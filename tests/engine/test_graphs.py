@@ -1,7 +1,9 @@
 """Captured decode steps give what uncaptured ones give, whoever joins and leaves. The fake platform captures by writing
 down what to run again, so buffers that a replay reads and writes are the real ones."""
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from anabranch.config import EngineConfig
 from anabranch.engine import runner
 from anabranch.engine.engine import Engine, make_engine
 from anabranch.layers.step import Step
+from anabranch.llm import LLM
 from anabranch.platforms.fake import FakePlatform
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
@@ -177,6 +180,33 @@ def test_every_graph_is_captured_before_ready_or_when_nobody_waits(tmp_path: Pat
     engine.idle()
     assert fake.log.count("capture") == again
     engine.close()
+
+
+def test_a_batch_makes_one_size_that_earlier_ones_missed(tmp_path: Path, fake: FakePlatform) -> None:
+    folder = tiny.save(FAMILIES["llama"], tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(str(folder), **(DEFAULTS | {"max_num_seqs": 40})) as llm:
+        decodes = llm.engine.runner.decodes
+        assert decodes is not None
+
+        def generate(num_prompts: int) -> set[int]:
+            llm.generate([[1, 2, 3]] * num_prompts, params)
+            return {size for kind, size in decodes.made if kind == "greedy"}
+
+        assert generate(20) == {1, 2, 4, 8, 16, 32, 40}
+        assert generate(3) == {1, 2, 4, 8, 16, 32, 40}, "a few prompts do not wait for it"
+        assert generate(20) == {1, 2, 4, 8, 16, 24, 32, 40}
+
+
+def test_an_llm_that_is_gone_leaves_no_memory(tmp_path: Path, fake: FakePlatform) -> None:
+    """Though nobody looks for garbage among what was there when it was ready."""
+    llm = LLM(str(tiny.save(FAMILIES["llama"], tmp_path)), **DEFAULTS)
+    assert gc.get_freeze_count() > 0
+    model = weakref.ref(llm.engine.runner.model)
+    llm.close()
+    del llm
+    gc.collect()
+    assert model() is None
 
 
 def test_the_histogram_leaves_padding_out(tmp_path: Path, fake: FakePlatform) -> None:

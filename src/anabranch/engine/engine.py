@@ -187,7 +187,7 @@ class Engine:
         return updates + self._read(launched) if launched else updates
 
     def idle(self) -> None:
-        """There was no work for a while: time for what would make later steps faster."""
+        """There was no work for a while: time for one thing that would make later steps faster."""
         self.runner.idle()
 
     def _take_compiled(self) -> list[Update]:

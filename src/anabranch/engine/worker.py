@@ -33,6 +33,9 @@ log = logging.getLogger("anabranch.engine.worker")  # __name__ is __main__ here
 
 HEARTBEAT = 0.5  # seconds between two heart-beats
 IDLE_MS = 100  # an idle engine looks up this often for a SIGTERM
+QUIET = 0.25
+"""Seconds without a step after which the engine may do something for itself, once. That may take as long, and a request
+that comes meanwhile waits; under load gaps between requests are shorter, and none has to."""
 MAX_STEPS_AHEAD = 1000  # messages the client may lag behind before the engine waits for it
 LAST_WORDS_MS = 2000  # for the client to take what was sent before the end
 EXIT_SECONDS = 5.0  # after these the end is forced
@@ -103,6 +106,7 @@ class Worker:
         self.running: dict[str, None] = {}  # ids in the engine, in order of arrival
         self.updates: list[Update] = []  # not sent yet
         self.stopping = False
+        self.quiet_since = 0.0
         self.stage_at = 0.0
         self.said: set[str] = set()
         self.stages = Stages.of_process(self._begin_stage)
@@ -122,8 +126,9 @@ class Worker:
                 came = self._take(engine, IDLE_MS if not engine.has_work else 0)
                 if engine.has_work and not self.stopping:
                     self._step(engine)
-                elif not came:
+                elif not came and time.monotonic() - self.quiet_since >= QUIET:
                     engine.idle()
+                    self.quiet_since = time.monotonic()
                 self._send_updates()
         except Exception as error:
             self._fail(error)
@@ -254,6 +259,7 @@ class Worker:
         pulse.step_began = time.monotonic()
         updates = engine.step()
         pulse.step_began, pulse.step_ended = None, time.monotonic()
+        self.quiet_since = pulse.step_ended
         pulse.num_steps += 1
         self.updates += updates
 

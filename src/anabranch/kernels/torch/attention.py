@@ -97,7 +97,8 @@ def _work(page_table_RM: torch.Tensor, starts: list[int], lengths: list[int], pa
     ):
         return _last
     counts = [end - begin for begin, end in pairwise(starts)]
-    decoding = sorted((r for r, n in enumerate(counts) if n == 1), key=lambda r: lengths[r])
+    # Rows of padding have no context, and stay zeros.
+    decoding = sorted((r for r, n in enumerate(counts) if n == 1 and lengths[r]), key=lambda r: lengths[r])
     tables = page_table_RM.tolist() if decoding else []
     groups: list[Group] = []
     while decoding:
