@@ -39,20 +39,22 @@ def rehearse(runner: TorchRunner) -> None:
     largest = config.max_num_batched_tokens
     captured = 0 if runner.prefills is None else runner.largest_captured
 
-    for size in decode_sizes(config.max_num_seqs):
-        if runner.decodes is not None:
-            runner.decode("greedy", steps.padding(size), kv)
-        elif size > captured:
-            model(steps.rehearsal(size, size), kv)
-    if runner.decodes is not None:
-        runner.decode("drawn", steps.padding(1), kv)
-    for size in sorted({*prefill_sizes(largest), *FEW_ROWS}):
-        if size > captured or size >= FEW_ROWS[-1]:  # captured ones are padded to the least of the others
-            model(steps.rehearsal(size, padded=size <= captured), kv)
+    sizes = prefill_sizes(largest)
+    if captured < sizes[0]:
+        sizes = sorted({*sizes, *(size for size in FEW_ROWS if size < largest)})
+    for size in reversed(sizes):  # the smaller ones fit into memory that the first has taken
+        model(steps.rehearsal(size, padded=size <= captured), kv)
     for num_requests in {min(MIXED_REQUESTS, config.max_num_seqs), config.max_num_seqs}:
-        for size in (num_requests + 1, largest):
+        for size in (largest, num_requests + 1):
             if num_requests < size <= largest:
                 model(steps.rehearsal(size, num_requests, padded=size <= captured), kv)
+    for size in reversed(decode_sizes(config.max_num_seqs)):
+        if runner.decodes is not None:
+            runner.decode("greedy", steps.padding(size), kv)
+        else:
+            model(steps.rehearsal(size, size, padded=size <= captured), kv)
+    if runner.decodes is not None:
+        runner.decode("drawn", steps.padding(1), kv)
     rehearse_sampling(runner)
 
 

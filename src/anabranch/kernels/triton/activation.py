@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.gated import activate
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch
 from anabranch.ops.activation import ACTIVATIONS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
     if y_TI.numel() == 0:
         return y_TI
     dependent = dependent_launch(x_T2I.device)
-    gated_activation_kernel[(rows, triton.cdiv(width, BLOCK))](
+    gated_activation_kernel[(rows, cdiv(width, BLOCK))](
         x_T2I,
         y_TI,
         x_T2I.stride(0),

@@ -27,7 +27,7 @@ from anabranch.kernels.triton import attention_tiles
 from anabranch.kernels.triton.attention_decode import attend_pieces, combine_pieces
 from anabranch.kernels.triton.attention_prefill import attend_rows
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, Machine, PrefillTile
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 
 MAX_DIM = 512
 MAX_QUERIES = 64 * 128
@@ -112,11 +112,11 @@ class Shape(NamedTuple):
     max_query: int
 
     def padded_dim(self) -> int:
-        return max(16, triton.next_power_of_2(self.D))
+        return max(16, next_power_of_2(self.D))
 
     def padded_heads(self) -> int:
         """Those that share keys."""
-        return max(16, triton.next_power_of_2(self.H // self.G))
+        return max(16, next_power_of_2(self.H // self.G))
 
 
 class Launch(NamedTuple):
@@ -235,7 +235,7 @@ def few_programs(machine: Machine, programs: int) -> int:
 
 def most_pieces(R: int, G: int, most_keys: int, tile: DecodeTile, machine: Machine) -> int:
     """W: a piece of each request, and as many more as the machine holds at a time, if there are keys for them."""
-    blocks = triton.cdiv(most_keys, tile.keys)
+    blocks = cdiv(most_keys, tile.keys)
     if blocks < 2:
         return R
     return R + min(further_pieces(G, tile, machine), R * blocks)

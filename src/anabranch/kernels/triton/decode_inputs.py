@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch
 
 BOUNDS = (64, 1024, 4096)
 """One program has all rows and one entry more; each of these is a version of it."""
@@ -100,7 +100,7 @@ def decode_pages(
     slot_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows:
         dependent = dependent_launch(device)
-        pages_kernel[(num_rows, max(1, triton.cdiv(columns, BLOCK)))](
+        pages_kernel[(num_rows, max(1, cdiv(columns, BLOCK)))](
             packed_3R, table_SM, page_table_RN, slot_R, num_rows, table_SM.stride(0), columns,
             PAGE_SIZE=page_size, BLOCK=BLOCK, DEPENDENT=dependent, num_warps=2,
             **({"launch_pdl": True} if dependent else {}),

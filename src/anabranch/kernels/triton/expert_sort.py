@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 
 MAX_EXPERTS = 512
 FEW_PAIRS = 4096
@@ -141,7 +141,7 @@ def sort_few(expert_TK: torch.Tensor, num_experts: int, order_N: torch.Tensor, s
     num_pairs = expert_TK.numel()
     constants = constants_of_few(num_pairs, num_experts)
     dependent = dependent_launch(expert_TK.device)
-    num_programs = triton.cdiv(num_pairs, constants["SHARE"]) + triton.cdiv(num_experts + 1, constants["SHARE"])
+    num_programs = cdiv(num_pairs, constants["SHARE"]) + cdiv(num_experts + 1, constants["SHARE"])
     sort_few_kernel[(num_programs,)](
         expert_TK,
         order_N,
@@ -164,7 +164,7 @@ def sort_many(expert_TK: torch.Tensor, num_experts: int, order_N: torch.Tensor, 
     count, scan, place = constants_of_many(num_pairs, num_experts)
     dependent = dependent_launch(device)
     options = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
-    num_units, num_blocks = num_pairs // count["UNIT"], triton.cdiv(num_pairs, BLOCK)
+    num_units, num_blocks = num_pairs // count["UNIT"], cdiv(num_pairs, BLOCK)
     count_EB = torch.empty(num_experts + 1, num_blocks, dtype=torch.int32, device=device)
     total_E = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     count_kernel[(num_blocks,)](expert_TK, count_EB, num_units, num_blocks, **count, **options)
@@ -177,7 +177,7 @@ def sort_many(expert_TK: torch.Tensor, num_experts: int, order_N: torch.Tensor, 
 def constants_of_many(num_pairs: int, num_experts: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     blocks = {"E": num_experts, "UNIT": math.gcd(num_pairs, 4), "BLOCK": BLOCK, "num_warps": BLOCK // 32}
     return (
-        blocks | {"BINS": triton.next_power_of_2(num_experts)},
+        blocks | {"BINS": next_power_of_2(num_experts)},
         {"STEP": SCAN_STEP, "num_warps": 8},
-        blocks | {"BINS": triton.next_power_of_2(num_experts + 1)},
+        blocks | {"BINS": next_power_of_2(num_experts + 1)},
     )

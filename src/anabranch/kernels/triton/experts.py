@@ -43,7 +43,7 @@ from anabranch.kernels.triton.experts_tiles import (
     choose,
     padded_tokens,
 )
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 from anabranch.ops.experts import COMBINES
 
 log = logging.getLogger(__name__)
@@ -162,9 +162,9 @@ def run_small(call: Call, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
     num_pairs = tokens * top_k
     launch = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
     h_NI = call.x_TD.new_empty(num_pairs, inner)
-    chunk = min(CHUNK, triton.next_power_of_2(D))
-    shape = {"ROWS": tiles.gate_rows, "CHUNK": chunk, "NUM_CHUNKS": triton.cdiv(D, chunk)}
-    gate_up_small[(num_pairs, triton.cdiv(inner, tiles.gate_rows))](
+    chunk = min(CHUNK, next_power_of_2(D))
+    shape = {"ROWS": tiles.gate_rows, "CHUNK": chunk, "NUM_CHUNKS": cdiv(D, chunk)}
+    gate_up_small[(num_pairs, cdiv(inner, tiles.gate_rows))](
         call.x_TD,
         call.x_TD.stride(0),
         call.expert_TK,
@@ -175,18 +175,18 @@ def run_small(call: Call, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
         D,
         inner,
         K=top_k,
-        PAIRS=triton.next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1,
+        PAIRS=next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1,
         SHARE=tiles.share,
         ACTIVATION=call.activation,
         num_warps=tiles.gate_warps,
         **shape,
         **launch,
     )
-    chunk = min(CHUNK, triton.next_power_of_2(inner))
-    shape = {"COLUMNS": tiles.down_columns, "CHUNK": chunk, "NUM_CHUNKS": triton.cdiv(inner, chunk)}
+    chunk = min(CHUNK, next_power_of_2(inner))
+    shape = {"COLUMNS": tiles.down_columns, "CHUNK": chunk, "NUM_CHUNKS": cdiv(inner, chunk)}
     y = call.result()
     if tiles.by_token and call.combined:
-        down_token[(tokens, triton.cdiv(D, tiles.down_columns))](
+        down_token[(tokens, cdiv(D, tiles.down_columns))](
             call.weight_TK,
             call.expert_TK,
             h_NI,
@@ -204,7 +204,7 @@ def run_small(call: Call, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
         )
         return y
     rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
-    down_pair[(num_pairs, triton.cdiv(D, tiles.down_columns))](
+    down_pair[(num_pairs, cdiv(D, tiles.down_columns))](
         call.weight_TK,
         call.expert_TK,
         h_NI,
@@ -215,7 +215,7 @@ def run_small(call: Call, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
         call.scaling,
         D,
         inner,
-        PAIRS=triton.next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1,
+        PAIRS=next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1,
         SHARE=tiles.share,
         ZERO=not call.combined,
         num_warps=tiles.down_warps,
@@ -236,10 +236,10 @@ def run_grouped(call: Call, tiles: GroupedTiles, pdl: bool) -> torch.Tensor:
     else:
         plan = make_plan(call.expert_TK, call.weight_TK, call.scaling, num_experts, tiles.rows, 0, pdl)
         order_N, weight_N, tile_3M, max_tiles = plan.order_N, plan.weight_N, plan.tile_3M, plan.max_tiles
-    common = {"K": top_k, "KP": triton.next_power_of_2(top_k), "BM": tiles.rows, "MATCH": match, **launch}
+    common = {"K": top_k, "KP": next_power_of_2(top_k), "BM": tiles.rows, "MATCH": match, **launch}
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     tile = tiles.gate_up
-    gate_up_grouped[(max_tiles * triton.cdiv(inner, tile.columns),)](
+    gate_up_grouped[(max_tiles * cdiv(inner, tile.columns),)](
         call.x_TD,
         call.x_TD.stride(0),
         call.expert_TK,
@@ -266,7 +266,7 @@ def run_grouped(call: Call, tiles: GroupedTiles, pdl: bool) -> torch.Tensor:
     else:
         out = y.zero_()
     tile = tiles.down
-    down_grouped[(max_tiles * triton.cdiv(D, tile.columns),)](
+    down_grouped[(max_tiles * cdiv(D, tile.columns),)](
         call.weight_TK,
         weight_N,
         call.expert_TK,
@@ -302,7 +302,7 @@ def run_hopper(call: Call, tiles: HopperTiles) -> torch.Tensor:
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     tile = tiles.gate_up
     narrow = tile.columns == 128 and 0 < inner % tile.columns <= tile.columns // 2
-    gluon.gate_up_hopper[(min(places, plan.max_tiles * triton.cdiv(inner, tile.columns)),)](
+    gluon.gate_up_hopper[(min(places, plan.max_tiles * cdiv(inner, tile.columns)),)](
         call.x_TD,
         call.x_TD.stride(0),
         gluon.descriptor(call.gate_up_EFD, tile.columns // 2 if narrow else tile.columns, tile.depth),
@@ -321,7 +321,7 @@ def run_hopper(call: Call, tiles: HopperTiles) -> torch.Tensor:
     y = call.result()
     rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y.zero_()
     tile = tiles.down
-    gluon.down_hopper[(min(places, plan.max_tiles * triton.cdiv(D, tile.columns)),)](
+    gluon.down_hopper[(min(places, plan.max_tiles * cdiv(D, tile.columns)),)](
         plan.weight_N,
         gluon.descriptor(h_NI, 64, tile.depth),
         gluon.descriptor(h_NI, 16, tile.depth),
@@ -412,14 +412,14 @@ def tile_options(tile: Tile) -> dict[str, int | bool]:
 def sum_into(call: Call, rows_ND: torch.Tensor, y_TD: torch.Tensor, first: bool, pdl: bool) -> torch.Tensor:
     (tokens, top_k), D = call.expert_TK.shape, y_TD.shape[1]
     # Few tokens: more programs; many: whole rows.
-    columns = min(triton.next_power_of_2(D), 256 if tokens <= 64 else 1024)
-    sum_rows[(tokens, triton.cdiv(D, columns))](
+    columns = min(next_power_of_2(D), 256 if tokens <= 64 else 1024)
+    sum_rows[(tokens, cdiv(D, columns))](
         call.expert_TK,
         rows_ND,
         y_TD,
         D,
         K=top_k,
-        KP=triton.next_power_of_2(top_k),
+        KP=next_power_of_2(top_k),
         COLUMNS=columns,
         FIRST=first,
         PDL=pdl,

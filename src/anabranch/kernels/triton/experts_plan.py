@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.triton.experts_tiles import padded_tokens
+from anabranch.kernels.triton.launch import cdiv, next_power_of_2
 
 ONE_KERNEL = (256, 1024, 4096, 8192)
 """Up to so many pairs every program counts all of them, and each of these bounds is a version of the kernel; above, a
@@ -60,12 +61,12 @@ def make_plan(
 ) -> Plan:
     num_pairs, device = expert_TK.numel(), expert_TK.device
     tiles = max_tiles(num_pairs, num_experts, block_rows)
-    padded = triton.next_power_of_2(num_experts)
+    padded = next_power_of_2(num_experts)
     # As if there were as many tokens as the tiles were chosen for: so many versions are known before the first step.
     most_pairs = padded_tokens(expert_TK.shape[0]) * expert_TK.shape[1]
     bound = next((bound for bound in ONE_KERNEL if bound >= most_pairs), 0)
-    chunk = min(256, bound) if bound else max(1024, triton.next_power_of_2(most_pairs) // 128)
-    num_chunks = triton.cdiv(num_pairs, chunk)
+    chunk = min(256, bound) if bound else max(1024, next_power_of_2(most_pairs) // 128)
+    num_chunks = cdiv(num_pairs, chunk)
     order_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
     weight_N = torch.empty(num_pairs, dtype=torch.float32, device=device)
     tile_3M = torch.empty(3, tiles, dtype=torch.int32, device=device)
@@ -96,7 +97,7 @@ def make_plan(
         EXTRA=extra_rows,
         CHUNK=chunk,
         EP=padded,
-        GP=1 if bound else max(FEW_CHUNKS, triton.next_power_of_2(triton.cdiv(most_pairs, chunk))),
+        GP=1 if bound else max(FEW_CHUNKS, next_power_of_2(cdiv(most_pairs, chunk))),
         NP=bound,
         PDL=pdl,
         num_warps=warps,

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 from anabranch.kernels.triton.route import _pack as pack
 
 STREAM_TOKENS, STREAM_MORE_TOKENS = 2, 4
@@ -202,12 +202,12 @@ def choose(tokens: int, D: int, F: int, itemsize: int) -> Tiles | None:
         if itemsize != 2 or tokens > (ROUTER_TOKENS if few else MULTIPLY_TOKENS) or D * F > MULTIPLY_WEIGHTS:
             return None
         return MultiplyTiles(16, 4, 64 if few else 128, NUM_STAGES)
-    chunks = triton.cdiv(D * itemsize, 16 * NUM_LANES)  # loads of one warp for one output
-    across = 1 if chunks <= 12 else min(triton.next_power_of_2(triton.cdiv(chunks, 8)), 8)
+    chunks = cdiv(D * itemsize, 16 * NUM_LANES)  # loads of one warp for one output
+    across = 1 if chunks <= 12 else min(next_power_of_2(cdiv(chunks, 8)), 8)
     if few:
         # So few outputs leave most of the chip idle: all that counts is that each is quickly done.
-        across = min(triton.next_power_of_2(chunks), 8)
-    loads = triton.cdiv(chunks, across)
+        across = min(next_power_of_2(chunks), 8)
+    loads = cdiv(chunks, across)
     if loads > MAX_LOADS:
         return None
     rows = 2 if F >= 4096 and loads <= 12 else 1
@@ -225,7 +225,7 @@ def run(
     launch = {"DEPENDENT": dependent, "EARLY": EARLY, **({"launch_pdl": True} if dependent else {})}
     common = (x_TD, weight_FD, bias_F, y_TF, x_TD.stride(0), weight_FD.stride(0), F)
     if isinstance(tiles, StreamTiles):
-        stream_rows[(triton.cdiv(F, tiles.rows * tiles.warps),)](
+        stream_rows[(cdiv(F, tiles.rows * tiles.warps),)](
             *common,
             T=tokens,
             D=D,
@@ -239,8 +239,8 @@ def run(
         )
         return y_TF
     per_line = 128 // x_TD.element_size()
-    block = max(LEAST_COLUMNS, min(MULTIPLY_TOKENS, triton.next_power_of_2(tokens)))
-    multiply_rows[(triton.cdiv(F, tiles.rows), triton.cdiv(tokens, block))](
+    block = max(LEAST_COLUMNS, min(MULTIPLY_TOKENS, next_power_of_2(tokens)))
+    multiply_rows[(cdiv(F, tiles.rows), cdiv(tokens, block))](
         *common,
         tokens,
         TP=block,
@@ -249,7 +249,7 @@ def run(
         K=tiles.warps,
         C=tiles.depth,
         STAGES=tiles.stages,
-        LINES=triton.next_power_of_2(triton.cdiv(D, per_line)),
+        LINES=next_power_of_2(cdiv(D, per_line)),
         PER_LINE=per_line,
         num_warps=tiles.warps,
         **launch,

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 from anabranch.kernels.triton.sample import MAX_CHUNKS, MAX_VOCABULARY, NUM_SCANNING, STRETCH, TILE, choose_split
 from anabranch.kernels.triton.sample_search import LOWEST, from_key, to_key
 
@@ -121,7 +121,7 @@ def logprobs(
     if num_rows == 0:
         return results
     split = choose_split(num_rows, vocabulary, TILE, NUM_SCANNING)
-    shape, num_stretches = (num_rows, split.num_chunks), triton.cdiv(vocabulary, STRETCH)
+    shape, num_stretches = (num_rows, split.num_chunks), cdiv(vocabulary, STRETCH)
     dtypes = torch.float32, torch.float32, torch.int32
     chunks = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes)
     peak_TS = torch.empty(num_rows, num_stretches, device=device)
@@ -134,7 +134,7 @@ def logprobs(
     )  # fmt: skip
     list_kernel[(num_rows,)](
         logits_TV, token_T, *chunks, peak_TS, *results, *row, split.num_chunks, top_n,
-        STRETCH=STRETCH, STRETCHES=triton.next_power_of_2(num_stretches), CHUNKS=MAX_CHUNKS,
+        STRETCH=STRETCH, STRETCHES=next_power_of_2(num_stretches), CHUNKS=MAX_CHUNKS,
         num_warps=4, **options,
     )  # fmt: skip
     return results

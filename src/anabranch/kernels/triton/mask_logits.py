@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch
 
 BLOCK = 2048
 
@@ -49,7 +49,7 @@ def mask_logits(
     if num_rows == 0:
         return
     dependent = dependent_launch(logits_RV.device)
-    mask_kernel[(num_rows, triton.cdiv(vocabulary, BLOCK))](
+    mask_kernel[(num_rows, cdiv(vocabulary, BLOCK))](
         logits_RV, row_N, allowed_NM, vocabulary, logits_RV.stride(0), num_words, allowed_NM.stride(0), value,
         BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip

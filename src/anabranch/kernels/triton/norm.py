@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 
 MAX_WIDTH = 16384
 """Above, a row would not fit in the registers of a program."""
@@ -84,10 +84,10 @@ def launch(
     num_rows = x.shape[0] * heads
     if num_rows == 0:
         return y, total_TD
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     rows = max(1, NARROW // block)
     dependent = dependent_launch(x.device)
-    norm_kernel[(triton.cdiv(num_rows, rows),)](
+    norm_kernel[(cdiv(num_rows, rows),)](
         x,
         residual_TD,
         weight_D,

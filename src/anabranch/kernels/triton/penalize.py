@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.exact import EXACT
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch
 
 BLOCK = 1024
 PARTS = ["row_N", "table_row_N", "presence_N", "frequency_N", "repetition_N"]
@@ -77,7 +77,7 @@ def penalize(
     if num_rows == 0:
         return
     dependent = dependent_launch(logits_RV.device)
-    penalize_kernel[(num_rows, triton.cdiv(vocabulary, BLOCK))](
+    penalize_kernel[(num_rows, cdiv(vocabulary, BLOCK))](
         logits_RV, row_N, count_PV, prompt_PV.view(torch.int8), table_row_N, presence_N, frequency_N, repetition_N,
         vocabulary, logits_RV.stride(0), count_PV.stride(0),
         BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **EXACT, **({"launch_pdl": True} if dependent else {}),

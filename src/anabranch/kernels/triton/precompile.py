@@ -136,7 +136,8 @@ def find(module: str, name: str) -> Any:
 def recording() -> Iterator[list[Job]]:
     """Launches inside are collected, each specialisation once, instead of compiled and launched."""
     jobs: list[Job] = []
-    seen: set[tuple[int, str]] = set()
+    kept: list[tuple[dict[str, Any], str]] = []
+    """Where Triton would keep the kernels: with something there it looks no further at launches like those before."""
     if list(inspect.signature(JITFunction._do_compile).parameters) != EXPECTED:
         raise RuntimeError(f"Triton {triton.__version__} compiles in a way that is not known here: do not record")
     run, do_compile = JITFunction.run, JITFunction._do_compile
@@ -147,10 +148,10 @@ def recording() -> Iterator[list[Job]]:
     def keep(
         self: Any, key: str, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, warmup: bool
     ) -> None:
-        if (id(self), key) not in seen:
-            seen.add((id(self), key))
-            target = self.device_caches[device][2]
-            jobs.append(Job(self, dict(signature), dict(constexprs), dict(attrs), dict(options.__dict__), target))
+        kernel_cache, _, target, *_ = self.device_caches[device]
+        jobs.append(Job(self, dict(signature), dict(constexprs), dict(attrs), dict(options.__dict__), target))
+        kernel_cache[key] = jobs[-1]
+        kept.append((kernel_cache, key))
 
     JITFunction.run, JITFunction._do_compile = run_without_launch, keep  # type: ignore[method-assign]
     try:
@@ -158,6 +159,8 @@ def recording() -> Iterator[list[Job]]:
             yield jobs
     finally:
         JITFunction.run, JITFunction._do_compile = run, do_compile  # type: ignore[method-assign]
+        for kernel_cache, key in kept:
+            del kernel_cache[key]
 
 
 @contextmanager

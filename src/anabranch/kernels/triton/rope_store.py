@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_TILE = 16384
@@ -156,7 +156,7 @@ def accepts(
         and all(x.dtype == torch.float32 and x.is_contiguous() for x in (cos_TF, sin_TF))
         and (q_weight is None) == (k_weight is None)
         and all(x is None or x.is_contiguous() for x in weights)
-        and triton.next_power_of_2(H) * triton.next_power_of_2(D) <= MAX_TILE
+        and next_power_of_2(H) * next_power_of_2(D) <= MAX_TILE
     )
 
 
@@ -182,7 +182,7 @@ def rope_store(
     norm = "none" if q_weight is None else "head" if q_weight.numel() == D else "all"
     elements = FEW_ELEMENTS if tokens <= FEW_TOKENS else MANY_ELEMENTS
     constants = choose_constants(elements, H, G, D, cos_TF.shape[1], norm)
-    blocks = triton.cdiv(H, constants["B"]) + 2 * triton.cdiv(G, constants["B"])
+    blocks = cdiv(H, constants["B"]) + 2 * cdiv(G, constants["B"])
     dependent = dependent_launch(q_THD.device)
     rope_store_kernel[(tokens, blocks)](
         q_THD,
@@ -215,8 +215,8 @@ def rope_store(
 @functools.cache
 def choose_constants(elements: int, H: int, G: int, D: int, F: int, norm: str) -> dict[str, int]:
     """About so many elements a program and 512 a warp; but a norm over all heads needs them in one program."""
-    DP = triton.next_power_of_2(D)
-    most = triton.next_power_of_2(max(H, G))
+    DP = next_power_of_2(D)
+    most = next_power_of_2(max(H, G))
     B = most if norm == "all" else min(most, max(1, elements // DP))
     rest = D - 2 * F
     return {
@@ -225,8 +225,8 @@ def choose_constants(elements: int, H: int, G: int, D: int, F: int, norm: str) -
         "D": D,
         "F": F,
         "B": B,
-        "FP": triton.next_power_of_2(F),
-        "RP": triton.next_power_of_2(rest) if rest else 0,
+        "FP": next_power_of_2(F),
+        "RP": next_power_of_2(rest) if rest else 0,
         "DP": DP,
         "num_warps": min(max(B * DP // 512, 1), 8),
     }

@@ -31,7 +31,7 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 from anabranch.ops.route import SCORES
 
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 512, 16, 32
@@ -474,7 +474,7 @@ def route(
         top_groups,
     )
     dependent = dependent_launch(logits_TE.device)
-    route_kernel[(triton.cdiv(num_rows, constants["ROWS"]),)](
+    route_kernel[(cdiv(num_rows, constants["ROWS"]),)](
         logits_TE,
         weight_TK,
         expert_TK,
@@ -509,9 +509,9 @@ def choose_constants(
 
     With groups there is one: the tile that groups are judged by would not fit into registers with few lanes.
     """
-    lists = triton.next_power_of_2(top_k)
+    lists = next_power_of_2(top_k)
     per_lane = max(8 if few or num_groups > 1 else 128 // element_size, lists, vector)
-    lanes = min(num_lanes, triton.next_power_of_2(triton.cdiv(num_experts, per_lane)))
+    lanes = min(num_lanes, next_power_of_2(cdiv(num_experts, per_lane)))
     return {
         "E": num_experts,
         "K": top_k,
@@ -519,9 +519,9 @@ def choose_constants(
         "SIGMOID": score == "sigmoid",
         "RENORMALIZE": renormalize,
         "GROUPS": num_groups,
-        "GROUPS_P": triton.next_power_of_2(num_groups),
+        "GROUPS_P": next_power_of_2(num_groups),
         "TOP_GROUPS": top_groups,
-        "GROUP_P": triton.next_power_of_2(num_experts // num_groups),
+        "GROUP_P": next_power_of_2(num_experts // num_groups),
         "ID_BITS": (num_experts - 1).bit_length(),
         "ROWS": num_lanes // lanes,
         "LANES": lanes,

@@ -39,7 +39,7 @@ from anabranch.kernels.triton.exact import (
     noise_bound,
     target_mass,
 )
-from anabranch.kernels.triton.launch import dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 from anabranch.kernels.triton.sample_search import before, from_key, is_before, kth_largest, load_step, to_key
 
 STRETCH = 128
@@ -324,13 +324,13 @@ class Split:
 
     @property
     def num_chunks(self) -> int:
-        return triton.cdiv(self.num_tiles, self.tiles)
+        return cdiv(self.num_tiles, self.tiles)
 
 
 def choose_split(num_rows: int, vocabulary: int, tile: int, num_programs: int) -> Split:
-    num_tiles = triton.cdiv(vocabulary, tile)
+    num_tiles = cdiv(vocabulary, tile)
     num_chunks = max(1, min(num_programs // num_rows, MAX_CHUNKS, num_tiles))
-    return Split(num_tiles, triton.cdiv(num_tiles, num_chunks))
+    return Split(num_tiles, cdiv(num_tiles, num_chunks))
 
 
 def launch(
@@ -347,7 +347,7 @@ def launch(
         return token_R
     scan = choose_split(num_rows, vocabulary, TILE, NUM_SCANNING)
     gather = choose_split(num_rows, vocabulary, GATHER_TILE, NUM_GATHERING)
-    num_stretches, capacity = triton.cdiv(vocabulary, STRETCH), min(vocabulary, max(LIST, PLACES // num_rows))
+    num_stretches, capacity = cdiv(vocabulary, STRETCH), min(vocabulary, max(LIST, PLACES // num_rows))
 
     def scratch(columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(num_rows, columns, dtype=dtype, device=device)
@@ -370,7 +370,7 @@ def launch(
         gather_kernel[(num_rows, gather.num_chunks)](
             logits_RV, temperature_R, *cut, *drawn, peak_RS, count_R, *lists, *row,
             scan.num_chunks, gather.num_tiles, gather.tiles, capacity,
-            TILE=GATHER_TILE, STRETCH=STRETCH, STRETCHES=triton.next_power_of_2(num_stretches), CHUNKS=MAX_CHUNKS,
+            TILE=GATHER_TILE, STRETCH=STRETCH, STRETCHES=next_power_of_2(num_stretches), CHUNKS=MAX_CHUNKS,
             STEP=STEP, PIVOTS=PIVOTS, num_warps=GATHER_WARPS, **options,
         )  # fmt: skip
     choose_kernel[(num_rows,)](
