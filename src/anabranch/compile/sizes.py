@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 
 def decode_sizes(largest: int) -> list[int]:
     """Ascending, up to `largest`, which is one of them. Gaps grow with size: from 64 on, padding is under an eighth."""
@@ -26,24 +24,21 @@ def prefill_sizes(largest: int) -> list[int]:
 
 
 def common_decode(sizes: list[int]) -> list[int]:
-    """Those worth having before the first request: every doubling, and from where rows cost something on every half."""
-    return _spaced(sizes, lambda size: 2 * size if size < 128 else 3 * size // 2)
+    """Those worth having before the first request: powers of two, and from where rows cost something on what lies half
+    way between them. Round numbers, because people like to ask for those."""
+    return _round(sizes, halves_from=128)
 
 
 def common_prefill(sizes: list[int]) -> list[int]:
-    """Every doubling while weights are what a step reads; from where more rows take longer on, two to each."""
-    return _spaced(sizes, lambda size: 2 * size if size < 512 else 4 * size // 3)
+    """The same; weights are what a step reads for longer here."""
+    return _round(sizes, halves_from=512)
 
 
-def _spaced(sizes: list[int], next_wanted: Callable[[int], int]) -> list[int]:
+def _round(sizes: list[int], halves_from: int) -> list[int]:
     """Largest first, so that the smaller ones fit into memory that the first has taken."""
-    chosen = {sizes[-1]}
-    wanted = 1
-    for size in sizes:
-        if size >= wanted:
-            chosen.add(size)
-            wanted = next_wanted(size)
-    return sorted(chosen, reverse=True)
+    powers = {1 << log for log in range(sizes[-1].bit_length())}
+    halves = {3 * power // 2 for power in powers if power >= halves_from}
+    return sorted({*sizes} & (powers | halves | {sizes[-1]}), reverse=True)
 
 
 def fitting(sizes: list[int], num_rows: int) -> int | None:
