@@ -124,13 +124,18 @@ def paper_h200() -> Iterator[None]:
         yield
 
 
-def make_runner(name: str, folder: Path, **options: Any) -> TorchRunner:
-    """Of a bundled config, cut down to a layer of each kind and one that has another before it."""
+def cut_down(name: str, folder: Path) -> None:
+    """A bundled config with a layer of each kind and one that has another before it."""
     config = json.loads((CONFIGS / name / "config.json").read_text())
     config["num_hidden_layers"] = 2
     if "layer_types" in config:
         config["layer_types"] = sorted(set(config["layer_types"]), reverse=True)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def make_runner(name: str, folder: Path, **options: Any) -> TorchRunner:
+    """Of a bundled config, cut down."""
+    cut_down(name, folder)
     platform = PaperPlatform()
     model = read_config(folder)
     settings = EngineConfig(model=str(folder), load_format="dummy", tune="off", **options)

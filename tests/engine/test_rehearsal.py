@@ -3,6 +3,7 @@
 `python -m tests.engine.test_rehearsal [STEPS]` lists what is rehearsed, and what is missing after so many steps.
 """
 
+import importlib
 import os
 import random
 import sys
@@ -19,12 +20,14 @@ import torch
 pytest.importorskip("triton")
 
 from anabranch import kernels
+from anabranch.config import EngineConfig
+from anabranch.engine.engine import make_engine
 from anabranch.engine.runner import TorchRunner
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.kernels.triton.precompile import Job, recording
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
-from tests.engine.paper_h200 import differences, forget, make_runner, paper_h200
+from tests.engine.paper_h200 import cut_down, differences, forget, make_runner, paper_h200
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 
@@ -144,6 +147,29 @@ def test_steps_launch_only_what_was_rehearsed(case: str, tmp_path: Path) -> None
     known, missing, where = rehearse(case, tmp_path, 60)
     assert len(known) > 20
     assert not missing, "\n".join(f"{at}: {differences(job, known)}" for job, at in zip(missing, where, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["qwen3-30b-a3b", "qwen1.5-moe-a2.7b", "gemma4-26b-a4b"])
+def test_nothing_is_compiled_on_a_gpu(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    cut_down(case, tmp_path)
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", tune="off", num_pages=4096, max_model_len=8192)
+    engine = make_engine(config)
+    compiled: list[str] = []
+    knobs = importlib.import_module("triton.knobs")
+
+    def note(**what: Any) -> None:
+        if not what["cache_hit"]:
+            compiled.append(what["src"].name)
+
+    monkeypatch.setattr(knobs.compilation, "listener", note)
+    serving = Serving(engine.runner, 0)
+    for _ in range(60):
+        serving.step()
+    engine.runner.platform.synchronize()
+    engine.close()
+    assert not compiled
 
 
 if __name__ == "__main__":

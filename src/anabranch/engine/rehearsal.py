@@ -53,8 +53,6 @@ def rehearse(runner: TorchRunner) -> None:
             runner.decode("greedy", steps.padding(size), kv)
         else:
             model(steps.rehearsal(size, size, padded=size <= captured), kv)
-    if runner.decodes is not None:
-        runner.decode("drawn", steps.padding(1), kv)
     rehearse_sampling(runner)
 
 

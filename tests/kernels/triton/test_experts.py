@@ -14,11 +14,21 @@ import pytest
 import torch
 
 from anabranch import ops
+from anabranch.compile.sizes import decode_sizes, prefill_sizes
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.triton import experts_plan, experts_tiles
-from anabranch.kernels.triton.experts_tiles import GroupedTiles, HopperTiles, Machine, SmallTiles, Tile, Tiles
+from anabranch.kernels.triton.experts_tiles import (
+    SMALL_TOKENS,
+    GroupedTiles,
+    HopperTiles,
+    Machine,
+    SmallTiles,
+    Tile,
+    Tiles,
+    padded_tokens,
+)
 from anabranch.ops.experts import COMBINES
 from tests.kernels.triton import ahead_of_time
 
@@ -212,6 +222,14 @@ def test_the_op_in_the_interpreter(mode: str, poison: None) -> None:
         arguments = draw(tokens, 4, 2, 16, 8)
         assert kernel.accepts(**arguments)
         assert distance(kernel.experts(**arguments, combine=mode), exact(arguments)) <= 1e-5
+
+
+def test_calls_are_planned_for_few_sizes() -> None:
+    """Those of captured steps, among which a start goes through all."""
+    captured = {*decode_sizes(512), *prefill_sizes(16384), *range(1, SMALL_TOKENS + 1)}
+    planned = {tokens: padded_tokens(tokens) for tokens in range(1, 16385)}
+    assert all(tokens <= size <= max(tokens + 7, 1.25 * tokens) for tokens, size in planned.items())
+    assert set(planned.values()) <= captured and all(padded_tokens(size) == size for size in planned.values())
 
 
 @interpreter
