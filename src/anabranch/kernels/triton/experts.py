@@ -321,10 +321,11 @@ def run_hopper(call: Call, tiles: HopperTiles) -> torch.Tensor:
     y = call.result()
     rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y.zero_()
     tile = tiles.down
+    h_desc = gluon.descriptor(h_NI, 64, tile.depth)
     gluon.down_hopper[(min(places, plan.max_tiles * cdiv(D, tile.columns)),)](
         plan.weight_N,
-        gluon.descriptor(h_NI, 64, tile.depth),
-        gluon.descriptor(h_NI, 16, tile.depth),
+        h_desc,
+        gluon.descriptor(h_NI, 16, tile.depth) if tiles.extra else h_desc,  # the latter is not used
         gluon.descriptor(call.down_EDI, tile.columns, tile.depth),
         rows_ND,
         plan.order_N,
