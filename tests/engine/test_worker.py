@@ -483,8 +483,10 @@ def test_a_failing_step_answers_all_and_ends(first: int, error: str) -> None:
         client = await start(step_seconds=0.02)
         tasks = await in_flight(client)
         bad = request("bad", first, 1)  # its update would be its last
-        tasks += [asyncio.create_task(one(client, r)) for r in (bad, request("refused", fake_engine.REFUSE))]
-        *answers, refused = await asyncio.gather(*tasks)
+        # In this order: the other way round the engine may fail before it hears of the second.
+        tasks += [asyncio.create_task(one(client, r)) for r in (request("refused", fake_engine.REFUSE), bad)]
+        *answers, refused, failed = await asyncio.gather(*tasks)
+        answers.append(failed)
         for answer in answers:
             assert answer.finish_reason == "error" and str(answer.error).startswith(messages.INTERNAL + error)
         assert refused.error == "this prompt is refused"
