@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 import anabranch.kernels.triton as package
@@ -36,6 +35,7 @@ from anabranch.loader import dummy
 from anabranch.models.config import read_config
 from anabranch.platforms.cuda import CudaPlatform
 from anabranch.platforms.platform import InlineStream
+from tests.kernels.triton.ahead_of_time import NoDevice
 
 CONFIGS = Path(offline.__file__).with_name("configs")
 SHARED_BYTES = (227 << 10) - 1024
@@ -69,19 +69,6 @@ class PaperPlatform(CudaPlatform):
         return SimpleNamespace(replay=lambda: None)
 
 
-class PaperDriver:
-    """All of a driver that a launch asks before it looks for its kernel."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextmanager
 def paper_h200() -> Iterator[None]:
     """Whoever asks for the machine hears of an H200, and of the tables that are shipped for it."""
@@ -106,7 +93,7 @@ def paper_h200() -> Iterator[None]:
         (experts, "num_processors", lambda device: PROCESSORS),
         (experts, "table_for", shipped),
         (experts_tables, "device_facts", lambda device: ("sm_90", PROCESSORS)),
-        (driver, "_active", PaperDriver()),
+        (driver, "_active", NoDevice()),
         (precompile, "_zeroed", nullcontext),  # there is nothing to index with
         (dummy, "fill", lambda model: None),
         (Logprobs, "to_host", lambda self: self),  # there is nothing to copy

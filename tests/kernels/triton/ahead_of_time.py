@@ -38,6 +38,21 @@ SHARED = {
     "gfx950": 160 << 10,
 }
 """Bytes of shared memory that one program may have."""
+
+
+class NoDevice:
+    """All of a driver that a launch asks before it looks for its kernel."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget(*TARGETS["sm_90"])
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 DEPENDENT = ("sm_90", "sm_100")
 """Where kernels are launched before their predecessor is done."""
 TYPES = {

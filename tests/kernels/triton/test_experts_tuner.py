@@ -32,6 +32,7 @@ from anabranch.kernels.triton.experts_tiles import (
     adapt,
     choose,
 )
+from tests.kernels.triton.ahead_of_time import NoDevice
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing of it is interpreted")
 
@@ -292,21 +293,10 @@ def test_kernels_of_candidates_are_compiled_in_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For a GPU that is not there. What did not get ready is not timed, and never compiled in line."""
-    from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
     from anabranch.kernels import compile_server
     from anabranch.kernels.triton import experts_plan
-
-    class NoDevice:
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", NoDevice())

@@ -19,30 +19,17 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from anabranch.kernels import compile_server  # noqa: E402
 from anabranch.kernels.triton import experts_hopper, experts_plan, experts_sum, precompile  # noqa: E402
+from tests.kernels.triton.ahead_of_time import NoDevice  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 
 ROOT = Path(__file__).parents[3]
 KERNELS = (experts_sum.sum_rows, experts_plan.count_pairs, experts_hopper.gate_up_hopper)
-
-
-class NoDevice:
-    """All of a driver that a launch asks before it looks for its kernel."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,7 +111,8 @@ from collections import defaultdict
 from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
-from tests.kernels.triton.test_precompile import NoDevice, launch
+from tests.kernels.triton.ahead_of_time import NoDevice
+from tests.kernels.triton.test_precompile import launch
 driver.set_active(NoDevice())
 hits = []
 knobs.compilation.listener = lambda **what: hits.append(what["cache_hit"])
