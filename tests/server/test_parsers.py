@@ -1,5 +1,6 @@
 """What a model wrote becomes the same parts however it is cut into pieces; nothing is lost; it takes linear time."""
 
+import copy
 import json
 import random
 import re
@@ -742,10 +743,10 @@ def test_what_real_templates_write_is_read(name: str, tmp_path: Path) -> None:
     parsers = find_parsers(path.read_text(encoding="utf-8"))
     assert (parsers.tool_parser, parsers.reasoning_parser) == (tools, thoughts)
     template = ChatTemplate(tiny_tokenizers.write("llama", tmp_path), str(path))
-    offered = [
+    offered: list[dict[str, Any]] = [
         {
             "type": "function",
-            "function": {"name": t.name, "description": "Does it.", "parameters": dict(t.parameters or {})},
+            "function": {"name": t.name, "description": "Does it.", "parameters": copy.deepcopy(t.parameters or {})},
         }
         for t in TOOLS[1:]
     ]
