@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 AUTO = 0  # of a number: to be resolved
 CHOICES = {
     "graph_mode": ("auto", "full", "none"),
-    "prefill_graph": ("auto", "breakable", "piecewise", "none"),
+    "prefill_graph": ("auto", "full", "breakable", "piecewise", "none"),
     "compiler": ("inductor", "none"),
     "moe_combine": ("auto", "fused", "ordered", "unfused"),
     "shared_expert": ("auto", "stream", "packed", "inline"),
@@ -29,7 +29,7 @@ CHOICES = {
 """Fields of EngineConfig that have one of a few values."""
 FLAG_HELP = {
     "graph_mode": "whether decode steps are captured as graphs",
-    "prefill_graph": "whether other steps are captured, in pieces between attentions: as they are, or compiled",
+    "prefill_graph": "whether other steps are captured: one prompt's whole (full), between attentions, or compiled",
     "compiler": "who compiles the pieces of --prefill-graph piecewise",
     "moe_combine": "how experts' rows are summed; ordered: the same bits every time",
     "shared_expert": "where a shared expert runs",
@@ -58,8 +58,8 @@ class EngineConfig:
     graph_mode: str = "auto"
     """full: decode steps are captured and replayed; none: every kernel is launched by itself."""
     prefill_graph: str = "auto"
-    """breakable: other steps are captured in pieces, between attentions; piecewise: they are traced, split there,
-    compiled and captured; none: they are not."""
+    """breakable: other steps are captured in pieces, between attentions; full: so, but those of one request as a whole;
+    piecewise: they are traced, split at attention, compiled and captured; none: they are not."""
     compiler: str = "inductor"
     """Of piecewise steps. inductor: simple ops are fused; none: the pieces run our kernels as they stand."""
     moe_combine: str = "auto"
@@ -119,7 +119,8 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
     if config.graph_mode == "auto":
         chosen["graph_mode"] = "full" if platform.graph_mode == "full" else "none"
     if config.prefill_graph == "auto":
-        chosen["prefill_graph"] = "none" if "none" in (platform.graph_mode, config.graph_mode) else "breakable"
+        suits = {"full": "full", "pieces": "breakable", "none": "none"}[platform.graph_mode]
+        chosen["prefill_graph"] = "none" if config.graph_mode == "none" else suits
     for name in ("graph_mode", "prefill_graph"):
         if getattr(config, name) not in ("auto", "none") and not platform.has("graphs"):
             raise ValueError(

@@ -31,6 +31,7 @@ MODES: list[dict[str, Any]] = [
     {"graph_mode": "none", "prefill_graph": "breakable"},
     {"graph_mode": "none", "prefill_graph": "piecewise", "compiler": "none"},
     {"graph_mode": "full", "prefill_graph": "none"},
+    {"graph_mode": "none", "prefill_graph": "full"},
     {"graph_mode": "full"},
 ]
 PARAMS = [

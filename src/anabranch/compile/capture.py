@@ -22,11 +22,15 @@ WORTH_IT = 8
 """How often a size is missed before it is made."""
 STAND_IN = 2
 """How many times as large it may be."""
+CLOSE = 16
+"""Of a size's rows one in so many may be padding, where rows cost what they cost."""
 
 
 class BySize(Generic[Kind, Made]):
-    def __init__(self, all_sizes: list[int], make: Callable[[Kind, int], Made]) -> None:
+    def __init__(self, all_sizes: list[int], make: Callable[[Kind, int], Made], padded: int | None = None) -> None:
+        """Sizes above `padded` serve only what all but fills them."""
         self.sizes = all_sizes
+        self.padded = all_sizes[-1] if padded is None else padded
         self.make = make
         self.made: dict[tuple[Kind, int], Made] = {}
         self.missed: Counter[tuple[Kind, int]] = Counter()
@@ -34,13 +38,14 @@ class BySize(Generic[Kind, Made]):
     def find(self, kind: Kind, num_rows: int) -> Made | None:
         """For so many rows. None: there is none that is not much too large. Nothing is made here: requests wait."""
         size = sizes.fitting(self.sizes, num_rows)
-        if size is None:
+        if size is None or (size > self.padded and num_rows < size - size // CLOSE):
             return None
         found = self.made.get((kind, size))
         if found is not None:
             return found
         self.missed[kind, size] += 1
-        larger = [other for of, other in self.made if of == kind and size < other <= STAND_IN * size]
+        most = min(self.padded, STAND_IN * size)
+        larger = [other for of, other in self.made if of == kind and size < other <= most]
         return self.made[kind, min(larger)] if larger else None
 
     def make_missed(self) -> bool:

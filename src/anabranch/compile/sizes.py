@@ -23,6 +23,14 @@ def prefill_sizes(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
+def prompt_sizes(padded: int, largest: int) -> list[int]:
+    """Those, up to `padded`; then doublings and `largest`: what is often filled, since long prompts are cut there."""
+    sizes = prefill_sizes(min(padded, largest))
+    while 2 * sizes[-1] < largest:
+        sizes.append(2 * sizes[-1])
+    return sizes if sizes[-1] == largest else [*sizes, largest]
+
+
 def common_decode(sizes: list[int]) -> list[int]:
     """Those worth having before the first request: powers of two, and from where rows cost something on what lies half
     way between them. Round numbers, because people like to ask for those."""

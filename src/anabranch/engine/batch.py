@@ -128,31 +128,44 @@ class StepMaker:
         slots, tokens, ends = rows.slots + [-1] * padding, rows.tokens + [0] * padding, rows.ends + [0] * padding
         return self._host(array("i", slots + tokens + ends)).view(3, -1)
 
+    def pack_any(self, rows: Rows, num_rows: int) -> torch.Tensor:
+        """The first row of every request, then packed_3T, in host memory; requests of any number of tokens."""
+        # One copy. Kernels are compiled apart for addresses that are not multiples of 16 bytes.
+        padding, gap = num_rows - len(rows.slots), -len(rows.starts) % 4
+        slots, tokens, ends = rows.slots + [-1] * padding, rows.tokens + [0] * padding, rows.ends + [0] * padding
+        return self._host(array("i", rows.starts + [0] * gap + slots + tokens + ends))
+
     # -- what the device makes of it -----------------------------------------------------------------------------------
 
     def unpack_rows(self, rows: Rows) -> Step:
-        slots, tokens, ends, starts, logit_rows, max_query = rows
-        columns = -(-max(ends) // self.page_size)
-        logit_row = None if logit_rows is None else self._upload(logit_rows, torch.int32)
-        if max_query == 1:
-            packed_3R = self.pack(rows, len(slots)).to(self.device, non_blocking=True)
-            return replace(self.unpack(packed_3R, columns, padded=False), logit_row=logit_row)
+        columns = -(-max(rows.ends) // self.page_size)
+        if rows.max_query == 1:
+            packed_3R = self.pack(rows, len(rows.slots)).to(self.device, non_blocking=True)
+            step = self.unpack(packed_3R, columns, padded=False)
+        else:
+            flat = self.pack_any(rows, len(rows.slots)).to(self.device, non_blocking=True)
+            step = self.unpack_any(flat, len(rows.starts) - 1, columns)
+            step = replace(step, max_query=rows.max_query, num_tokens=None)
+        if rows.logit_rows is None:
+            return step
+        return replace(step, logit_row=self._upload(rows.logit_rows, torch.int32))
 
-        # One copy. Kernels are compiled apart for addresses that are not multiples of 16 bytes.
-        gap = -len(starts) % 4
-        flat = self._upload(array("i", starts + [0] * gap + slots + tokens + ends), torch.int32)
-        query_start_R, packed_3T = flat[: len(starts)], flat[len(starts) + gap :].view(3, -1)
+    def unpack_any(self, flat: torch.Tensor, num_requests: int, columns: int) -> Step:
+        """The Step of what `pack_any` gave, on the device; all requests sample. Can be captured."""
+        num_starts = num_requests + 1
+        query_start_R, packed_3T = flat[:num_starts], flat[num_starts + -num_starts % 4 :].view(3, -1)
         last_row_R = query_start_R[1:] - 1
         step = self.unpack(packed_3T.index_select(1, last_row_R), columns, padded=False)
-        token_T, position_T = ops.decode_inputs(packed_3T, self.last_token_S)[:2]
+        token_T, position_T, _, _, num_tokens = ops.decode_inputs(packed_3T, self.last_token_S)
         return replace(
             step,
             token_T=token_T,
             position_T=position_T,
             query_start_R=query_start_R,
             slots=tuple(ops.decode_pages(packed_3T, table, self.page_size, 0)[1] for table in self.tables),
-            logit_row=last_row_R if logit_row is None else logit_row,
-            max_query=max_query,
+            logit_row=last_row_R,
+            max_query=packed_3T.shape[1],
+            num_tokens=num_tokens,
         )
 
     def unpack(self, packed_3R: torch.Tensor, columns: int, *, padded: bool) -> Step:
@@ -176,6 +189,11 @@ class StepMaker:
         packed_3R = torch.zeros(3, num_rows, dtype=torch.int32, device=self.device)
         packed_3R[0] = -1
         return packed_3R
+
+    def padding_of_one(self, num_rows: int) -> torch.Tensor:
+        """What `pack_any` gives, on the device, of one request whose only row is nobody's, and padding."""
+        start = torch.tensor([0, 1, 0, 0], dtype=torch.int32, device=self.device)
+        return torch.cat((start, self.padding(num_rows).flatten()))
 
     def keep_tokens(self, slots: list[int], token_R: torch.Tensor) -> None:
         """What the slots sampled last."""

@@ -44,6 +44,9 @@ def rehearse(runner: TorchRunner) -> None:
         sizes = sorted({*sizes, *(size for size in FEW_ROWS if size < largest)})
     for size in reversed(sizes):  # the smaller ones fit into memory that the first has taken
         model(steps.rehearsal(size, padded=size <= captured), kv)
+    for size in reversed([] if runner.prompts is None else runner.prompts.sizes):
+        if size > captured:
+            model(steps.rehearsal(size, padded=True), kv)
     for num_requests in {min(MIXED_REQUESTS, config.max_num_seqs), config.max_num_seqs}:
         for size in (largest, num_requests + 1):
             if num_requests < size <= largest:

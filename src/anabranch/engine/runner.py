@@ -20,7 +20,8 @@ from anabranch.compile.capture import BySize, Captured
 from anabranch.compile.compiler import PieceCompiler
 from anabranch.compile.pieces import Buffers, StepInPieces
 from anabranch.compile.piecewise import CompiledDecoder, PiecewiseStep
-from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, prefill_sizes
+from anabranch.compile.prompt import PromptStep
+from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, prefill_sizes, prompt_sizes
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
 from anabranch.engine.batch import Pages, Rows, StepMaker
@@ -32,6 +33,7 @@ from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_plan import Kind
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.layers.attention import KV
+from anabranch.layers.step import Step
 from anabranch.loader.load import DTYPES, load_model
 from anabranch.moe.options import MoEOptions
 from anabranch.moe.tuning import tune
@@ -118,8 +120,10 @@ class TorchRunner:
         self.load_fetch: Fetch | None = None
         self.decodes: BySize[Kind, Captured[Decoded]] | None = None
         """Captured steps of single tokens, where the platform has graphs."""
+        self.prompts: BySize[str, PromptStep] | None = None
+        """Captured steps of one request with several tokens."""
         self.prefills: BySize[str, StepInPieces] | None = None
-        """Captured steps of other shapes."""
+        """Captured steps of other shapes, in pieces."""
         self.compiled: CompiledDecoder | None = None
         """For steps of more tokens than any captured one has, where pieces are compiled."""
 
@@ -176,8 +180,9 @@ class TorchRunner:
         with stage("compile"), torch.inference_mode():
             kernels.compile_ahead(self.platform, partial(rehearse, self))
         work: list[Callable[[], object]] = []
-        if self.prefills is not None:
-            work += [partial(self.prefills.add, "any", size) for size in common_prefill(self.prefills.sizes)]
+        for prompts in (self.prompts, self.prefills):
+            if prompts is not None:
+                work += [partial(prompts.add, "any", size) for size in common_prefill(prompts.sizes)]
         if self.decodes is not None:
             for size in common_decode(self.decodes.sizes):
                 work += [partial(self.decodes.add, kind, size) for kind in ("greedy", "drawn")]
@@ -190,7 +195,7 @@ class TorchRunner:
     def idle(self) -> None:
         """Nobody waits: capture a size that was missed."""
         with torch.inference_mode():
-            for captured in (self.decodes, self.prefills):
+            for captured in (self.decodes, self.prompts, self.prefills):
                 if captured is not None and captured.make_missed():
                     return
 
@@ -224,6 +229,14 @@ class TorchRunner:
                 return BreakableStep(platform, pool, self.model, self.kv, buffers, size, look)
 
             self.prefills = BySize(prefill_sizes(largest), prefill)
+        if config.prefill_graph == "full":
+            unpack = partial(self.steps.unpack_any, num_requests=1, columns=self.steps.width)
+
+            def prompt(kind: str, size: int) -> PromptStep:
+                input = self.steps.padding_of_one(size)
+                return PromptStep(platform, pool, self.model, self.kv, input, unpack, look)
+
+            self.prompts = BySize(prompt_sizes(largest, config.max_num_batched_tokens), prompt, padded=largest)
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step, its shares of one token first; nothing here waits for the device."""
@@ -249,17 +262,8 @@ class TorchRunner:
         return launched
 
     def _run(self, shares: list[Share], rows: Rows, count: bool, record: bool) -> Launched:
-        """Any step; what is not captured of it, kernel by kernel."""
-        step = self.steps.unpack_rows(rows)
-        captured = None if self.prefills is None else self.prefills.find("any", step.token_T.shape[0])
-        if captured is not None:
-            hidden_TD = captured.run(step)
-            seen = captured.experts
-        elif self.compiled is not None:
-            hidden_TD, seen = self.compiled.run(step, self.kv)
-        else:
-            seen = self.experts.look(count or record)
-            hidden_TD = self.model(step, self.kv)
+        """Any step."""
+        step, hidden_TD, seen = self._forward(rows, count or record)
         launched = Launched(
             shares=shares,
             sampling=shares if rows.logit_rows is None else [share for share in shares if share.samples],
@@ -270,6 +274,22 @@ class TorchRunner:
             self._sample(launched, self.model.logits(rows_RD))
         self._count(launched, seen, count, record)
         return launched
+
+    def _forward(self, rows: Rows, look: bool) -> tuple[Step, torch.Tensor, list[torch.Tensor]]:
+        """(step, hidden rows, expert_TK of each MoE layer); what is not captured of it, kernel by kernel."""
+        num_rows = len(rows.slots)
+        prompt = None if self.prompts is None or len(rows.starts) > 2 else self.prompts.find("any", num_rows)
+        if prompt is not None:
+            hidden_TD = prompt.run(self.steps.pack_any(rows, prompt.size))
+            return prompt.step, hidden_TD, prompt.experts
+        step = self.steps.unpack_rows(rows)
+        captured = None if self.prefills is None else self.prefills.find("any", num_rows)
+        if captured is not None:
+            return step, captured.run(step), captured.experts
+        if self.compiled is not None:
+            return step, *self.compiled.run(step, self.kv)
+        seen = self.experts.look(look)
+        return step, self.model(step, self.kv), seen
 
     def _replay(self, shares: list[Share], rows: Rows, count: bool, record: bool) -> Launched | None:
         """A step of single tokens as a captured graph; None if there is none for it."""

@@ -101,11 +101,16 @@ class Decoder(nn.Module):
         x_TD, ropes = self.enter(step.token_T, step.position_T)
         residual_TD = None
         for layer_id, layer_kv in enumerate(kv):
-            heads, residual_TD = self.before(layer_id, x_TD, residual_TD)
-            q_THD = self.store(layer_id, heads, ropes[self.rope_of_layer[layer_id]], step, layer_kv)
-            attended_THD = self.attend(layer_id, q_THD, step, layer_kv)
-            x_TD, residual_TD = self.after(layer_id, attended_THD, residual_TD, step.num_tokens)
+            x_TD, residual_TD = self.layer(layer_id, x_TD, residual_TD, ropes, step, layer_kv)
         return self.leave(x_TD, residual_TD)
+
+    def layer(
+        self, layer_id: int, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, ropes: list[Rope], step: Step, kv: KV
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        heads, residual_TD = self.before(layer_id, x_TD, residual_TD)
+        q_THD = self.store(layer_id, heads, ropes[self.rope_of_layer[layer_id]], step, kv)
+        attended_THD = self.attend(layer_id, q_THD, step, kv)
+        return self.after(layer_id, attended_THD, residual_TD, step.num_tokens)
 
     # The parts of `forward`, for those who run what is between attentions in one piece. Only `store` and `attend` know
     # more of a step than its tokens.
