@@ -153,6 +153,47 @@ def test_every_row_has_one_author(device: str, monkeypatch: pytest.MonkeyPatch) 
     assert written[0] == [not single for single in written[1]]
 
 
+@everywhere
+def test_the_last_piece_adds_up_and_leaves_zeros(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls one after the other, with few and many requests, uncut, in two pieces, and in more than are added up at
+    once (16) or weighed at once (32); what is read before it is written is NaN."""
+    monkeypatch.setattr(kernel, "machine_of", lambda device: Machine(processors=32))
+    choose(monkeypatch, TILES["rows are heads"])
+    empty = torch.empty
+    counts_RG = kernel.counts_of(1, empty(0, device=device).device)
+    for lengths in ([1024], [3], [40, 0, 33], [2] * 17 + [900] + [40] * 15, [17]):
+        arguments = draw([(1, length) for length in lengths], heads=3, kv_heads=1, device=device)
+        with monkeypatch.context() as poisoned:
+            poisoned.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(NAN))
+            out_THD = kernel.attention(**arguments)
+        assert (out_THD - ops.attention.reference(**arguments)).abs().max() < 1e-4, lengths
+        assert counts_RG.count_nonzero() == 0, lengths
+
+
+@interpreter
+def test_programs_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs them one after the other: here in other orders, so that any piece may be the last."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    monkeypatch.setattr(kernel, "machine_of", lambda device: Machine(processors=4))
+    choose(monkeypatch, TILES["rows are heads"])
+    in_turn = builder.set_grid_idx
+    for lengths in ([100], [60, 3, 90], [5] * 20 + [100] + [2] * 15 + [80]):
+        arguments = draw([(1, length) for length in lengths], heads=3, kv_heads=1)
+        expected = kernel.attention(**arguments)
+        assert (expected - ops.attention.reference(**arguments)).abs().max() < 1e-4, lengths
+        for seed in range(3):
+
+            def shuffled(x: int, y: int, z: int, seed: int = seed) -> None:
+                order = list(range(builder.grid_dim[1]))
+                random.Random(seed).shuffle(order)
+                in_turn(x, order[y], z)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(builder, "set_grid_idx", shuffled)
+                assert torch.equal(kernel.attention(**arguments), expected), (lengths, seed)
+
+
 @triton.jit
 def pieces_kernel(starts, lengths, num_requests, most, window, pieces_R, RP: tl.constexpr, BN: tl.constexpr):
     blocks, size = attention_decode.share_out(starts, lengths, num_requests, most, window, RP, BN, True)
@@ -342,6 +383,37 @@ def test_a_chain_that_overlaps() -> None:
 
 @pytest.mark.gpu
 @compiler
+@pytest.mark.parametrize("model", ["qwen3", "gemma, global"])
+def test_bits_do_not_depend_on_who_is_last(model: str) -> None:
+    counts_RG = kernel.counts_of(MODELS[model][1], torch.device("cuda", 0))
+    for batch in (1, 4, 16, 64):
+        arguments = draw_model(model, [(1, 300 if r % 8 else 9000 + r) for r in range(batch)])
+        judge(arguments)
+        expected = kernel.attention(**arguments)
+        for _ in range(200):
+            assert torch.equal(kernel.attention(**arguments), expected), f"batch {batch}"
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [kernel.attention(**arguments) for _ in range(20)]
+        for _ in range(10):
+            for out_THD in outs:
+                out_THD.fill_(NAN)
+            graph.replay()
+            assert all(torch.equal(out_THD, expected) for out_THD in outs), f"batch {batch}, captured"
+        assert counts_RG.count_nonzero() == 0
+
+
+@pytest.mark.gpu
+@compiler
+def test_counts_are_never_memory_of_a_graph() -> None:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
+        with pytest.raises(RuntimeError, match="call it once before the capture"):
+            kernel.counts_of(12345, torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+@compiler
 def test_pools_of_more_than_2_to_the_31_elements() -> None:
     near = draw_model("qwen3", [(1, 900), (70, 200)])
     far = (1 << 31) // near["k_PSGD"][0].numel() + 10
@@ -367,7 +439,7 @@ MACHINES = {
     "gfx942": Machine(ahead_of_time.SHARED["gfx942"], 304),
     "gfx950": Machine(ahead_of_time.SHARED["gfx950"], 256),
 }
-LAUNCHES = ("attend_rows", "attend_pieces", "combine_pieces")
+LAUNCHES = ("attend_rows", "attend_pieces")
 
 
 def launches_of(
@@ -415,7 +487,7 @@ def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(attention_tiles, "HOPPER_ROWS", 0)  # its twin's test is the next one
     launches = launches_of(model, tokens, num_requests, dtype, target, monkeypatch)
     expected = {"attend_rows"} if num_requests < tokens else set()
-    expected |= {"attend_pieces", "combine_pieces"} if num_requests > 1 else set()
+    expected |= {"attend_pieces"} if num_requests > 1 else set()
     assert {launch.function.__name__ for launch in launches} == expected
     for launch in launches:
         compiled, name = compile_for(target, launch), launch.function.__name__
@@ -427,11 +499,17 @@ def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.Monk
         before, wait, after = ptx.partition("griddepcontrol.wait")
         assert wait and before.count("ld.global.cg") >= 3, "lengths and starts are older than the kernel before"
         assert before.count("ld.global") == before.count("ld.global.cg"), "nothing else is, and L1 may hold old ones"
-        if name != "combine_pieces":
-            assert "cp.async.cg" not in before, "keys are not"
-            assert after.count("cp.async.cg.shared.global") >= 8, "keys come in pieces of 16 bytes"
+        assert "cp.async.cg" not in before, "keys are not"
+        assert after.count("cp.async.cg.shared.global") >= 8, "keys come in pieces of 16 bytes"
         if name == "attend_rows":
             assert "wgmma.mma_async" in after
+            continue
+        _, counted, added = after.partition("atom.global.gpu.acq_rel.add")
+        stored = compiled.asm["ttgir"].partition("tt.atomic_rmw")[0].rpartition("tt.store")[2]
+        assert counted and "gpu.barrier" in stored, "who counts a piece must know that all threads have stored it"
+        assert added.count("ld.global") == added.count("ld.global.cg"), "L1 may hold what was there before"
+        wide = added.count("ld.global.cg.v4") + added.count("ld.global.cg.v2.b64")
+        assert wide >= 16, "64 registers full of pieces are asked for at once"
 
 
 @pytest.mark.slow

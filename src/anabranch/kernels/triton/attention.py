@@ -24,7 +24,7 @@ import triton
 
 from anabranch import ops
 from anabranch.kernels.triton import attention_tiles
-from anabranch.kernels.triton.attention_decode import attend_pieces, combine_pieces
+from anabranch.kernels.triton.attention_decode import attend_pieces
 from anabranch.kernels.triton.attention_prefill import attend_rows
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, Machine, PrefillTile
 from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
@@ -37,6 +37,9 @@ GLUON_TRIED = ("3.6.",)
 SINGLE_REQUESTS, MANY_REQUESTS = (32, 256, 512, 2048), (32, 1024, 2048)
 """A kernel looks at all requests of a step at once; each of these bounds is a version of it. The second are those of
 attention_prefill, whose programs have more to do beside, and which looks at one entry more."""
+ELEMENTS_AT_ONCE, MOST_AT_ONCE = 2048, 16
+"""Of pieces that are added up: elements per warp, which are 64 registers of a thread, and pieces. Those of the products
+are free again by then."""
 FEW_PROGRAMS = 8
 """Per multiprocessor. With more, a successor that starts early would only take the place of programs that work."""
 
@@ -134,9 +137,6 @@ class Plan(NamedTuple):
     """Requests with several new tokens, and padding: attention_prefill, or its twin."""
     single: Launch | None
     """Those with one: attention_decode."""
-    combine: Launch | None = None
-    """Requests may be cut."""
-    num_pieces: int = 0
     pad: bool = False
     """Rows of padding are for attention_decode: there is no other kernel."""
     alone: int = 0
@@ -176,41 +176,27 @@ def plan_many(shape: Shape, machine: Machine, dependent: bool, tile: PrefillTile
 
 
 def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTile) -> Plan:
-    R, H, G = shape.R, shape.H, shape.G
+    R, G, heads = shape.R, shape.G, next_power_of_2(shape.H // shape.G)
     # However short the contexts of this step are: those of the next one need not be, and it should find its kernels.
     most_keys = max(shape.M * shape.S, 2 * tile.keys)
     if shape.window:
         most_keys = min(most_keys, shape.window + tile.keys - 1)
     num_pieces = most_pieces(R, G, most_keys, tile, machine)
-    split = num_pieces > R
-    compiled = compiled_for(shape, R, SINGLE_REQUESTS)
+    assert num_pieces < 1 << 15, "the place of a piece has half of a count"
     options = {
-        **compiled,
+        **compiled_for(shape, R, SINGLE_REQUESTS),
         "ROWS": shape.padded_heads(),
         "BN": tile.keys,
-        "SPLIT": split,
+        "SPLIT": num_pieces > R,
+        "HEADS": heads,
+        "AT_ONCE": max(1, min(MOST_AT_ONCE, ELEMENTS_AT_ONCE * tile.warps // (heads * shape.padded_dim()))),
         "SWAP": tile.swap,
         "FETCH": tile.fetch and dependent and shape.D * shape.dtype.itemsize >= 128,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
         **launch_options(dependent),
     }
-    single = Launch((G, num_pieces), options, few_programs(machine, G * num_pieces))
-    if not split:
-        return Plan(None, single, None, num_pieces)
-    most_cut = min(R, num_pieces - R)
-    # Of as many requests as the kernel is compiled for, so that it is not compiled for two numbers of heads.
-    heads = 1 if few_programs(machine, min(compiled["RP"], further_pieces(G, tile, machine)) * H) else H // G
-    options = {
-        "HEADS": heads,
-        "BN": tile.keys,
-        "AT_ONCE": max(8, 4096 // shape.padded_dim()),
-        "num_warps": 4,
-        **{name: compiled[name] for name in ("D", "DP", "RP", "WINDOWED")},
-        **launch_options(dependent),
-    }
-    combine = Launch((H // heads, most_cut), options, few_programs(machine, most_cut * H // heads))
-    return Plan(None, single, combine, num_pieces)
+    return Plan(None, Launch((G, num_pieces), options, few_programs(machine, G * num_pieces)))
 
 
 def compiled_for(shape: Shape, num_entries: int, bounds: tuple[int, ...]) -> dict[str, Any]:
@@ -259,22 +245,32 @@ def attend_single(
 ) -> None:
     """`tensors` and `numbers` are the kernel's, in its order, but for those that are made here."""
     assert plan.single is not None
-    *_, query_start_R, context_len_R, out_THD = tensors
-    piece_WHD = weight_WH = out_THD  # not touched
-    if plan.combine is not None:
-        W, H, D, device = plan.num_pieces, shape.H, shape.D, out_THD.device
-        piece_WHD = torch.empty(W, H, D, dtype=torch.float32, device=device)
-        weight_WH = torch.empty(W, H, dtype=torch.float32, device=device)
-    single, combine = plan.single, plan.combine
+    (num_groups, num_pieces), options, trigger = plan.single
+    out_THD = tensors[-1]
+    piece_WHD = weight_WH = count_RG = out_THD  # not touched
+    if options["SPLIT"]:
+        device = out_THD.device
+        piece_WHD = torch.empty(num_pieces, shape.H, shape.D, dtype=torch.float32, device=device)
+        weight_WH = torch.empty(num_pieces, shape.H, dtype=torch.float32, device=device)
+        count_RG = counts_of(num_groups, device)
     num_tokens = shape.T if plan.pad else 0
-    attend_pieces[single.grid](
-        *tensors, piece_WHD, weight_WH, num_tokens, *numbers, single.trigger, **single.options
+    attend_pieces[plan.single.grid](
+        *tensors, piece_WHD, weight_WH, count_RG, num_tokens, *numbers, trigger, **options
     )  # fmt: skip
-    if combine is not None:
-        combine_pieces[combine.grid](
-            query_start_R, context_len_R, out_THD, piece_WHD, weight_WH, shape.R, plan.num_pieces, shape.window,
-            shape.H, combine.trigger, **combine.options,
-        )  # fmt: skip
+
+
+@functools.cache
+def counts_of(G: int, device: torch.device) -> torch.Tensor:
+    """Zeros, and every launch leaves zeros. Made once, for as many requests as a step may have, and kept for good:
+    captured graphs know where they are. All calls share them, because on a device these follow each other.
+
+    They must not be memory of a graph's pool. The engine runs each step once before it captures it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "attention is captured before it ever ran, and what it keeps for good would be memory of that graph: "
+            "call it once before the capture"
+        )
+    return torch.zeros(SINGLE_REQUESTS[-1], G, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -10,7 +10,8 @@ W, which is more than R where requests may be cut, and nothing of lengths. A req
 requests are few; else piece r < R is the first of request r, and what is cut off comes behind.
 
 A request of a single piece is done when its program is. Of the others each piece leaves its output and the logarithm
-of its weight; `combine_pieces` adds them up, always in the same order.
+of its weight, and counts itself; who counts last adds all of them up, in their order, so that the bits do not depend on
+who it is, and leaves the count at zero for the next launch. So launches on a device must not run at the same time.
 
 On Hopper a kernel starts before its predecessor is done (`PDL`), and these look up their work meanwhile: lengths,
 starts and page table must be older than the kernel before, which as a rule writes keys. They are read past L1, which
@@ -87,17 +88,83 @@ def fetch_to_l2(pointer):
     )
 
 
+@triton.jit
+def count_piece(count, w, piece, pieces):
+    """(whether it is the last of its request to be done, the place of the second piece). What the others have stored is
+    there for the last one.
+
+    The low half of the count is the pieces done. The second piece, which as a further one knows its place, tells it in
+    the high half: a first piece does not know how many of other requests come before."""
+    mine = 1 + tl.where(piece == 1, w << 16, 0)
+    tl.debug_barrier()  # one thread counts for all, when all have stored
+    told = mine + tl.atomic_add(count, mine, sem="acq_rel", scope="gpu")
+    return (told & 0xFFFF) == pieces, told >> 16
+
+
+@triton.jit
+def load_weights(
+    weight_WH, num_heads, start, pieces, first_place, second_place,
+    HG: tl.constexpr, HEADS: tl.constexpr, NUM: tl.constexpr,
+):  # fmt: skip
+    """Of NUM pieces from `start` on, past L1, which may hold what was there before."""
+    head, piece = tl.arange(0, HEADS), start + tl.arange(0, NUM)
+    place = tl.where(piece == 0, first_place, second_place + piece - 1)
+    mask = (head < HG)[:, None] & (piece < pieces)[None, :]
+    pointer = weight_WH + (place * num_heads)[None, :] + head[:, None]
+    return tl.load(pointer, mask=mask, other=LOWEST, cache_modifier=".cg")
+
+
+@triton.jit
+def load_pieces(
+    piece_WHD, num_heads, start, pieces, first_place, second_place,
+    HG: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NUM: tl.constexpr,
+):  # fmt: skip
+    head, piece, d = tl.arange(0, HEADS), start + tl.arange(0, NUM), tl.arange(0, DP)
+    place = tl.where(piece == 0, first_place, second_place + piece - 1).to(tl.int64)
+    mask = ((head < HG)[:, None] & (piece < pieces)[None, :])[:, :, None] & (d < D)[None, None, :]
+    pointer = piece_WHD + (place * (num_heads * D))[None, :, None] + head[:, None, None] * D + d[None, None, :]
+    return tl.load(pointer, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def add_up(
+    piece_WHD, weight_WH, num_heads, pieces, first_place, second_place,
+    HG: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """All pieces of a request, for the first HG heads; HEADS is HG rounded up. The first AT_ONCE are asked for before
+    anything waits: often there are no more, and one trip to L2 is all."""
+    weight = load_weights(weight_WH, num_heads, 0, pieces, first_place, second_place, HG, HEADS, AT_ONCE)
+    o = load_pieces(piece_WHD, num_heads, 0, pieces, first_place, second_place, HG, HEADS, D, DP, AT_ONCE)
+    peak = tl.max(weight, 1)
+    total = tl.sum(tl.exp2(weight - peak[:, None]), 1)
+    MORE: tl.constexpr = 32 if HEADS >= 4 else 128 // HEADS  # one for each thread: fewer would be loaded twice too
+    for start in range(AT_ONCE, pieces, MORE):
+        more = load_weights(weight_WH, num_heads, start, pieces, first_place, second_place, HG, HEADS, MORE)
+        higher = tl.maximum(peak, tl.max(more, 1))
+        total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(more - higher[:, None]), 1)
+        peak = higher
+    # The peak is known before the sum is begun: a running one would be wanted in two layouts, and the compiler would
+    # load all weights once for each.
+    acc = tl.zeros([HEADS, DP], tl.float32)
+    for start in range(AT_ONCE, pieces + AT_ONCE, AT_ONCE):
+        acc += tl.sum(tl.exp2(weight - peak[:, None])[:, :, None] * o, 1)
+        if start < pieces:
+            weight = load_weights(weight_WH, num_heads, start, pieces, first_place, second_place, HG, HEADS, AT_ONCE)
+            o = load_pieces(piece_WHD, num_heads, start, pieces, first_place, second_place, HG, HEADS, D, DP, AT_ONCE)
+    return acc * (1.0 / total)[:, None]
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride", "trigger"])
 def attend_pieces(
-    q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD, piece_WHD, weight_WH,
+    q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD, piece_WHD, weight_WH, count_RG,
     num_tokens, num_requests, scale, window,
     q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger,
     HG: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
-    RP: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr, WINDOWED: tl.constexpr, FETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    RP: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr, SWAP: tl.constexpr,
+    WINDOWED: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores times `scale` are base-2 logarithms. Not SPLIT: piece w is all of request w. SWAP: keys are the rows of
-    the products. FETCH: the first keys and values are on their way to L2 before the wait."""
+    the products. FETCH: the first keys and values are on their way to L2 before the wait. HEADS, AT_ONCE: `add_up`."""
     KEY: tl.constexpr = 0 if SWAP else 1  # the axis of keys; the other is that of heads
     HEAD: tl.constexpr = 1 - KEY
     g, w = tl.program_id(0), tl.program_id(1)
@@ -194,55 +261,21 @@ def attend_pieces(
     acc /= tl.expand_dims(tl.where(sum_H == 0, 1.0, sum_H), KEY)  # without context: zeros
     if SWAP:
         acc = tl.trans(acc)
+    out_HD = out_THD + row.to(tl.int64) * (num_heads * D)
     if pieces == 1:
-        out = acc.to(out_THD.dtype.element_ty)
-        tl.store(out_THD + row.to(tl.int64) * (num_heads * D) + within, out, mask=is_head)
-    else:
+        tl.store(out_HD + within, acc.to(out_THD.dtype.element_ty), mask=is_head)
+    elif SPLIT:
         tl.store(piece_WHD + w.to(tl.int64) * (num_heads * D) + within, acc, mask=is_head)
         tl.store(weight_WH + w * num_heads + g * HG + head, peak + tl.log2(sum_H), mask=head < HG)
-
-
-@triton.jit(do_not_specialize=["num_requests", "num_pieces", "window", "trigger"])
-def combine_pieces(
-    query_start_R, context_len_R, out_THD, piece_WHD, weight_WH, num_requests, num_pieces, window, num_heads, trigger,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr,
-    AT_ONCE: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The rows of requests in several pieces: HEADS heads of one request, AT_ONCE pieces at a time. Such requests are
-    never more than further pieces, and mostly there are none."""
-    blocks_R, size = share_out(query_start_R, context_len_R, num_requests, num_pieces, window, RP, BN, WINDOWED)
-    further_R = further_pieces(blocks_R, size)
-    r = tl.sum((tl.cumsum((further_R > 0).to(tl.int32), 0) <= tl.program_id(1)).to(tl.int32), 0)
-    is_r = tl.arange(0, RP) == r
-    pieces = tl.sum(tl.where(is_r, further_R, 0), 0) + 1
-    earlier = tl.sum(tl.where(tl.arange(0, RP) < r, further_R, 0), 0)
-    if RP <= FEW_REQUESTS:
-        first_piece, second_piece = r + earlier, r + earlier + 1
-    else:
-        first_piece, second_piece = r, num_requests + earlier
-    row = tl.load(query_start_R + r, mask=r < num_requests, other=0, cache_modifier=".cg")
-    if PDL:
-        gdc_wait()
-        if trigger != 0:
-            gdc_launch_dependents()
-    if r >= num_requests:
-        return
-    d = tl.arange(0, DP)
-    for head in range(tl.program_id(0) * HEADS, (tl.program_id(0) + 1) * HEADS):
-        peak = LOWEST
-        total = 0.0
-        acc = tl.zeros([DP], tl.float32)
-        for first in range(0, pieces, AT_ONCE):
-            piece = first + tl.arange(0, AT_ONCE)
-            at = tl.where(piece == 0, first_piece, second_piece + piece - 1) * num_heads + head
-            weight = tl.load(weight_WH + at, mask=piece < pieces, other=float("-inf"))
-            mask = (piece < pieces)[:, None] & (d < D)[None, :]
-            o = tl.load(piece_WHD + at.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
-            higher = tl.maximum(peak, tl.max(weight, 0))
-            share = tl.exp2(weight - higher)
-            fade = tl.exp2(peak - higher)
-            total = total * fade + tl.sum(share, 0)
-            acc = acc * fade + tl.sum(share[:, None] * o, 0)
-            peak = higher
-        at = row.to(tl.int64) * num_heads + head
-        tl.store(out_THD + at * D + d, (acc / total).to(out_THD.dtype.element_ty), mask=d < D)
+        count = count_RG + r * tl.num_programs(0) + g
+        last, second_place = count_piece(count, w, piece, pieces)
+        if last:
+            tl.store(count, 0)
+            first_place = second_place - 1 if FEW else r
+            sum_HD = add_up(
+                piece_WHD + g * HG * D, weight_WH + g * HG, num_heads, pieces, first_place, second_place,
+                HG, HEADS, D, DP, AT_ONCE,
+            )  # fmt: skip
+            own = tl.arange(0, HEADS)
+            pointer = out_HD + (g * HG + own)[:, None] * D + d[None, :]
+            tl.store(pointer, sum_HD.to(out_HD.dtype.element_ty), mask=(own < HG)[:, None] & (d < D)[None, :])
