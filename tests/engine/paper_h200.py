@@ -11,7 +11,7 @@ memory gives the offset of its view as its address, and a GPU's allocator aligns
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 import anabranch.kernels.triton as package
 from anabranch import ops
@@ -128,14 +129,26 @@ def make_runner(name: str, folder: Path, **options: Any) -> TorchRunner:
     settings = EngineConfig(model=str(folder), load_format="dummy", tune="off", **options)
     settings = resolve(settings, model, platform)
     runner = TorchRunner(settings, platform, None)
-    runner.allocate([1 << 16] * len(model.kv_groups))
+    runner.allocate(runner.num_pages() if settings.num_pages else [1 << 16] * len(model.kv_groups))
     return runner
 
 
-def forget(jobs: list[Job]) -> None:
-    """What Triton keeps of a device that was not there."""
-    for job in jobs:
-        job.kernel.device_caches.clear()
+def all_kernels() -> list[JITFunction[Any]]:
+    """Of the package, called functions among them."""
+    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    modules = [importlib.import_module(name) for name in names if not name.endswith("compile_jobs")]
+    return [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, JITFunction) and value.__module__ == module.__name__
+    ]
+
+
+def forget(kernels: Iterable[JITFunction[Any]]) -> None:
+    """What this process has of them: of a device that was not there, or from earlier tests."""
+    for kernel in kernels:
+        kernel.device_caches.clear()
 
 
 def differences(job: Job, known: list[Job]) -> str:
@@ -164,4 +177,6 @@ def differences(job: Job, known: list[Job]) -> str:
             ]
             if best is None or len(changed) < len(best):
                 best = changed
-    return f"{job.kernel.__name__}: {'never launched' if best is None else ', '.join(best)}"
+    if best is None:
+        return f"{job.kernel.__name__}: never launched"
+    return f"{job.kernel.__name__}: {', '.join(best) or 'the same was rehearsed'}"

@@ -24,10 +24,11 @@ from anabranch.config import EngineConfig
 from anabranch.engine.engine import make_engine
 from anabranch.engine.runner import TorchRunner
 from anabranch.engine.scheduler import Sequence, Share
+from anabranch.kernels.triton import precompile
 from anabranch.kernels.triton.precompile import Job, recording
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
-from tests.engine.paper_h200 import cut_down, differences, forget, make_runner, paper_h200
+from tests.engine.paper_h200 import all_kernels, cut_down, differences, forget, make_runner, paper_h200
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 
@@ -47,11 +48,13 @@ SPECIAL = (
     SamplingParams(temperature=0, return_routed_experts=True),
 )
 TOKENS = [7] * LONGEST
+ON_A_GPU = {"num_pages": 4096, "max_model_len": 8192}
 CASES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {},
     "qwen1.5-moe-a2.7b": {},
     "gemma4-26b-a4b": {},
     "gemma4-26b-a4b, odd": {"max_num_batched_tokens": 333, "max_num_seqs": 17},
+    "gemma4-26b-a4b, as on a GPU": ON_A_GPU,
     "qwen3-30b-a3b, many": {"max_num_batched_tokens": 16384, "max_num_seqs": 1500},
     "qwen1.5-moe-a2.7b, uncaptured": {"graph_mode": "none"},
     "qwen3-30b-a3b, prompts captured": {"graph_mode": "none", "prefill_graph": "breakable"},
@@ -138,7 +141,7 @@ def rehearse(case: str, folder: Path, num_steps: int) -> tuple[list[Job], list[J
             before = len(jobs)
             serving.step()
             where += [f"step {number}"] * (len(jobs) - before)
-    forget(jobs)
+    forget(job.kernel for job in jobs)
     return jobs[:rehearsed], jobs[rehearsed:], where
 
 
@@ -153,23 +156,36 @@ def test_steps_launch_only_what_was_rehearsed(case: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("case", ["qwen3-30b-a3b", "qwen1.5-moe-a2.7b", "gemma4-26b-a4b"])
 def test_nothing_is_compiled_on_a_gpu(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    forget(all_kernels())  # what other tests have left in memory would not be missed
     cut_down(case, tmp_path)
-    config = EngineConfig(model=str(tmp_path), load_format="dummy", tune="off", num_pages=4096, max_model_len=8192)
-    engine = make_engine(config)
-    compiled: list[str] = []
-    knobs = importlib.import_module("triton.knobs")
+    known: list[Job] = []
+    failed: list[str] = []
+    compile_jobs = precompile.precompile
 
-    def note(**what: Any) -> None:
-        if not what["cache_hit"]:
-            compiled.append(what["src"].name)
+    def kept(jobs: list[Job]) -> None:
+        known.extend(jobs)
+        failed.extend(compile_jobs(jobs))
 
-    monkeypatch.setattr(knobs.compilation, "listener", note)
+    monkeypatch.setattr(precompile, "precompile", kept)
+    engine = make_engine(EngineConfig(model=str(tmp_path), load_format="dummy", tune="off", **ON_A_GPU))
+    assert known and not failed, failed
+    missing: list[str] = []
+    step = "captured"
+
+    def note(src: Any, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            options = {name: metadata[name] for name in known[0].options if name in metadata}
+            job = Job(src.fn, src.signature, src.constants, src.attrs, options, metadata["target"])
+            missing.append(f"{step}: {differences(job, known)}")
+
+    monkeypatch.setattr(importlib.import_module("triton.knobs").compilation, "listener", note)
     serving = Serving(engine.runner, 0)
-    for _ in range(60):
+    for number in range(60):
+        step = f"step {number}"
         serving.step()
     engine.runner.platform.synchronize()
     engine.close()
-    assert not compiled
+    assert not missing, "\n".join(missing)
 
 
 if __name__ == "__main__":

@@ -198,6 +198,13 @@ def test_failures_are_named_and_the_rest_is_compiled(cache: Path, caplog: pytest
     assert "arange's range must be a power of 2" in caplog.text and "the compiler died of SIGABRT" in caplog.text
 
 
+def test_a_kernel_that_a_launch_would_not_find_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = record(16, 32, 64, 128)
+    monkeypatch.setattr(experts_sum.sum_rows, "hash", "of another text")
+    assert precompile.precompile(jobs) == [job.name for job in jobs]
+    assert len(list(cache.glob("*/sum_rows.cubin"))) == 4
+
+
 def test_a_kernel_that_has_no_name_elsewhere_is_compiled_here(cache: Path) -> None:
     @triton.jit
     def local(x, N: tl.constexpr):

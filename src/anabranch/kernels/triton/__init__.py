@@ -3,6 +3,7 @@
 from anabranch.kernels.triton import (
     activation,
     attention,
+    cache_keys,
     decode_inputs,
     draw,
     expert_sort,
@@ -16,6 +17,8 @@ from anabranch.kernels.triton import (
     route,
     sample,
 )
+
+cache_keys.settle()
 
 __all__ = [
     "activation",

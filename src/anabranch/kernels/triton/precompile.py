@@ -228,6 +228,8 @@ class Batch:
 
     def done(self, job: Job, seconds: float, error: str | None) -> None:
         self.num_done += 1
+        if error is None and not job.is_cached():
+            error = "it was compiled under another name than a launch here would look for"
         if error is None:
             self.seconds.append(seconds)
         else:

@@ -1,0 +1,60 @@
+"""Every process has the same name for a kernel, whatever it hashed before."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from anabranch.kernels.triton import sample_search
+from tests.engine.paper_h200 import all_kernels
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
+
+ROOT = Path(__file__).parents[3]
+NAMES = """
+import json, os, sys
+from tests.engine.paper_h200 import all_kernels
+kernels = all_kernels()
+names = []
+for kernel in kernels:  # each as if it were the first
+    source, target = os.pipe()
+    if not os.fork():
+        os.write(target, kernel.cache_key.encode())
+        os._exit(0)
+    os.wait()
+    names.append(os.read(source, 1000).decode())
+    os.close(source), os.close(target)
+backwards = [kernel.cache_key for kernel in reversed(kernels)][::-1]
+print(json.dumps([names, backwards]))
+"""
+
+
+def test_a_name_does_not_depend_on_what_was_hashed_before() -> None:
+    kernels = all_kernels()
+    here = [kernel.cache_key for kernel in kernels]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    for there in json.loads(done.stdout):
+        unlike = [kernel.__name__ for kernel, a, b in zip(kernels, here, there, strict=True) if a != b]
+        assert not unlike, unlike
+
+
+def test_constants_of_called_functions_count() -> None:
+    _ = sample_search.kth_largest.cache_key  # it has none of its own
+    assert "LOWEST" in {name for name, _ in sample_search.kth_largest.used_global_vals}
+
+
+def test_no_two_constants_share_a_name() -> None:
+    """Triton hashes them in the order of their names, and of addresses where those are equal."""
+    for kernel in all_kernels():
+        _ = kernel.cache_key
+        found: dict[str, Any] = {}
+        for (name, _), (value, _) in kernel.used_global_vals.items():
+            assert found.setdefault(name, value) == value, f"{kernel.__name__}: {name}"
