@@ -180,6 +180,36 @@ def test_draws_by_slot_as_the_model_says(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(drawn) > 20
 
 
+@pytest.mark.parametrize("by_slot", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_logits_give_what_their_fp32_gives(dtype: torch.dtype, by_slot: bool) -> None:
+    """Tokens and log probabilities, whatever the requests want; and nobody writes over them."""
+    rng, kinds = random.Random(0), set()
+    for _ in range(60):
+        rows = rng.choice((1, 2, 6))
+        models = [draw_model(rng, slot) for slot in range(rows)]
+        samplers = [Sampler(rows, V, CPU) for _ in range(2)]
+        for sampler in samplers:
+            sampler.by_slot = by_slot
+            for slot, model in enumerate(models):
+                add(sampler, slot, model)
+        for _ in range(3):
+            short = (2 * torch.randn(rows, V)).to(dtype)
+            before = short.clone()
+            one, other = (s.sample(x, list(range(rows))) for s, x in zip(samplers, (short, short.float())))
+            assert torch.equal(short, before)
+            assert torch.equal(one.token_R, other.token_R), [model.request.params for model in models]
+            assert (one.logprobs is None) == (other.logprobs is None)
+            if one.logprobs is not None and other.logprobs is not None:
+                for field in ("token_T", "logprob_T", "rank_T", "top_id_TN", "top_logprob_TN"):
+                    assert torch.equal(getattr(one.logprobs, field), getattr(other.logprobs, field)), field
+            for sampler in samplers:
+                kinds.add((sampler.kind(list(range(rows))), one.logprobs is not None))
+                for slot, token in enumerate(one.token_R.tolist()):
+                    sampler.accept(slot, token)
+    assert kinds == {("greedy", False), ("drawn", False), ("any", False), ("any", True)}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What a request draws depends on nothing else
 # ---------------------------------------------------------------------------------------------------------------------

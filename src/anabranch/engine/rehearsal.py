@@ -28,7 +28,9 @@ MIXED_REQUESTS = 40
 EVERYTHING = SamplingParams(
     temperature=1.0, top_p=0.5, seed=0, presence_penalty=1.0, allowed_token_ids=(0,), logprobs=1, max_tokens=1
 )
-"""What the sampler has kernels for."""
+"""What the sampler has kernels for: logits that are changed, and therefore fp32."""
+UNCHANGED = SamplingParams(temperature=1.0, top_p=0.5, seed=0, logprobs=1, max_tokens=1)
+"""Draws from the model's logits as they are."""
 
 
 def rehearse(runner: TorchRunner) -> None:
@@ -64,7 +66,8 @@ def rehearse_sampling(runner: TorchRunner) -> None:
     hidden_TD = torch.zeros(FEW_ROWS[-1], model.config.hidden_size, dtype=runner.dtype, device=device)
     for num_rows in FEW_ROWS:
         logits_TV = model.logits(hidden_TD[:num_rows])
-    sampler = Sampler(2, model.config.vocab_size, device)
-    for slot, params in enumerate((EVERYTHING, SamplingParams(seed=0))):  # the second draws from all tokens
-        sampler.add(slot, Request(id=str(slot), prompt_ids=(0,), params=params))
-    sampler.sample(logits_TV[:2].clone(), [0, 1])
+    for wanted in (EVERYTHING, UNCHANGED):
+        sampler = Sampler(2, model.config.vocab_size, device)
+        for slot, params in enumerate((wanted, SamplingParams(seed=0))):  # the second draws from all tokens
+            sampler.add(slot, Request(id=str(slot), prompt_ids=(0,), params=params))
+        sampler.sample(logits_TV[:2].clone(), [0, 1])

@@ -78,6 +78,7 @@ class Decoded:
     token_R: torch.Tensor
     """Not for requests that want more of the sampler: theirs are drawn from the logits afterwards."""
     logits_RV: torch.Tensor
+    """As the model gives them."""
     experts: list[torch.Tensor]
     """expert_TK of each MoE layer."""
 

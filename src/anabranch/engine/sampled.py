@@ -42,9 +42,10 @@ class Logprobs:
 
 
 def token_logprobs(logits_TV: torch.Tensor, token_T: torch.Tensor, top_n: int) -> Logprobs:
-    """Log probabilities of `token_T` under the logits, some rows at a time: it takes little memory beside them."""
+    """Log probabilities of `token_T` under the logits (in any float dtype; they are computed in fp32), some rows at a
+    time: it takes little memory beside them."""
     top_n = min(top_n, logits_TV.shape[1])
-    parts = [ops.logprobs(logits_TV[part], token_T[part], top_n) for part in chunks(*logits_TV.shape)]
+    parts = [ops.logprobs(logits_TV[part].float(), token_T[part], top_n) for part in chunks(*logits_TV.shape)]
     if len(parts) == 1:
         return Logprobs(token_T, *parts[0])
     return Logprobs(token_T, *(torch.cat(tensors) for tensors in zip(*parts)))

@@ -156,7 +156,8 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits_RV: torch.Tensor, slots: list[int]) -> Sampled:
-        """One token for each row, which counts as generated. The logits (fp32, contiguous) are written over."""
+        """One token for each row, which counts as generated. The logits are contiguous and in any float dtype; those in
+        fp32 are written over."""
         assert logits_RV.shape == (len(slots), self.vocab_size), f"logits {logits_RV.shape} of {len(slots)} slots"
         assert len(set(slots)) == len(slots), f"a slot twice: {slots}"
         assert self._empty.isdisjoint(slots), f"slot {self._empty.intersection(slots).pop()} is empty"
@@ -170,12 +171,12 @@ class Sampler:
             assert not occupant.unread, f"request {occupant.request.id}: its last token has not been accepted yet"
             occupant.unread = True
 
-        raw_LV = logits_RV
-        if plan.asked_row_L is not None:
-            raw_LV = logits_RV[plan.asked_row_L]
-        elif plan.asked and plan.changes_logits:
-            raw_LV = logits_RV.clone()
+        raw_LV = logits_RV if plan.asked_row_L is None else logits_RV[plan.asked_row_L]
         if plan.changes_logits:
+            if logits_RV.dtype != torch.float32:
+                logits_RV = logits_RV.float()  # what is added to them must not be rounded to less
+            elif plan.asked and plan.asked_row_L is None:
+                raw_LV = logits_RV.clone()
             self._change_logits(plan, logits_RV)
         token_R = self._choose(plan, logits_RV)
         if plan.penalty is not None:

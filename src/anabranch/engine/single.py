@@ -42,7 +42,7 @@ class SingleSequence:
             raise ValueError(f"{len(known)} tokens do not fit into the {self.max_length} of this sequence")
         step = self.steps.make([Share(self.sequence, begin, len(known), True)], lambda _: self.pages)
         hidden = self.model(step, self.kv)
-        return self.model.logits(hidden if all_logits else hidden[-1:])
+        return self.model.logits(hidden if all_logits else hidden[-1:]).float()
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Container[int] = ()) -> list[int]:
         """The greedy continuation; a stop id ends it and is not part of it."""

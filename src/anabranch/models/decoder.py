@@ -142,11 +142,11 @@ class Decoder(nn.Module):
         return self.norm.add(x_TD, residual_TD)[0]
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """fp32 logits_TV of hidden rows; pick the rows first, the vocabulary is large."""
+        """logits_TV of hidden rows; pick the rows first, the vocabulary is large. They are in the model's dtype, which
+        fp32 holds exactly: who reads them converts while reading. Where they are capped, they are fp32."""
         logits = ops.linear(x_TD, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x_TD)
-        logits = logits.float()
         if self.config.logit_softcap:
-            logits = torch.tanh(logits / self.config.logit_softcap) * self.config.logit_softcap
+            logits = torch.tanh(logits.float() / self.config.logit_softcap) * self.config.logit_softcap
         return logits
 
     @classmethod

@@ -20,10 +20,10 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         "position_R": torch.tensor([0, 7, 100000, 1]),
     }
     for vocabulary in (50, 1, 8200):
-        yield f"V{vocabulary}", {"logits_RV": 3 * torch.randn(4, vocabulary, generator=generator), **base}
+        yield f"V{vocabulary}", {"logits_RV": (3 * torch.randn(4, vocabulary, generator=generator)).to(dtype), **base}
     masked = torch.full((4, 50), float("-inf"))
     masked[:, 11] = -3
-    yield "all but one forbidden", {"logits_RV": masked, **base}
+    yield "all but one forbidden", {"logits_RV": masked.to(dtype), **base}
     yield "no requests", {"logits_RV": torch.zeros(0, 8), **{name: value[:0] for name, value in base.items()}}
 
 

@@ -28,21 +28,21 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         "seed_R": torch.tensor([0, 1, 2**40 + 3, -4, 5, 6]),
         "position_R": torch.tensor([0, 7, 8, 100000, 1, 1]),
     }
-    yield "mixed", {"logits_RV": 3 * torch.randn(rows, vocabulary, generator=generator), **base}
+    yield "mixed", {"logits_RV": (3 * torch.randn(rows, vocabulary, generator=generator)).to(dtype), **base}
     ties = torch.zeros(rows, vocabulary)
     ties[:, 7] = ties[:, 9] = 4
-    yield "ties", {"logits_RV": ties, **base}
+    yield "ties", {"logits_RV": ties.to(dtype), **base}
     masked = torch.full((rows, vocabulary), float("-inf"))
     masked[:, 11] = -3
-    yield "all but one forbidden", {"logits_RV": masked, **base}
+    yield "all but one forbidden", {"logits_RV": masked.to(dtype), **base}
     # Levels with many tokens each, so that ties are cut by top_k and top_p; and a vocabulary of several tiles.
     levels = torch.randint(4, (rows, 700), generator=generator).float()
-    yield "many ties", {"logits_RV": levels, **base, "top_k_R": base["top_k_R"] * 9}
-    yield "V8200", {"logits_RV": 3 * torch.randn(rows, 8200, generator=generator), **base}
+    yield "many ties", {"logits_RV": levels.to(dtype), **base, "top_k_R": base["top_k_R"] * 9}
+    yield "V8200", {"logits_RV": (3 * torch.randn(rows, 8200, generator=generator)).to(dtype), **base}
     allowed = torch.rand(rows, 8200, generator=generator) < 0.01
     some = torch.where(allowed, torch.randn(rows, 8200, generator=generator), float("-inf"))
     some[:, 17] = 0
-    yield "V8200, most forbidden", {"logits_RV": some, **base}
+    yield "V8200, most forbidden", {"logits_RV": some.to(dtype), **base}
     yield "no requests", {"logits_RV": torch.zeros(0, 8), **{name: value[:0] for name, value in base.items()}}
 
 
@@ -56,7 +56,8 @@ def sample(
     seed_R: torch.Tensor,
     position_R: torch.Tensor,
 ) -> torch.Tensor:
-    """token_R (int64). Temperature 0 is greedy; a tie goes to the lowest id.
+    """token_R (int64), from logits in any float dtype, taken as fp32. Temperature 0 is greedy; a tie goes to the lowest
+    id.
 
     Otherwise tokens are ranked by logit, the lowest id first among equals. A token must be among the top_k (0: all),
     the tokens of those before it must not have reached top_p of their probability together (1: all), and it must be at

@@ -20,7 +20,7 @@ from anabranch.kernels.triton import sample as kernel
 from anabranch.ops import exact
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, everywhere, interpreter, run_interpreted
+from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, interpreter, run_interpreted
 from tests.ops.sampling_rows import sampling_rows
 from tests.ops.test_sample import allowed
 
@@ -49,7 +49,7 @@ def check(arguments: dict[str, Any], device: str) -> None:
     with poisoned_memory():
         found = kernel.sample(**given)
     assert found.dtype == torch.int64
-    expected = ops.sample.reference(**copy(arguments))
+    expected = ops.sample.reference(**copy(arguments) | {"logits_RV": arguments["logits_RV"].float()})
     wrong = (found.cpu() != expected).nonzero()[:, 0].tolist()
     assert not wrong, (len(wrong), [{name: x[r] for name, x in arguments.items()} for r in wrong[:2]])
 
@@ -155,6 +155,26 @@ def test_random_rows(setting: str, device: str, set_constants: None) -> None:
         check(sampling_rows(rows, vocabulary, generator), device)
 
 
+@everywhere
+@settings
+def test_short_logits_draw_what_their_fp32_draws(setting: str, device: str, set_constants: None) -> None:
+    """bf16 and fp16 hold the hard rows' logits exactly; others are rounded before both."""
+    arguments, _ = edge_rows()
+    hard = only(arguments, list(range(0, len(arguments["seed_R"]), 8 if device == "cpu" else 1)))
+    greedy = only(arguments, [3]) | {"temperature_R": torch.zeros(1)}
+    others = sampling_rows(2, 300, torch.Generator().manual_seed(3))
+    if device == "cuda":
+        others = sampling_rows(200, 151936, torch.Generator().manual_seed(3))
+    for dtype in dtypes(device)[1:]:
+        for given in (hard, greedy, others):
+            given = given | {"logits_RV": given["logits_RV"].to(dtype)}
+            check(given, device)
+            drawn = {name: given[name] for name in ("logits_RV", "temperature_R", "seed_R", "position_R")}
+            assert draw_kernel.accepts(**drawn)
+            found = draw_kernel.draw(**copy(drawn, torch.device(device))).cpu()
+            assert torch.equal(found, ops.draw.reference(**drawn | {"logits_RV": drawn["logits_RV"].float()}))
+
+
 @pytest.mark.gpu
 @compiler
 @pytest.mark.parametrize("vocabulary", [49152, 151936, 262144, 262400])
@@ -176,7 +196,7 @@ def test_rows_of_a_wider_tensor_and_nothing_allowed(device: str) -> None:
 def test_what_it_does_not_accept() -> None:
     arguments = sampling_rows(4, 60, torch.Generator())
     assert kernel.accepts(**arguments)
-    assert not kernel.accepts(**arguments | {"logits_RV": arguments["logits_RV"].half()})
+    assert not kernel.accepts(**arguments | {"logits_RV": arguments["logits_RV"].double()})
     assert not kernel.accepts(**arguments | {"logits_RV": torch.zeros(60, 4).T})
     assert not kernel.accepts(**arguments | {"logits_RV": torch.zeros(1, 1).expand(4, kernel.MAX_VOCABULARY + 1)})
     assert not kernel.accepts(**arguments | {"seed_R": torch.zeros(8, dtype=torch.int64)[::2]})
@@ -261,10 +281,12 @@ def test_in_a_graph(rows: int) -> None:
 
 @pytest.mark.slow
 @compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
-def test_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_ahead_of_time(target: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "dependent_launch", lambda device: target in ahead_of_time.DEPENDENT)
     arguments = sampling_rows(2, 151936, torch.Generator())
+    arguments["logits_RV"] = arguments["logits_RV"].to(dtype)
     drawn = {name: arguments[name] for name in ("logits_RV", "temperature_R", "seed_R", "position_R")}
     with recorded(kernel, "scan_kernel", "gather_kernel", "choose_kernel") as launches:
         kernel.sample(**arguments)
@@ -283,4 +305,4 @@ def test_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) ->
         assert ptx.count("fma.rn.f32") <= fused.get(launch.function, 0)
         assert "add.f32" not in ptx and "mul.f32" not in ptx  # without .rn, the assembler might fuse them
         if launch.function is kernel.scan_kernel:
-            assert ahead_of_time.loads(compiled)["wide"] >= 8
+            assert ahead_of_time.loads(compiled)["wide"] >= 2 * dtype.itemsize

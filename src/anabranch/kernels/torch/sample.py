@@ -198,7 +198,7 @@ def mass(relative_M: torch.Tensor) -> torch.Tensor:
 
 
 def fits(logits_RV: torch.Tensor) -> bool:
-    return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1 and logits_RV.shape[1] >= MIN_VOCABULARY
+    return logits_RV.is_floating_point() and logits_RV.stride(1) == 1 and logits_RV.shape[1] >= MIN_VOCABULARY
 
 
 def draw_accepts(
@@ -245,7 +245,7 @@ def sample(
     """Rows with top_p alone: they draw from all, and once more where the token may not stay."""
     values = (x.tolist() for x in (scale_R, top_k_R, top_p_R, min_p_R, seed_R, position_R))
     for r, (scale, top_k, top_p, min_p, seed, position) in enumerate(zip(*values)):
-        row = Row(logits_RV[r], scale, seed, position)
+        row = Row(logits_RV[r].float(), scale, seed, position)
         if row.top == -math.inf:
             continue
         if scale == math.inf:

@@ -2,6 +2,8 @@
 
 R requests, V vocabulary, S stretches of a row, C chunks of a scanned row, G of a gathered one, N listed tokens.
 
+Logits may be bf16 or fp16: they become fp32, exactly, as they are loaded. Listed ones keep the row's dtype.
+
 1. *scan* reads each row once, many programs a row: the maximum of each stretch of 128 tokens, and the best token:
    greedy, or after noise. Noise is computed only for tokens whose cheap bound reaches the best so far, one or two in a
    tile. Rows that ask for nothing else are done; step 3 only picks the best chunk.
@@ -56,6 +58,7 @@ LIST = 8192
 SCAN_WARPS, GATHER_WARPS, CHOOSE_WARPS = 4, 4, 8
 MAX_CHUNKS = 128
 MAX_VOCABULARY = 1 << 19
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_SCANNING, NUM_GATHERING = 1056, 2048
 """Programs that keep a large GPU busy, 8 on each of 132 processors; twice as many where most have little to do."""
 VECTORS = ["temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "position_R"]
@@ -78,7 +81,7 @@ def _race(logits, value, id, kept, scale, state, best, token):
     high = tl.max(bound)
     while (high >= best) & (high > float("-inf")):
         i = tl.min(tl.where(bound == high, id, NOBODY))
-        noisy = tl.load(logits + i) * scale + noise(mix(state ^ i.to(tl.uint32)))
+        noisy = tl.load(logits + i).to(tl.float32) * scale + noise(mix(state ^ i.to(tl.uint32)))
         better = (noisy > best) | ((noisy == best) & (i < token))
         best, token = tl.where(better, noisy, best), tl.where(better, i, token)
         bound = tl.where(id == i, float("-inf"), bound)
@@ -116,7 +119,7 @@ def _least(min_p):
 def _load_tile(row, tile, V, TILE: tl.constexpr, STRETCH: tl.constexpr):
     """Stretches, one above the other."""
     id = tile * TILE + tl.arange(0, TILE // STRETCH)[:, None] * STRETCH + tl.arange(0, STRETCH)[None, :]
-    return id, tl.load(row + id, mask=id < V, other=float("-inf"))
+    return id, tl.load(row + id, mask=id < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "tiles"], do_not_specialize_on_alignment=VECTORS)
@@ -194,7 +197,7 @@ def gather_kernel(
         lowest = tl.min(tl.where(stretch < num_stretches, peak, float("inf")), 0)
         pivot = from_key(kth_largest(peaks, num_stretches, top_k, to_key(lowest), to_key(top), STEP, PIVOTS))
     both = (top_k > 0) & (top_p < 1)  # top_p of the top k: all of them are needed
-    logit = tl.load(row + token)
+    logit = tl.load(row + token).to(tl.float32)
     if not both:
         pivot = tl.maximum(pivot, logit)
     if chunk == 0:
@@ -211,7 +214,7 @@ def gather_kernel(
         weigh = weigh_all & (high * scale - top * scale >= WEIGHTLESS)
         if weigh | (high >= pivot):
             id = tile * TILE + tl.arange(0, TILE)
-            value = tl.load(row + id, mask=id < V, other=float("-inf"))
+            value = tl.load(row + id, mask=id < V, other=float("-inf")).to(tl.float32)
             relative = value * scale - top * scale
             if weigh:
                 weight = mass(relative).to(tl.int64)
@@ -252,7 +255,7 @@ def _choose_listed(
             number, total = before(values, ids, listed, size, -1, edge, scale, top, STEP)
             total += (top_k - number) * mass(edge * scale - top * scale).to(tl.int64)
         goal = target_mass(total, top_p)
-    logit, number, weight = tl.load(row + token), 0, first
+    logit, number, weight = tl.load(row + token).to(tl.float32), 0, first
     if top_k > 0:
         number, weight = before(values, ids, listed, size, token, logit, scale, top, STEP)
     stays = (number < limit) & (weight < goal) & (logit * scale - top * scale >= least)
@@ -263,7 +266,7 @@ def _choose_listed(
             kept = is_before(there, id, value, token, logit) & (value * scale - top * scale >= least)
             best, rival = _race(row, value, id, kept, scale, state, best, rival)
         token = rival
-        logit = tl.load(row + token, mask=token != NOBODY, other=0.0)
+        logit = tl.load(row + token, mask=token != NOBODY, other=0.0).to(tl.float32)
         number, weight = before(values, ids, listed, size, token, logit, scale, top, STEP)
         stays = ((number < limit) & (weight < goal)) | (token == NOBODY)
     return token
@@ -358,7 +361,7 @@ def launch(
     if cut is not None:
         peak_RS, count_R = scratch(num_stretches), scratch(1, torch.int32)
         masses = scratch(2 * gather.num_chunks, torch.int64)
-        lists = scratch(capacity), scratch(capacity, torch.int32), scratch(2), masses
+        lists = scratch(capacity, logits_RV.dtype), scratch(capacity, torch.int32), scratch(2), masses
     dependent = dependent_launch(device)
     options = {"DEPENDENT": dependent, **EXACT, **({"launch_pdl": True} if dependent else {})}
     row = vocabulary, logits_RV.stride(0)
@@ -383,7 +386,7 @@ def launch(
 
 def fits(logits_RV: torch.Tensor, *vectors: torch.Tensor) -> bool:
     return (
-        logits_RV.dtype == torch.float32
+        logits_RV.dtype in DTYPES
         and logits_RV.stride(1) == 1
         and 1 <= logits_RV.shape[1] <= MAX_VOCABULARY
         and all(vector.is_contiguous() for vector in vectors)

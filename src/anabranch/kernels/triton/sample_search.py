@@ -3,8 +3,9 @@
 N tokens, P pivots.
 
 `values` and `ids` are a list of `size` tokens; where none are `listed`, `values` is the row of logits, and a token's
-place is its id. Logits are compared as floats; the search for one goes over keys, the integers in their order: each
-pass over the tokens compares them with P pivots and keeps 1 / (P + 1) of the interval.
+place is its id. Values are of any float dtype and become fp32 when loaded. Logits are compared as floats; the search
+for one goes over keys, the integers in their order: each pass over the tokens compares them with P pivots and keeps
+1 / (P + 1) of the interval.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def load_step(values, ids, listed, start, size, STEP: tl.constexpr):
     """(is there, id, value) of a part of the list."""
     i = start + tl.arange(0, STEP)
     id = tl.load(ids + i, mask=i < listed, other=0)
-    return i < size, tl.where(i < listed, id, i), tl.load(values + i, mask=i < size, other=float("-inf"))
+    value = tl.load(values + i, mask=i < size, other=float("-inf")).to(tl.float32)
+    return i < size, tl.where(i < listed, id, i), value
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def kth_largest(values, size, k, low, high, STEP: tl.constexpr, PIVOTS: tl.const
         count_P = tl.zeros(key_P.shape, tl.int32)
         for start in range(0, size, STEP):
             i = start + tl.arange(0, STEP)
-            value = tl.load(values + i, mask=i < size, other=float("-inf"))
+            value = tl.load(values + i, mask=i < size, other=float("-inf")).to(tl.float32)
             count_P += tl.sum((value[None, :] >= from_key(key_P)[:, None]).to(tl.int32), 1)
         low, high = narrow(low, high, k, key_P, count_P)
     return low
