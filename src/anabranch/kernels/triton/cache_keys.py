@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triton.runtime.jit import DependenciesFinder, JITCallable
+from triton.runtime.jit import DependenciesFinder
 
 
 def settle() -> None:
@@ -22,7 +22,7 @@ def settle() -> None:
     if update is None or getattr(update, "settled", False):
         return
 
-    def update_settled(self: DependenciesFinder, func: JITCallable) -> Any:
+    def update_settled(self: DependenciesFinder, func: Any) -> Any:
         _ = func.cache_key  # finds its constants
         return update(self, func)
 
