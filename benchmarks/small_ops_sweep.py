@@ -40,7 +40,7 @@ from anabranch.kernels.triton.linear import MultiplyTiles, StreamTiles, Tiles, a
 TINY = not torch.cuda.is_available()
 DEVICE, DTYPE = ("cpu", torch.float32) if TINY else ("cuda", torch.bfloat16)
 BANDWIDTH, COLD_BYTES = 4.6e12, 1 << 8 if TINY else 256 << 20
-TOKENS = (1, 5) if TINY else (1, 2, 4, 8, 16, 64, 256)
+TOKENS = (1, 5) if TINY else (1, 2, 4, 8, 16, 32, 64, 256)
 PARTS = ("linear", "norm", "rope", "activation", "chain")
 Row = dict[str, Any]
 warming = False
@@ -184,9 +184,10 @@ def candidates(tokens: int, D: int, F: int) -> list[Tiles]:
     return found
 
 
-def short(tiles: Tiles | None) -> str:
-    if tiles is None:
-        return "library"
+def short(tiles: Tiles | str | None) -> str:
+    """A string: linear_hopper, which has nothing to choose from."""
+    if tiles is None or isinstance(tiles, str):
+        return tiles or "library"
     if isinstance(tiles, StreamTiles):
         return f"stream {tiles.rows}/{tiles.warps}/{tiles.across}"
     return f"multiply {tiles.rows}/{tiles.warps}/{tiles.depth}/{tiles.stages}"
@@ -209,9 +210,14 @@ def sweep_linear(options: argparse.Namespace) -> Iterator[Row]:
             for tokens in options.tokens:
                 x_TD = normal(tokens, D)
                 expected = nn.linear(x_TD.float(), weights[0].float(), None if bias_F is None else bias_F.float())
-                chosen = linear.choose(tokens, D, F, DTYPE.itemsize)
-                for tiles in (None, *candidates(tokens, D, F)):
-                    run = library if tiles is None else partial(linear.run, tiles=tiles)
+                hopper = linear.hopper_kernels(x_TD.device)
+                taken = linear.hopper_for(x_TD, weights[0])
+                chosen = linear.choose(tokens, D, F, DTYPE.itemsize) if taken is None else "split"
+                runs: dict[Tiles | str | None, Any] = {None: library}
+                runs |= {tiles: partial(linear.run, tiles=tiles) for tiles in candidates(tokens, D, F)}
+                if hopper is not None and hopper.takes(x_TD, weights[0]):
+                    runs["split"] = hopper.run
+                for tiles, run in runs.items():
                     calls = [partial(run, x_TD, weight, bias_F, out_dtype=out_dtype) for weight in weights]
                     yield timed(
                         calls,

@@ -30,7 +30,15 @@ from anabranch.engine.runner import TorchRunner
 from anabranch.engine.sampled import Logprobs
 from anabranch.engine.sampler import Sampler
 from anabranch.kernels import tuning
-from anabranch.kernels.triton import attention, attention_tiles, experts, experts_tables, experts_tiles, precompile
+from anabranch.kernels.triton import (
+    attention,
+    attention_tiles,
+    experts,
+    experts_tables,
+    experts_tiles,
+    linear,
+    precompile,
+)
 from anabranch.kernels.triton.precompile import Job
 from anabranch.loader import dummy
 from anabranch.models.config import read_config
@@ -75,7 +83,8 @@ def paper_h200() -> Iterator[None]:
     """Whoever asks for the machine hears of an H200, and of the tables that are shipped for it."""
     names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
     modules = [importlib.import_module(name) for name in names if not name.endswith("compile_jobs")]
-    hopper = importlib.import_module(f"{package.__name__}.experts_hopper")
+    experts_hopper = importlib.import_module(f"{package.__name__}.experts_hopper")
+    linear_hopper = importlib.import_module(f"{package.__name__}.linear_hopper")
 
     def shipped(device: torch.device, shape: experts_tables.Shape) -> Any:
         good_for = shape.good_for(device)
@@ -90,9 +99,11 @@ def paper_h200() -> Iterator[None]:
         ),
         (attention, "machine_of", lambda device: attention_tiles.Machine(SHARED_BYTES, PROCESSORS, True, True)),
         (experts, "machine_of", lambda device: experts_tiles.Machine(SHARED_BYTES, True)),
-        (experts, "hopper_kernels", lambda device: hopper),
+        (experts, "hopper_kernels", lambda device: experts_hopper),
         (experts, "num_processors", lambda device: PROCESSORS),
         (experts, "table_for", shipped),
+        (linear, "hopper_kernels", lambda device: linear_hopper),
+        (linear_hopper, "num_processors", lambda device: PROCESSORS),
         (experts_tables, "device_facts", lambda device: ("sm_90", PROCESSORS)),
         (driver, "_active", NoDevice()),
         (precompile, "_zeroed", nullcontext),  # there is nothing to index with

@@ -136,6 +136,71 @@ def test_chosen_tiles_fit(itemsize: int) -> None:
                     assert (itemsize == 4 or large) and (tokens > kernel.STREAM_TOKENS or D > 8192)
 
 
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """linear_hopper as on an H200 that is not there."""
+    from anabranch.kernels.triton import linear_hopper
+
+    monkeypatch.setattr(kernel, "hopper_kernels", lambda device: linear_hopper)
+    monkeypatch.setattr(linear_hopper, "num_processors", lambda device: 132)
+    return linear_hopper
+
+
+def on_paper(tokens: int, D: int, F: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(tokens, D, dtype=dtype, device="meta"), torch.empty(F, D, dtype=dtype, device="meta")
+
+
+@compiler
+def test_what_hopper_takes(hopper: Any) -> None:
+    for tokens in range(1, 65):
+        taken = 3 <= tokens <= 32
+        for D, F in ((4096, 2048), (2048, 2048), (2112, 2816)):
+            x_TD, weight_FD = on_paper(tokens, D, F)
+            assert (kernel.hopper_for(x_TD, weight_FD) is hopper) == taken, tokens
+            assert kernel.accepts(x_TD, weight_FD) == (tokens <= 32)
+        for D, F in ((2048, 5120), (2048, 6144), (2048, 2040), (8200, 512), (8192, 512), (256, 32768)):
+            assert kernel.hopper_for(*on_paper(tokens, D, F)) is None, (D, F)
+    x_TD, weight_FD = on_paper(16, 4096, 2048, torch.float32)
+    assert kernel.hopper_for(x_TD, weight_FD) is None and not kernel.accepts(x_TD, weight_FD)
+    x_TD, weight_FD = on_paper(16, 2049, 2048)
+    assert kernel.hopper_for(x_TD, weight_FD) is None and kernel.accepts(x_TD, weight_FD)
+    wide, weight_FD = torch.empty(16, 4104, dtype=torch.bfloat16), torch.empty(2048, 4096, dtype=torch.bfloat16)
+    assert kernel.hopper_for(wide[:, 8:], weight_FD) is hopper
+    assert kernel.hopper_for(wide[:, 1:-7], weight_FD) is None, "rows begin at 16 bytes"
+    assert kernel.hopper_for(wide[:1, 8:].expand(16, -1), weight_FD) is None, "rows lie apart"
+
+
+@compiler
+def test_only_hopper_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, device = kernel.hopper_kernels.__wrapped__, torch.device("cuda", 0)
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        for version in ("3.6.0", "3.9.0"):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, said=capability: said)
+            monkeypatch.setattr(kernel, "dependent_launch", lambda device, said=capability: said >= (9, 0))
+            monkeypatch.setattr("triton.__version__", version)
+            assert (found(device) is not None) == (capability == (9, 0) and version == "3.6.0")
+    monkeypatch.undo()
+    assert found(torch.device("cpu")) is None
+
+
+@compiler
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_items_are_shared_out(processors: int, hopper: Any) -> None:
+    taken = 0
+    for D in range(8, 9000, 248):
+        for F in range(1, 9000, 233):
+            items = hopper.items_of_program(D, F, processors)
+            if items is not None:
+                programs = -(-F // hopper.TILE) * -(-D // (hopper.DEPTH * items))
+                assert 1 <= items <= hopper.MOST_ITEMS and programs <= processors
+                taken += 1
+    assert taken > 100
+    assert hopper.items_of_program(4096, 2048, 132) == 4 and hopper.items_of_program(2048, 2048, 132) == 2
+    assert hopper.items_of_program(4096, 2048, 114) is None
+    largest = (hopper.TILE + max(hopper.BLOCKS)) * hopper.DEPTH * 2 * hopper.MOST_ITEMS
+    assert largest + 1024 <= 227 << 10, "all that a program may have lies in shared memory at once"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On a GPU
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,7 +222,7 @@ REAL = {  # inputs, outputs, biased
 @pytest.mark.parametrize("shape", REAL)
 def test_real_shapes_on_a_gpu(shape: str) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        for tokens in (1, 2, 3, 4, 5, 8, 13, 16, 17, 100, 256):
+        for tokens in (1, 2, 3, 4, 5, 8, 13, 16, 17, 32, 33, 100, 256):
             x_TD, weight_FD, bias_F = draw(tokens, *REAL[shape], dtype, "cuda")
             for out_dtype in (dtype, torch.float32):
                 if not kernel.accepts(x_TD, weight_FD, bias_F, out_dtype):
@@ -168,6 +233,77 @@ def test_real_shapes_on_a_gpu(shape: str) -> None:
                 # Matrix units cut off where they add; over 8,192 inputs that shows in fp32.
                 limit = 3e-5 if out_dtype == torch.float32 else ops.linear.tolerance[out_dtype]
                 assert distance(y_TF, x_TD, weight_FD, bias_F) <= limit, tokens
+
+
+ON_HOPPER: dict[str, tuple[int, int, bool, torch.dtype, torch.dtype]] = {
+    # inputs, outputs, biased, dtype, dtype of the result
+    "qwen3 o": (4096, 2048, False, torch.bfloat16, torch.bfloat16),
+    "qwen1.5 o": (2048, 2048, True, torch.float16, torch.float32),
+    "gemma down": (2112, 2816, False, torch.bfloat16, torch.float32),
+    "odd, an item beyond": (2744, 2001, True, torch.bfloat16, torch.bfloat16),
+    "a part for a tile": (1000, 8200, True, torch.bfloat16, torch.bfloat16),
+}
+
+
+def needs_hopper() -> Any:
+    found = kernel.hopper_kernels(torch.device("cuda", 0))
+    if found is None:
+        pytest.skip("not for this machine")
+    return found
+
+
+@pytest.mark.gpu
+@compiler
+@pytest.mark.parametrize("shape", ON_HOPPER)
+def test_shapes_on_hopper(shape: str) -> None:
+    """Many times: the next launch is to find everything as the first did, and to give the same bits."""
+    hopper, (D, F, biased, dtype, out_dtype) = needs_hopper(), ON_HOPPER[shape]
+    for tokens in (3, 4, 5, 16, 17, 32):
+        x_TD, weight_FD, bias_F = draw(tokens, D, F, biased, dtype, "cuda")
+        assert kernel.hopper_for(x_TD, weight_FD) is hopper
+        with poisoned_memory():
+            y_TF = kernel.linear(x_TD, weight_FD, bias_F, out_dtype)
+        limit = 3e-5 if out_dtype == torch.float32 else ops.linear.tolerance[out_dtype]
+        assert y_TF.dtype == out_dtype and distance(y_TF, x_TD, weight_FD, bias_F) <= limit, tokens
+        for _ in range(50):
+            assert torch.equal(kernel.linear(x_TD, weight_FD, bias_F, out_dtype), y_TF)
+        assert not hopper.counts(y_TF.device).any(), "the next launch counts from zero"
+
+
+@pytest.mark.gpu
+@compiler
+def test_rows_of_wider_tensors_on_hopper() -> None:
+    hopper = needs_hopper()
+    x_TD, weight_FD, _ = draw(17, 2112, 2048, False, torch.bfloat16, "cuda")
+    wide_x, wide_weight = (torch.full((rows, 2200), torch.nan, device="cuda").bfloat16() for rows in (17, 2048))
+    wide_x[:, 64:2176], wide_weight[:, 8:2120] = x_TD, weight_FD
+    assert kernel.hopper_for(wide_x[:, 64:2176], wide_weight[:, 8:2120]) is hopper
+    y_TF = kernel.linear(wide_x[:, 64:2176], wide_weight[:, 8:2120])
+    assert distance(y_TF, x_TD, weight_FD, None) <= ops.linear.tolerance[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@compiler
+def test_a_chain_that_overlaps_on_hopper() -> None:
+    """Weights are read before the wait, x is not: each product reads what its predecessor writes."""
+    hopper = needs_hopper()
+    for tokens in (4, 16, 32):
+        x_TD = torch.randn(tokens, 2048, device="cuda").bfloat16()
+        weights = [(torch.randn(2048, 2048, device="cuda") / 45).bfloat16() for _ in range(12)]
+        expected = x_TD.double()
+        for weight in weights:
+            expected = (expected @ weight.double().T).bfloat16().double()
+        hopper.run(x_TD, weights[0], None, torch.bfloat16)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y_TD = x_TD
+            for weight in weights:
+                y_TD = hopper.run(y_TD, weight, None, torch.bfloat16)
+        for _ in range(5):
+            y_TD.fill_(float("nan"))
+            graph.replay()
+            assert ((y_TD.double() - expected).norm() / expected.norm()).item() <= 3e-2, tokens
+        assert not hopper.counts(y_TD.device).any()
 
 
 @pytest.mark.gpu
@@ -256,3 +392,31 @@ def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.Monk
     else:
         assert before == 0 and "prefetch.global.L2" in compiled.asm["ptx"].split("griddepcontrol.wait")[0]
         assert "cp.async.cg.shared.global [ " in compiled.asm["ptx"] and "mma.sync" in compiled.asm["ptx"]
+
+
+@pytest.mark.slow
+@compiler
+@pytest.mark.parametrize("tokens", [16, 32])
+@pytest.mark.parametrize("shape", ON_HOPPER)
+def test_hopper_compiles_ahead_of_time(shape: str, tokens: int, hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from triton.runtime.driver import driver
+
+    from anabranch.kernels.triton import precompile
+
+    monkeypatch.setattr(driver, "_active", ahead_of_time.NoDevice())
+    D, F, biased, dtype, out_dtype = ON_HOPPER[shape]
+    x_TD, weight_FD = torch.empty(tokens, D, dtype=dtype), torch.empty(F, D, dtype=dtype)
+    bias_F = torch.empty(F, dtype=dtype) if biased else None
+    with precompile.recording() as jobs:
+        for few in (3, 4, 5, 16) if tokens == 16 else (17, 24, 32):
+            kernel.linear(x_TD[:few], weight_FD, bias_F, out_dtype)
+    (job,) = jobs
+    compiled: Any = triton.compile(job.source(), target=job.target, options=job.options)
+    assert compiled.metadata.shared <= 227 << 10
+    found = ahead_of_time.resources(compiled)
+    assert found["LOCAL"] == 0 and found["STACK"] == 0
+    before, after = compiled.asm["ptx"].split("griddepcontrol.wait")
+    items = hopper.items_of_program(D, F, 132)
+    assert before.count("cp.async.bulk.tensor") == after.count("cp.async.bulk.tensor") == items, "weights, x"
+    assert "ld.global" not in before and "griddepcontrol.launch_dependents" in after and "wgmma.mma_async" in after
