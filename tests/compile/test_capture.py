@@ -22,3 +22,15 @@ def test_nothing_is_made_where_it_is_looked_for() -> None:
     assert graphs.make_missed() and made == [("a", 32), ("a", 24)]
     assert graphs.find("a", 17) == 24
     assert not graphs.make_missed(), "made once"
+
+
+def test_large_sizes_serve_only_what_all_but_fills_them() -> None:
+    graphs = BySize[str, int]([16, 32, 64, 128], lambda kind, size: size, padded=32)
+    for size in graphs.sizes:
+        graphs.add("a", size)
+    assert [graphs.find("a", rows) for rows in (1, 17, 33, 59, 60, 64, 119, 120, 128)] == [
+        16, 32, None, None, 64, 64, None, 128, 128,
+    ]  # fmt: skip
+    assert not graphs.missed, "what is not served is not missed"
+    del graphs.made["a", 32]
+    assert graphs.find("a", 30) is None, "nor do they stand in for smaller ones"

@@ -1,8 +1,10 @@
 """Padded sizes: every number of rows finds one, and none is much too large."""
 
+from itertools import pairwise
+
 import pytest
 
-from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, fitting, prefill_sizes
+from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, fitting, prefill_sizes, prompt_sizes
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 16, 17, 100, 256, 300, 1024])
@@ -36,3 +38,12 @@ def test_what_is_captured_before_the_first_request() -> None:
     """Each takes a tenth of a second or two, and everybody waits for it."""
     assert common_decode(decode_sizes(512)) == [512, 384, 256, 192, 128, 64, 32, 16, 8, 4, 2, 1]
     assert common_prefill(prefill_sizes(2048)) == [2048, 1536, 1024, 768, 512, 256, 128, 64, 32, 16]
+
+
+@pytest.mark.parametrize("largest", [2, 16, 100, 2048, 3000, 8192, 10_000])
+def test_prompts_have_the_sizes_of_other_steps_and_a_few_large_ones(largest: int) -> None:
+    sizes = prompt_sizes(2048, largest)
+    small = prefill_sizes(min(2048, largest))
+    assert sizes == sorted(set(sizes)) and sizes[-1] == largest and sizes[: len(small)] == small
+    assert all(after <= 2 * before for before, after in pairwise(sizes[len(small) - 1 :]))
+    assert prompt_sizes(2048, 8192)[-3:] == [2048, 4096, 8192]

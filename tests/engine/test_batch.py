@@ -152,6 +152,29 @@ def test_padding_owns_nothing() -> None:
     assert torch.equal(maker.padding(3)[0], torch.full((3,), -1, dtype=torch.int32))
 
 
+def test_a_padded_prompt_is_the_prompt_and_rows_of_nobody() -> None:
+    maker = StepMaker(2, NUM_SLOTS, MAX_LENGTH, PAGE_SIZE, torch.device("cpu"))
+    walk = Walk(0)
+    while not walk.running:
+        walk.move([maker])
+    rows = maker.rows([walk.share(walk.running[0], 5)], walk.pages.__getitem__)
+    found = maker.unpack_any(maker.pack_any(rows, 9), 1, maker.width)
+    expected = maker.unpack_rows(rows)
+    assert found.max_query == 9 and found.num_tokens is not None and int(found.num_tokens) == 5
+    assert found.logit_row is not None and found.logit_row.tolist() == [4]
+    for name in ("query_start_R", "context_len_R"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    for name in ("token_T", "position_T"):
+        assert torch.equal(getattr(found, name)[:5], getattr(expected, name))
+    for slot_T, expected_T in zip(found.slots, expected.slots, strict=True):
+        assert torch.equal(slot_T[:5], expected_T) and slot_T[5:].tolist() == [-1] * 4
+    for table_RM, expected_RM in zip(found.page_tables, expected.page_tables, strict=True):
+        assert table_RM.shape == (1, maker.width) and torch.equal(table_RM[:, : expected_RM.shape[1]], expected_RM)
+    nobody = maker.unpack_any(maker.padding_of_one(9), 1, maker.width)
+    assert nobody.query_start_R.tolist() == [0, 1] and nobody.context_len_R.tolist() == [0]
+    assert nobody.num_tokens is not None and int(nobody.num_tokens) == 0 and nobody.slots[1].tolist() == [-1] * 9
+
+
 def test_a_rehearsal_may_be_longer_than_any_request() -> None:
     """Kernels look into page tables as far as contexts go."""
     maker = StepMaker(2, num_slots=4, max_length=20, page_size=4, device=torch.device("cpu"))
