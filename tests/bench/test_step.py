@@ -119,6 +119,7 @@ def test_a_profile_without_kernels_says_what_may_be_wrong() -> None:
         ("route.route_kernel", "routing"),
         ("expert_sort.place_kernel", "routing"),
         ("rope_store.rope_store_kernel", "norm, rope, KV"),
+        ("activation.add_gated_kernel", "norm, rope, KV"),
         ("sample.choose_kernel", "sampling"),
         ("linear.stream_rows", "dense"),
         ("nvjet_sm90_tst_128x8_64x12_4x1_v_bz_TNT", "dense"),

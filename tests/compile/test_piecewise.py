@@ -83,6 +83,16 @@ def test_equal_layers_share_a_piece(
     assert found.result in known
 
 
+@pytest.mark.parametrize("look_into", [True, False])
+def test_a_gated_sum_is_fused_or_called_by_name(look_into: bool, tmp_path: Path) -> None:
+    model = load("qwen2_moe_published", tmp_path)
+    with torch.inference_mode():
+        nodes = trace(model, look_into).graph.graph.nodes
+    by_name = [node for node in nodes if node.target == torch.ops.anabranch.add_gated.default]
+    assert len(by_name) == (0 if look_into else len(model.layers))
+    assert any("sigmoid" in node.name for node in nodes) == look_into
+
+
 def test_what_nobody_reads_any_more_is_let_go(tmp_path: Path) -> None:
     model = load("qwen2_moe_published", tmp_path)
     kv, platform = pages(model), FakePlatform()

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from anabranch import kernels, ops
+from anabranch import kernels, ops, platforms
 from anabranch.models.config import MoEConfig
 from anabranch.moe.dispatch import LocalDispatcher, Plan
 from anabranch.moe.layer import MoELayer
-from anabranch.platforms.fake import FakePlatform
+from anabranch.platforms.fake import FakeFork, FakePlatform
 
 WIDTH, TOKENS = 12, 7
 ROUTED = MoEConfig(num_experts=5, top_k=2, width=6, renormalize=True)
@@ -87,6 +87,53 @@ def test_routed_work_is_enqueued_before_the_side_begins(platform: FakePlatform) 
     ]
 
 
+@pytest.mark.parametrize("place", ["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_in_a_captured_graph_the_sum_waits_for_both_streams(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either side may take the longer; the layer behind uses memory that this one has let go."""
+    chosen = FakePlatform() if place == "fake" else platforms.current()
+    for op in ops.OPS.values():  # they are bound again as they were
+        monkeypatch.setattr(op, "bound", op.bound)
+        monkeypatch.setattr(op, "forced", op.forced)
+    kernels.bind(chosen)
+    width, tokens = 256, 16
+    for shared_width in (64, 8192):
+        config = dataclasses.replace(GATED, num_experts=8, width=64, shared_width=shared_width)
+        with torch.inference_mode(), chosen.device:
+            side_stream = chosen.make_side_stream()
+            layers = [MoELayer(config, width, "silu", side_stream) for _ in range(3)]
+            for layer in layers:
+                layer.to(chosen.compute_dtype(torch.bfloat16))
+                for parameter in layer.parameters():
+                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            given = torch.randn(4, tokens, width).to(layers[0].router.weight.dtype)
+            x_TD, results = given[0].clone(), list[torch.Tensor]()
+
+            def run(x_TD: torch.Tensor, most_tokens: int, layers: list[MoELayer] = layers) -> torch.Tensor:
+                for layer in layers:
+                    layer.side_tokens = most_tokens
+                    x_TD = x_TD + layer(x_TD)
+                return x_TD
+
+            expected = [run(one_TD, 0) for one_TD in given]
+            run(x_TD, tokens)  # compiles what a capture could not
+            chosen.synchronize()
+            graph = chosen.capture(lambda x=x_TD, kept=results: kept.append(run(x, tokens)))
+            for one_TD, expected_TD in zip(given, expected):
+                x_TD.copy_(one_TD)
+                graph.replay()
+                torch.testing.assert_close(results[-1], expected_TD, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(("config", "widths"), [(SHARED, [WIDTH]), (GATED, [WIDTH, 1])], ids=["shared", "gated shared"])
+def test_all_that_is_made_on_the_side_is_handed_over(
+    config: MoEConfig, widths: list[int], platform: FakePlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[torch.Tensor] = []
+    monkeypatch.setattr(FakeFork, "join", lambda self, *results: handed.extend(results))
+    make_layer(config, platform)(torch.randn(TOKENS, WIDTH))
+    assert [tuple(tensor.shape) for tensor in handed] == [(TOKENS, width) for width in widths]
+
+
 def test_without_a_shared_expert_nothing_forks(platform: FakePlatform) -> None:
     make_layer(ROUTED, platform)(torch.randn(TOKENS, WIDTH))
     assert platform.log == []
@@ -101,7 +148,7 @@ def test_padding_rows_get_nothing_from_routed_experts(config: MoEConfig, platfor
     torch.testing.assert_close(y_TD[:4], alone_TD)
     rest_TD = torch.zeros(3, WIDTH)
     if layer.shared_expert is not None:
-        rest_TD = layer.shared_expert(x_TD, layer.shared_expert_gate)[4:]
+        rest_TD = (torch.sigmoid(layer.shared_expert_gate(x_TD)) * layer.shared_expert(x_TD))[4:]
     assert torch.equal(y_TD[4:], rest_TD)
 
 

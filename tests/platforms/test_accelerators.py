@@ -24,6 +24,7 @@ from anabranch.platforms.xpu import XpuPlatform
 
 detect = platforms.current.__wrapped__
 TRITON = {
+    "add_gated",
     "add_rms_norm",
     "attention",
     "decode_inputs",

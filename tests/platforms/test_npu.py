@@ -114,8 +114,10 @@ def test_the_shared_expert_leaves_before_routing_and_joins_before_the_sum(tmp_pa
         assert not [line for line in routed if line.endswith(f"on stream {side}")]
         assert f"npu::npu_swiglu on stream {side}" in shared
         assert not [line for line in shared if line.endswith(f"on stream {main}")]
-        assert shared[-1] == after[1] == "record_stream"  # its input, its result: neither's memory is given away early
-        assert after[2] == f"aten::add.Tensor on stream {main}"
+        # Its input, its result, its gate: nobody's memory is given away early.
+        assert shared[-1] == after[1] == after[2] == "record_stream"
+        calls = [line for line in after if line.startswith("aten::")]
+        assert calls[:3] == [f"aten::{name} on stream {main}" for name in ("sigmoid", "mul.Tensor", "add.Tensor")]
 
 
 def test_fetches_and_staging_wait_for_their_own_work_alone() -> None:

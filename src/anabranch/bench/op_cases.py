@@ -151,6 +151,14 @@ def gated_activation(setting: Setting, model: ModelShape) -> Iterator[Case]:
         yield Case(tokens, f"I {inner}", given, 3 * tokens * inner * setting.dtype.itemsize)
 
 
+@cases("add_gated")
+def add_gated(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    width = model.config.hidden_size
+    for tokens in setting.sizes(1, 16, 64, 256, 1024, 8192):
+        given = [tuple(setting.normal(tokens, d) for d in (width, width, 1)) for _ in range(4)]
+        yield Case(tokens, f"D {width}", given, (3 * width + 1) * tokens * setting.dtype.itemsize)
+
+
 @cases("sample")
 def sample(setting: Setting, model: ModelShape) -> Iterator[Case]:
     device, vocabulary = setting.platform.device, model.config.vocab_size

@@ -26,6 +26,7 @@ BETWEEN_ATTENTIONS = (
     ops.norm_add,
     ops.linear,
     ops.gated_activation,
+    ops.add_gated,
     ops.route,
     ops.experts,
 )

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from anabranch import ops
 from anabranch.layers.linear import Linear
+from anabranch.layers.mlp import MLP
 from anabranch.moe.dispatch import Dispatcher, LocalDispatcher
 from anabranch.moe.experts import Experts
 from anabranch.moe.router import Router
-from anabranch.moe.shared_expert import SIDE_TOKENS, SharedExpert, always_on, beside
+from anabranch.moe.shared_expert import SIDE_TOKENS, always_on, beside
 
 if TYPE_CHECKING:
     from anabranch.models.config import MoEConfig
@@ -57,7 +59,7 @@ class MoELayer(RoutedExperts):
 
     def __init__(self, config: MoEConfig, width: int, activation: str, side_stream: SideStream) -> None:
         super().__init__(Router(config, width), Experts(config.num_experts, width, config.width, activation))
-        self.shared_expert = SharedExpert(width, config.shared_width, activation) if config.shared_width else None
+        self.shared_expert = MLP(width, config.shared_width, activation) if config.shared_width else None
         self.shared_expert_gate = Linear(width, 1) if config.shared_gate else None
         self.side_stream = side_stream
         self.side_tokens: int | None = SIDE_TOKENS
@@ -85,14 +87,14 @@ class MoELayer(RoutedExperts):
     def forward(
         self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None = None, router_input_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        shared_expert, routed = self.shared_expert, super().forward
+        shared_expert, gate, routed = self.shared_expert, self.shared_expert_gate, super().forward
         if shared_expert is None:
             return routed(x_TD, num_tokens, router_input_TD)
-        routed_TD, shared_TD = beside(
+        routed_TD, (shared_TD, gate_T1) = beside(
             self.side_stream,
             x_TD,
             main=lambda x: routed(x, num_tokens, router_input_TD),
-            side=lambda x: shared_expert(x, self.shared_expert_gate),
+            side=lambda x: (shared_expert(x), None if gate is None else gate(x)),
             most_tokens=self.side_tokens,
         )
-        return routed_TD + shared_TD
+        return routed_TD + shared_TD if gate_T1 is None else ops.add_gated(routed_TD, shared_TD, gate_T1)

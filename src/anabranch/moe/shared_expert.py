@@ -7,31 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-
-from anabranch.layers.linear import Linear
-from anabranch.layers.mlp import MLP
 
 if TYPE_CHECKING:
     from anabranch.platforms import SideStream
 
-
+S = TypeVar("S", torch.Tensor, tuple[torch.Tensor, torch.Tensor | None])
+"""What is made on the side."""
 SIDE_TOKENS = 256
 """Up to so many tokens the two are computed at the same time. With more each fills the machine by itself, and they
 would be in each other's way. On an H200 decode steps of Qwen1.5-MoE are 2 to 5 % faster so, up to all 256 tried."""
-
-
-class SharedExpert(MLP):
-    """A dense feed-forward whose result a learned gate may scale.
-
-    The gate's checkpoint name stands beside the expert (`shared_expert_gate`), so the layer hands it in.
-    """
-
-    def forward(self, x_TD: torch.Tensor, gate: Linear | None = None) -> torch.Tensor:
-        y_TD: torch.Tensor = super().forward(x_TD)
-        return y_TD if gate is None else torch.sigmoid(gate(x_TD)) * y_TD
 
 
 def always_on(
@@ -64,9 +51,9 @@ def beside(
     side_stream: SideStream,
     x_TD: torch.Tensor,
     main: Callable[[torch.Tensor], torch.Tensor],
-    side: Callable[[torch.Tensor], torch.Tensor],
+    side: Callable[[torch.Tensor], S],
     most_tokens: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, S]:
     """(main(x), side(x)), at the same time where the platform has streams and tokens are few. Neither may write into x.
 
     The main work is enqueued first: the other way round a captured graph spreads over dozens of streams.
@@ -77,6 +64,6 @@ def beside(
     fork = side_stream.fork(x_TD)
     main_TD = main(x_TD)
     with fork.side():
-        side_TD = side(x_TD)
-    fork.join(side_TD)
-    return main_TD, side_TD
+        made = side(x_TD)
+    fork.join(*(tensor for tensor in (made if isinstance(made, tuple) else (made,)) if tensor is not None))
+    return main_TD, made

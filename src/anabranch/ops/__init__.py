@@ -3,7 +3,7 @@
 Never imports `kernels`: kernels register on ops. Shapes are in the names; each file starts with its legend.
 """
 
-from anabranch.ops.activation import gated_activation
+from anabranch.ops.activation import add_gated, gated_activation
 from anabranch.ops.attention import attention
 from anabranch.ops.combine import combine
 from anabranch.ops.decode_inputs import decode_inputs, decode_pages
@@ -26,6 +26,7 @@ from anabranch.ops.sample import sample
 __all__ = [
     "OPS",
     "Op",
+    "add_gated",
     "add_rms_norm",
     "attention",
     "bind",

@@ -1,4 +1,4 @@
-"""Gated activations. T rows, I intermediate width."""
+"""Gates: of a feed-forward's values, and of a whole feed-forward. T rows, I intermediate width, D width."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from anabranch.ops.op import Sample, op
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def gated_activation_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for kind in ACTIVATIONS:
         for rows, width in ((4, 48), (1, 7), (0, 8)):
             x = 3 * torch.randn(rows, 2 * width, generator=generator)
             yield f"{kind} T{rows} I{width}", {"x_T2I": x.to(dtype), "kind": kind}
 
 
-@op(samples=samples)
+@op(samples=gated_activation_samples)
 def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
     """activation(gate) · up, where the first half of each row is the gate and the second half is up."""
     gate, up = x_T2I.chunk(2, dim=-1)
@@ -28,3 +28,21 @@ def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
     raise ValueError(f"unknown activation {kind!r} (known: {', '.join(ACTIVATIONS)})")
+
+
+def add_gated_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+    for tokens, width in ((1, 64), (5, 40), (3, 1100), (2, 7), (0, 16)):
+        yield (
+            f"T{tokens} D{width}",
+            {
+                "x_TD": torch.randn(tokens, width, generator=generator).to(dtype),
+                "gated_TD": torch.randn(tokens, width, generator=generator).to(dtype),
+                "gate_T1": (3 * torch.randn(tokens, 1, generator=generator)).to(dtype),
+            },
+        )
+
+
+@op(samples=add_gated_samples)
+def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
+    """x + sigmoid(gate) · gated, each of the three rounded to x's dtype. Writes over no input."""
+    return x_TD + torch.sigmoid(gate_T1) * gated_TD

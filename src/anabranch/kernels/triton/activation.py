@@ -1,6 +1,7 @@
-"""The gated activation as a kernel of its own, for feed-forwards whose product does not have it in its epilogue.
+"""The gated activation as a kernel of its own, for feed-forwards whose product does not have it in its epilogue; and a
+sum of two feed-forwards, one of them behind a gate.
 
-T rows, I intermediate width.
+T rows, I intermediate width, D width.
 """
 
 from __future__ import annotations
@@ -35,6 +36,22 @@ def gated_activation_kernel(
     tl.store(y_TI + t * I + i, activate(gate, up, ACTIVATION).to(y_TI.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def add_gated_kernel(x_TD, gated_TD, gate_T1, y_TD, D: tl.constexpr, BLOCK: tl.constexpr, DEPENDENTS: tl.constexpr):
+    """Rounded as the reference rounds. It never waits: see `add_gated`."""
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < D
+    if DEPENDENTS:
+        gdc_launch_dependents()
+    dtype = y_TD.dtype.element_ty
+    gate = tl.sigmoid(tl.load(gate_T1 + t).to(tl.float32)).to(dtype).to(tl.float32)
+    gated = tl.load(gated_TD + t * D + d, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_TD + t * D + d, mask=inside, other=0.0).to(tl.float32)
+    y = x + (gate * gated).to(dtype).to(tl.float32)
+    tl.store(y_TD + t * D + d, y.to(dtype), mask=inside)
+
+
 def accepts(x_T2I: torch.Tensor, kind: str) -> bool:
     return x_T2I.dim() == 2 and x_T2I.dtype in FLOATS and x_T2I.stride(1) == 1 and kind in ACTIVATIONS
 
@@ -58,3 +75,35 @@ def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
         **({"launch_pdl": True} if dependent else {}),
     )
     return y_TI
+
+
+def accepts_sum(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor) -> bool:
+    tensors = (x_TD, gated_TD, gate_T1)
+    return (
+        x_TD.dim() == 2
+        and x_TD.shape == gated_TD.shape
+        and gate_T1.shape == (x_TD.shape[0], 1)
+        and x_TD.dtype in FLOATS
+        and all(tensor.dtype == x_TD.dtype and tensor.is_contiguous() for tensor in tensors)
+    )
+
+
+@ops.add_gated.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_sum)
+def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
+    """Launched in the ordinary way, once all before it is done: it stands where two streams join, so it has two
+    predecessors, and dependent launch is certain with one only. Its successor has one, and is let in early."""
+    rows, width = x_TD.shape
+    y_TD = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)
+    if y_TD.numel() == 0:
+        return y_TD
+    add_gated_kernel[(rows, cdiv(width, BLOCK))](
+        x_TD,
+        gated_TD,
+        gate_T1,
+        y_TD,
+        D=width,
+        BLOCK=BLOCK,
+        DEPENDENTS=dependent_launch(x_TD.device),
+        num_warps=NUM_WARPS,
+    )
+    return y_TD
