@@ -93,6 +93,7 @@ def test_a_gated_sum_compiles_ahead_of_time(target: str, monkeypatch: pytest.Mon
     if target in ahead_of_time.AMD:
         return
     assert "griddepcontrol.wait" not in compiled.asm["ptx"]
+    assert "fma." not in compiled.asm["ptx"], "the product is rounded before it is added"
     assert ("griddepcontrol.launch_dependents" in compiled.asm["ptx"]) == dependent
 
 

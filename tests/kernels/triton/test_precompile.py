@@ -201,7 +201,7 @@ def test_failures_are_named_and_the_rest_is_compiled(cache: Path, caplog: pytest
 def test_a_kernel_that_a_launch_would_not_find_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = record(16, 32, 64, 128)
     monkeypatch.setattr(experts_sum.sum_rows, "hash", "of another text")
-    assert precompile.precompile(jobs) == [job.name for job in jobs]
+    assert sorted(precompile.precompile(jobs)) == sorted(job.name for job in jobs)
     assert len(list(cache.glob("*/sum_rows.cubin"))) == 4
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
+from anabranch.kernels.triton.exact import EXACT
 from anabranch.kernels.triton.gated import activate
 from anabranch.kernels.triton.launch import cdiv, dependent_launch
 from anabranch.ops.activation import ACTIVATIONS
@@ -105,5 +106,6 @@ def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor)
         BLOCK=BLOCK,
         DEPENDENTS=dependent_launch(x_TD.device),
         num_warps=NUM_WARPS,
+        **EXACT,  # else the product is not rounded
     )
     return y_TD
