@@ -51,5 +51,5 @@ def test_what_it_does_not_accept() -> None:
     assert kernel.accepts(**arguments)
     assert not kernel.accepts(**arguments | {"logits_RV": arguments["logits_RV"][:, 1:]})
     assert not kernel.accepts(**arguments | {"logits_RV": torch.zeros(kernel.MIN_VOCABULARY, 2).T})
-    for dtype, accepted in ((torch.bfloat16, True), (torch.float16, True), (torch.float64, False)):
-        assert kernel.accepts(**arguments | {"logits_RV": arguments["logits_RV"].to(dtype)}) == accepted
+    for dtype in (torch.bfloat16, torch.float16):  # taken as they are
+        assert kernel.accepts(**arguments | {"logits_RV": arguments["logits_RV"].to(dtype)})
