@@ -119,11 +119,7 @@ class LLM:
         except BaseException:
             self._abort(answers)
             raise
-        self.engine.scheduler.prompts_first = True  # all are waited for: the order of their tokens is nobody's concern
-        try:
-            self._run(answers)
-        finally:
-            self.engine.scheduler.prompts_first = False
+        self._run(answers)
         failed = next((answer for answer in answers if answer.errors), None)
         if failed is not None:
             raise ValueError(f"prompt {answers.index(failed)}: {failed.errors[0]}")

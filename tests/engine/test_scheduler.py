@@ -18,24 +18,12 @@ EOS = 9
 class World:
     """Scheduler, pages, and a device that is a dict: which token's key each slot of each page holds."""
 
-    def __init__(
-        self,
-        groups=(FULL,),
-        pages=(24,),
-        page_size=4,
-        budget=16,
-        seqs=5,
-        max_len=60,
-        depth=1,
-        ends=True,
-        prompts_first=False,
-    ):
+    def __init__(self, groups=(FULL,), pages=(24,), page_size=4, budget=16, seqs=5, max_len=60, depth=1, ends=True):
         self.random = random.Random(0)
         self.num_kinds = 12 if ends else EOS  # EOS is the 10th of 12 kinds of token
         self.groups, self.page_size, self.depth = groups, page_size, depth
         self.kv = KVCache(groups, pages, page_size, max_chunk=budget)
         self.scheduler = Scheduler(self.kv, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=max_len)
-        self.scheduler.prompts_first = prompts_first
         self.device: dict[tuple[int, int, int], tuple] = {}
         self.launched: list[list[tuple[Share, int]]] = []
         self.sequences: dict[str, Sequence] = {}
@@ -137,8 +125,6 @@ WORLDS = {
     "synchronous": {"depth": 0},
     "page of 1": {"page_size": 1, "pages": (80,)},
     "tight": {"pages": (16,), "seqs": 8, "budget": 6},
-    "prompts first": {"budget": 24, "seqs": 8, "prompts_first": True},
-    "tight, prompts first": {"pages": (16,), "seqs": 8, "budget": 6, "prompts_first": True},
 }
 
 
@@ -172,13 +158,12 @@ def test_random_walk(name: str) -> None:
             assert sequence.tokens == world.alone(sequence), sequence.id
         for pool, cached in zip(world.kv.pools, world.kv.num_cached, strict=True):
             assert pool.num_free + cached == pool.num_pages
-    assert "tight" not in name or world.scheduler.num_preemptions > 0
+    assert name != "tight" or world.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("prompts_first", [False, True])
-def test_eight_times_more_than_the_pool_holds(prompts_first: bool) -> None:
+def test_eight_times_more_than_the_pool_holds() -> None:
     rng = random.Random(3)
-    world = World(pages=(20,), seqs=64, budget=32, ends=False, prompts_first=prompts_first)
+    world = World(pages=(20,), seqs=64, budget=32, ends=False)
     all_sequences = [world.add([rng.randrange(12) for _ in range(25)], 30) for _ in range(24)]
     world.drain()
     assert world.scheduler.num_preemptions > 0
@@ -199,19 +184,6 @@ def test_a_stream_of_long_prompts_starves_nobody() -> None:
     assert short_tokens == 35
     first_long = world.sequences.get("1") or world.finished["1"]
     assert first_long.num_computed > 0
-
-
-def test_prompts_first() -> None:
-    """Full steps of prompts, one that takes the rest of them along, and then everybody together."""
-    world = World(pages=(400,), budget=16, seqs=9, depth=0, ends=False, prompts_first=True)
-    for _ in range(9):
-        world.add([world.random.randrange(12) for _ in range(8)], 3)
-    sizes = []
-    while world.scheduler.has_work:
-        shares = world.scheduler.schedule()
-        sizes.append([share.end - share.begin for share in shares])
-        world.read([(share, world.compute(share)) for share in shares])
-    assert sizes == [[8, 8]] * 4 + [[1] * 8 + [8]] + [[1] * 9, [1]]
 
 
 def test_priority_goes_first_and_is_preempted_last() -> None:

@@ -112,8 +112,6 @@ class Scheduler:
         """In order of admission."""
         self.free_slots = list(reversed(range(max_num_seqs)))
         self.num_preemptions = 0
-        self.prompts_first = False
-        """Running sequences wait while waiting prompts fill a step: more tokens a second where nobody reads along."""
         self.admitted: list[Sequence] = []
         """By the last `schedule`."""
 
@@ -154,27 +152,8 @@ class Scheduler:
         """Hand out the step's tokens, and change the sequences as if the step had run. Shares of one token come first.
 
         Running sequences come first, those that miss a single token before those that miss many, so that a long prompt
-        never holds up the others' next tokens; then waiting ones by rank. But see `prompts_first`.
+        never holds up the others' next tokens; then waiting ones by rank.
         """
-        if self.prompts_first and self._prompts_fill_a_step():
-            shares = self._hand_out(singles=False)
-            if shares:
-                return shares
-        return self._hand_out(singles=True)
-
-    def _prompts_fill_a_step(self) -> bool:
-        """Of sequences that were never preempted: those would be again, if nobody went on while they are computed."""
-        budget = self.max_num_batched_tokens
-        for sequence in self.waiting[: len(self.free_slots)]:
-            if sequence.num_preemptions:
-                return False
-            budget -= sequence.num_prompt
-            if budget <= 0:
-                return True
-        return False
-
-    def _hand_out(self, singles: bool) -> list[Share]:
-        """`singles`: those that miss a single token get it."""
         budget = self.max_num_batched_tokens
         shares: list[Share] = []
         behind: list[Sequence] = []
@@ -184,7 +163,7 @@ class Scheduler:
             begin = sequence.num_computed
             end = begin + 1
             # What the branch below comes to for most sequences in most steps.
-            if singles and begin < sequence.quiet_until and end == sequence.num_tokens and budget:
+            if begin < sequence.quiet_until and end == sequence.num_tokens and budget:
                 sequence.num_computed = end
                 sequence.num_tokens = end + 1
                 give(new(Share, (sequence, begin, end, True)))
@@ -193,7 +172,7 @@ class Scheduler:
             missing = self._missing(sequence)
             if missing > 1:
                 behind.append(sequence)
-            elif missing and budget and singles:
+            elif missing and budget:
                 budget -= self._give(sequence, 1, shares)
         num_single = len(shares)
         for sequence in behind:
