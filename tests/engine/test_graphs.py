@@ -168,6 +168,10 @@ def test_every_graph_is_captured_before_ready_or_when_nobody_waits(tmp_path: Pat
     decodes = engine.runner.decodes
     assert decodes is not None
     assert [size for kind, size in decodes.made if kind == "greedy"] == [40, 32, 16, 8, 4, 2, 1]
+    prompts = engine.runner.prompts
+    assert prompts is not None and [size for _, size in prompts.made] == [128, 64, 32, 16], (
+        "as long as a request can be"
+    )
     before = fake.log.count("capture")
     for kinds in ([0] * 20, [4] * 3):  # the second want log probabilities
         serve(engine, [(0, request) for _, request in requests(kinds, 2)], {})

@@ -69,6 +69,7 @@ class PromptStep:
             )
         if end == len(self.kv):
             self.x_TD = model.leave(self.x_TD, self.residual_TD)
+            self.residual_TD = None  # else no other graph could have its memory
 
     def run(self, input: torch.Tensor) -> torch.Tensor:
         """Hidden rows x_TD, padding included; they stand until the next run of any graph of the pool. `input` lies in

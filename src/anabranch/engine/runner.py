@@ -237,7 +237,8 @@ class TorchRunner:
                 input = self.steps.padding_of_one(size)
                 return PromptStep(platform, pool, self.model, self.kv, input, unpack, look)
 
-            self.prompts = BySize(prompt_sizes(largest, config.max_num_batched_tokens), prompt, padded=largest)
+            longest = max(2, min(config.max_num_batched_tokens, config.max_model_len))
+            self.prompts = BySize(prompt_sizes(largest, longest), prompt, padded=largest)
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step, its shares of one token first; nothing here waits for the device."""

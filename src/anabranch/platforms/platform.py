@@ -88,7 +88,8 @@ class Platform(abc.ABC):
     page_size: ClassVar[int] = 16
     """Tokens in one KV page."""
     graph_mode: ClassVar[GraphMode] = "none"
-    """What is captured: decode steps whole and others in pieces between attentions, or all of them in pieces."""
+    """What is captured. full: attention too, whose kernels then take all lengths from the device: decode steps and
+    those of one prompt whole, others in pieces between attentions; pieces: all of them in pieces."""
     memory_fraction: float = 0.9
     """Share of the device's memory the engine takes by default; an instance may know better than its class."""
     proven: ClassVar[str] = ""

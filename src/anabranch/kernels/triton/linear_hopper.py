@@ -126,7 +126,11 @@ def counts(device: torch.device) -> torch.Tensor:
     side by side (a shared expert; router and experts) only one has products of this size. Two models that run at the
     same time on one device need a process each.
     """
-    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "zeros are written by a replay only"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a projection is captured before it ever ran, and what it keeps for good would be memory of that graph: "
+            "call it once before the capture"
+        )
     return torch.zeros(num_processors(device), dtype=torch.int32, device=device)
 
 
