@@ -46,9 +46,24 @@ def test_a_name_does_not_depend_on_what_was_hashed_before() -> None:
         assert not unlike, unlike
 
 
+CHANGED = """
+import sys
+import triton.language as tl
+from anabranch.kernels.triton import sample_search
+sample_search.LOWEST = tl.constexpr(sample_search.LOWEST.value * int(sys.argv[1]))
+print(sample_search.kth_largest.cache_key)
+assert not sample_search.kth_largest.used_global_vals, "it has none of its own, and every launch looks at each"
+"""
+
+
 def test_constants_of_called_functions_count() -> None:
-    _ = sample_search.kth_largest.cache_key  # it has none of its own
-    assert "LOWEST" in {name for name, _ in sample_search.kth_largest.used_global_vals}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    found = [
+        subprocess.run([sys.executable, "-c", CHANGED, factor], capture_output=True, text=True, env=environment)
+        for factor in ("1", "2")
+    ]
+    assert all(one.returncode == 0 for one in found), found
+    assert found[0].stdout.strip() == sample_search.kth_largest.cache_key != found[1].stdout.strip()
 
 
 def test_no_two_constants_share_a_name() -> None:

@@ -23,8 +23,12 @@ def settle() -> None:
         return
 
     def update_settled(self: DependenciesFinder, func: Any) -> Any:
-        _ = func.cache_key  # finds its constants
-        return update(self, func)
+        _ = func.cache_key  # finds its constants, and has them in it
+        own = set(self.used_global_vals)
+        result = update(self, func)
+        for other in set(self.used_global_vals) - own:  # every launch would look at each of them
+            del self.used_global_vals[other]
+        return result
 
     update_settled.settled = True  # type: ignore[attr-defined]
     DependenciesFinder._update_hash = update_settled
