@@ -1,5 +1,6 @@
 """Projections of few tokens in Triton against an exact product: in the interpreter, on a GPU, ahead of time."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from anabranch import ops
 
 pytest.importorskip("triton")
 from anabranch.conformance.judge import copy, faults, poisoned_memory
+from anabranch.kernels.triton import launch
 from anabranch.kernels.triton import linear as kernel
 from anabranch.kernels.triton.linear import MultiplyTiles, StreamTiles, Tiles
 from tests.kernels.triton import ahead_of_time
@@ -172,11 +174,11 @@ def test_what_hopper_takes(hopper: Any) -> None:
 
 @compiler
 def test_only_hopper_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, device = kernel.hopper_kernels.__wrapped__, torch.device("cuda", 0)
+    found, device = partial(launch.gluon_kernels.__wrapped__, "linear_hopper"), torch.device("cuda", 0)
     for capability in ((8, 0), (9, 0), (10, 0)):
         for version in ("3.6.0", "3.9.0"):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, said=capability: said)
-            monkeypatch.setattr(kernel, "dependent_launch", lambda device, said=capability: said >= (9, 0))
+            monkeypatch.setattr(launch, "dependent_launch", lambda device, said=capability: said >= (9, 0))
             monkeypatch.setattr("triton.__version__", version)
             assert (found(device) is not None) == (capability == (9, 0) and version == "3.6.0")
     monkeypatch.undo()

@@ -20,20 +20,25 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from anabranch import ops
 from anabranch.kernels.triton import attention_tiles
 from anabranch.kernels.triton.attention_decode import attend_pieces
 from anabranch.kernels.triton.attention_prefill import attend_rows
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, Machine, PrefillTile
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.kernels.triton.launch import (
+    cdiv,
+    dependent_launch,
+    gluon_kernels,
+    is_hopper,
+    lasting_zeros,
+    next_power_of_2,
+)
 
 MAX_DIM = 512
 MAX_QUERIES = 64 * 128
 """Elements of the queries that attention_decode can hold: heads that share keys × head dim, both rounded up."""
-GLUON_TRIED = ("3.6.",)
-"""Versions of Triton that attention_hopper was compiled with."""
+hopper_kernels = functools.partial(gluon_kernels, "attention_hopper")
 SINGLE_REQUESTS, MANY_REQUESTS = (32, 256, 512, 2048), (32, 1024, 2048)
 """A kernel looks at all requests of a step at once; each of these bounds is a version of it. The second are those of
 attention_prefill, whose programs have more to do beside, and which looks at one entry more."""
@@ -261,16 +266,8 @@ def attend_single(
 
 @functools.cache
 def counts_of(G: int, device: torch.device) -> torch.Tensor:
-    """Zeros, and every launch leaves zeros. Made once, for as many requests as a step may have, and kept for good:
-    captured graphs know where they are. All calls share them, because on a device these follow each other.
-
-    They must not be memory of a graph's pool. The engine runs each step once before it captures it."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "attention is captured before it ever ran, and what it keeps for good would be memory of that graph: "
-            "call it once before the capture"
-        )
-    return torch.zeros(SINGLE_REQUESTS[-1], G, dtype=torch.int32, device=device)
+    """For as many requests as a step may have. All calls share them: on a device these follow each other."""
+    return lasting_zeros(device, SINGLE_REQUESTS[-1], G)
 
 
 @functools.cache
@@ -279,10 +276,9 @@ def machine_of(device: torch.device) -> Machine:
         return Machine()
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or Machine().shared_bytes
-    hopper = dependent_launch(device) and torch.cuda.get_device_capability(device) == (9, 0)
     return Machine(
         shared_bytes=shared - 1024,
         processors=properties.multi_processor_count,
-        wgmma=hopper,
-        gluon=hopper and triton.__version__.startswith(GLUON_TRIED),
+        wgmma=is_hopper(device),
+        gluon=hopper_kernels(device) is not None,
     )

@@ -17,13 +17,10 @@ Tiles come from a table that was measured for this shape on this device (kernels
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import torch
-import triton
 
 from anabranch import ops
 from anabranch.kernels.triton.experts_grouped import down_grouped, gate_up_grouped
@@ -43,13 +40,12 @@ from anabranch.kernels.triton.experts_tiles import (
     choose,
     padded_tokens,
 )
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2, num_processors
 from anabranch.ops.experts import COMBINES
 
 log = logging.getLogger(__name__)
 
-GLUON_TRIED = ("3.6.",)
-"""Versions of Triton with which experts_hopper was run."""
+hopper_kernels = functools.partial(gluon_kernels, "experts_hopper")
 
 
 def accepts(
@@ -354,18 +350,6 @@ def hopper_options(tile: Tile, tiles: HopperTiles) -> dict[str, int | bool]:
     }
 
 
-@functools.cache
-def hopper_kernels(device: torch.device) -> ModuleType | None:
-    """experts_hopper where it can run. Gluon is young and changes: only a Triton that it was tried with will do."""
-    if not dependent_launch(device) or torch.cuda.get_device_capability(device) != (9, 0):
-        return None
-    if not triton.__version__.startswith(GLUON_TRIED):
-        tried = ", ".join(GLUON_TRIED)
-        log.warning("experts use portable kernels: Hopper's need Triton %s, not %s", tried, triton.__version__)
-        return None
-    return importlib.import_module("anabranch.kernels.triton.experts_hopper")
-
-
 def machine_for(call: Call) -> Machine:
     """The machine as far as this call can use it."""
     machine = machine_of(call.x_TD.device)
@@ -391,12 +375,6 @@ def machine_of(device: torch.device) -> Machine:
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or Machine().shared_bytes
     return Machine(shared_bytes=shared - 1024, hopper=hopper_kernels(device) is not None)
-
-
-@functools.cache
-def num_processors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 def tile_options(tile: Tile) -> dict[str, int | bool]:

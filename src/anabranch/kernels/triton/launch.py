@@ -1,4 +1,4 @@
-"""How kernels are launched: what the device allows beside the plain launch, and the arithmetic of grids.
+"""How kernels are launched: what the device and this Triton allow, what launches share, and the arithmetic of grids.
 
 Not Triton's own `cdiv` and `next_power_of_2`: those are made for kernels and take microseconds when called from Python,
 and a layer would call them twenty times.
@@ -7,8 +7,17 @@ and a layer would call them twenty times.
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
+from types import ModuleType
 
 import torch
+import triton
+
+log = logging.getLogger(__name__)
+
+GLUON_TRIED = ("3.6.",)
+"""Versions of Triton with which the kernels in Gluon were run. It is young and changes: no other will do."""
 
 
 @functools.cache
@@ -16,6 +25,40 @@ def dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may be launched before its predecessor is done (it waits on the device): Hopper and later."""
     nvidia = device.type == "cuda" and torch.version.cuda is not None
     return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def is_hopper(device: torch.device) -> bool:
+    return dependent_launch(device) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def gluon_kernels(name: str, device: torch.device) -> ModuleType | None:
+    """The file of this name, of kernels for Hopper in Gluon, where they can run. It is imported only there."""
+    if not is_hopper(device):
+        return None
+    if not triton.__version__.startswith(GLUON_TRIED):
+        tried = ", ".join(GLUON_TRIED)
+        log.warning("%s is not used, but portable kernels: it needs Triton %s, not %s", name, tried, triton.__version__)
+        return None
+    return importlib.import_module(f"anabranch.kernels.triton.{name}")
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def lasting_zeros(device: torch.device, *shape: int) -> torch.Tensor:
+    """int32, for launches that count and leave zeros behind: made once by the caller, and kept for good, since captured
+    graphs know where they are. They must not be memory of a graph's pool; the engine runs each step once before it
+    captures it. Launches that share them have to follow each other."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a kernel is captured before it ever ran, and what it keeps for good would be memory of that graph: "
+            "call it once before the capture"
+        )
+    return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -19,7 +19,6 @@ Sums are fp32 and in a fixed order.
 from __future__ import annotations
 
 import functools
-import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -29,7 +28,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2
 from anabranch.kernels.triton.route import _pack as pack
 
 STREAM_TOKENS, STREAM_MORE_TOKENS = 2, 4
@@ -46,8 +45,7 @@ SPLIT_TOKENS, SPLIT_WEIGHTS = range(3, 33), range(1 << 22, (1 << 23) + 1)
 """Of linear_hopper. An H200 takes for 4096 → 2048 and 16 tokens 7.6 µs with it, 11.5 with `multiply_rows`, 9.9 with the
 library; for 4 tokens 7.7 against 8.1 with `multiply_rows`, for 32 8.7 against the library's 10.1. With 64 tokens (12.1
 against 10.7) or 10 million weights (16 tokens: 9.7 against 9.2) the library is faster."""
-GLUON_TRIED = ("3.6.",)
-"""Versions of Triton with which linear_hopper was run."""
+hopper_kernels = functools.partial(gluon_kernels, "linear_hopper")
 EARLY = False
 """Let the successor in before this kernel's own wait. It may then read nothing but parameters before *its* wait."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -265,16 +263,6 @@ def run(
         **launch,
     )
     return y_TF
-
-
-@functools.cache
-def hopper_kernels(device: torch.device) -> ModuleType | None:
-    """linear_hopper where it can run. Gluon is young and changes: only a Triton that it was tried with will do."""
-    if not dependent_launch(device) or torch.cuda.get_device_capability(device) != (9, 0):
-        return None
-    if not triton.__version__.startswith(GLUON_TRIED):
-        return None
-    return importlib.import_module("anabranch.kernels.triton.linear_hopper")
 
 
 def hopper_for(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> ModuleType | None:

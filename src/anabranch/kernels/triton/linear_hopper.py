@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.launch import cdiv
+from anabranch.kernels.triton.launch import cdiv, lasting_zeros, num_processors
 
 TILE, DEPTH = 64, 256
 """Outputs and inputs of an item. 64: the least that a warpgroup multiplies. 256: on an H200 better than 128."""
@@ -126,18 +126,7 @@ def counts(device: torch.device) -> torch.Tensor:
     side by side (a shared expert; router and experts) only one has products of this size. Two models that run at the
     same time on one device need a process each.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a projection is captured before it ever ran, and what it keeps for good would be memory of that graph: "
-            "call it once before the capture"
-        )
-    return torch.zeros(num_processors(device), dtype=torch.int32, device=device)
-
-
-@functools.cache
-def num_processors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    return lasting_zeros(device, num_processors(device))
 
 
 def takes(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> bool:
