@@ -110,6 +110,9 @@ def compile_for(target: str, launch: Launch) -> Any:
             continue
         if isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
+        elif hasattr(value, "block_shape"):
+            shape = ",".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype][1:]}[{shape}],{value.layout!r}>"
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
         divides = isinstance(value, int) and value % 16 == 0 and not plain(param)

@@ -529,7 +529,9 @@ def test_hopper_kernel_compiles_ahead_of_time(model: str, monkeypatch: pytest.Mo
     compiled = compile_for("sm_90", launches[0])
     assert compiled.metadata.shared <= MACHINES["sm_90"].shared_bytes
     sass = compiled.asm["sass"]
-    assert sass.count("LDGSTS.E.BYPASS.128") >= 32, "keys come in pieces of 16 bytes"
+    blocks, pages = 2, tile.keys // 16 * (MODELS[model][2] // 64)
+    assert sass.count("UTMALDG.2D") == blocks * pages, "whole blocks come by the copy engine"
+    assert sass.count("LDGSTS.E.BYPASS.128") >= 32, "others in pieces of 16 bytes"
     # The assembler gives up on overlap where it does not see that registers are enough: then a wait follows each.
     assert sass.count("HGMMA") >= 4 * sass.count("WARPGROUP.DEPBAR") > 0
     if model == "qwen3":

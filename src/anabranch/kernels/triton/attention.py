@@ -92,7 +92,8 @@ def attention(
     if T == 0:
         return out_THD
     (_, S, G, _), (R, M), device = k_PSGD.shape, page_table_RM.shape, q_THD.device
-    shape = Shape(T, R, M, H, G, D, S, q_THD.dtype, window, max_query)
+    whole = k_PSGD.is_contiguous() and (k_PSGD.data_ptr() | v_PSGD.data_ptr()) % 16 == 0
+    shape = Shape(T, R, M, H, G, D, S, q_THD.dtype, window, max_query, whole)
     overrides = attention_tiles.prefill_override, attention_tiles.decode_override
     plan = make_plan(shape, machine_of(device), dependent_launch(device), *overrides)
     tensors = q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD
@@ -118,6 +119,8 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     window: int
     max_query: int
+    whole: bool = True
+    """Keys, and values, lie in one piece, as the copy engine wants them."""
 
     def padded_dim(self) -> int:
         return max(16, next_power_of_2(self.D))
@@ -161,7 +164,8 @@ def make_plan(
     decoding = apart and shape.R > 0 and (shape.max_query == 1 or shape.T == 1)
     many = None
     if not decoding:
-        tile = prefill_tile or attention_tiles.choose_prefill(shape.T * shape.H, shape.D, shape.dtype, machine)
+        page = shape.S if shape.whole else 0
+        tile = prefill_tile or attention_tiles.choose_prefill(shape.T * shape.H, shape.D, shape.dtype, machine, page)
         many = plan_many(shape, machine, dependent, tile)
     if not decoding and (shape.R < 2 or not apart):
         return Plan(many, None, alone=1)
@@ -239,7 +243,9 @@ def further_pieces(G: int, tile: DecodeTile, machine: Machine) -> int:
 def attend_many(launch: Launch, *arguments: Any) -> None:
     if "STAGES" in launch.options:
         # Gluon is imported only where it is used: it changes from one Triton to the next.
-        attend = importlib.import_module("anabranch.kernels.triton.attention_hopper").attend_rows_hopper
+        gluon = importlib.import_module("anabranch.kernels.triton.attention_hopper")
+        attend = gluon.attend_rows_hopper
+        arguments += tuple(gluon.descriptor(pages) for pages in arguments[1:3])
     else:
         attend = attend_rows
     attend[launch.grid](*arguments, **launch.options)

@@ -3,65 +3,105 @@
 T token rows, R requests, H query heads, G key-value heads (HG = H / G heads share one), D head dim, S slots in a page,
 M page-table width; BN keys in a block. A program has 128 rows, a warpgroup 64 of them.
 
-The loading warps gather keys and values of a block, 16 bytes at a time, into a ring of stages. Both warpgroups go
-through the ring at their own pace: while one takes exponentials, the matrix unit multiplies for the other. Within a
-warpgroup, the product with values of a block and the one with keys of the next are issued together.
+The loading warps fill a ring of stages with blocks of keys and values: by the copy engine, page by page, and 16 bytes
+at a time where a block holds slots that are not the request's. Both warpgroups go through the ring at their own pace:
+while one takes exponentials, the matrix unit multiplies for the other. Within a warpgroup, the product with values of a
+block and the one with keys of the next are issued together.
 
 Rows, masks and what may be read before the wait: as in attention_prefill. What this file does not do: fp32, head dims
-that are no power of two or above 256.
+that are no power of two or above 256, pages that do not divide a block into whole groups of 8 rows (the swizzle's
+period) or do not lie in one piece.
 """
 
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOWEST = gl.constexpr(-1.0e30)
+LOADING = gl.constexpr(128)
+"""Threads that load; each arrives when its part of a block is there."""
+SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+"""Blocks in shared memory: 64 columns of all rows, swizzled over 128 bytes, then the next 64."""
+
+
+def descriptor(pages_PSGD: torch.Tensor) -> TensorDescriptor:
+    """For the copy engine: 64 columns of a page's slots at a time."""
+    P, S, G, D = pages_PSGD.shape
+    return TensorDescriptor.from_tensor(pages_PSGD.view(P * S, G * D), [S, 64], SHARED)
+
 
 # Partitions have long parameter lists; one name per line would hide what they do.
 # fmt: off
 
 
 @gluon.jit
-def gather_keys(
-    k_PSGD, v_PSGD, table, first_key, last_position, page_stride, slot_stride,
+def copy_keys(
+    k_PSGD, v_PSGD, k_desc, v_desc, column, table, first_key, last_position, length, page_stride, slot_stride,
     k_ring, v_ring, k_full, v_full, k_empty, v_empty, S: gl.constexpr,
 ):
-    """The loading warps. Slots that hold no key of the request may hold anything: a key that some row sees is read in
-    their place."""
+    """The loading warps. Slots that hold no key of the request may hold anything: blocks with such are gathered, and a
+    key that some row sees is read in their place. They are the first (of a window) and the last at most."""
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[1]
     D: gl.constexpr = k_ring.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     n = gl.arange(0, BN, gl.SliceLayout(1, layout))
     d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    k_ptr = k_PSGD + d[None, :]
-    v_ptr = v_PSGD + d[None, :]
-    first_block = first_key // BN
-    page = gl.load(table + gl.minimum(gl.maximum(first_block * BN + n, first_key), last_position) // S)
+    first_block, last_page = first_key // BN, (length - 1) // S
+    pages = pages_of(table, first_block, last_page, BN // S)
     for block in range(first_block, last_position // BN + 1):
-        key = block * BN + n
-        inside = gl.minimum(gl.maximum(key, first_key), last_position)
-        offset = (page.to(gl.int64) * page_stride + (inside % S) * slot_stride)[:, None]
-        # One block ahead: a page has to be known before its keys can be asked for.
-        page = gl.load(table + gl.minimum(key + BN, last_position) // S)
         step = block - first_block
-        stage = step % STAGES
-        free = ((step // STAGES) & 1) ^ 1
-        mbarrier.wait(k_empty.index(stage), free)
-        async_copy.async_copy_global_to_shared(k_ring.index(stage), k_ptr + offset)
-        async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
-        mbarrier.wait(v_empty.index(stage), free)
-        async_copy.async_copy_global_to_shared(v_ring.index(stage), v_ptr + offset)
-        async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+        stage, free = step % STAGES, ((step // STAGES) & 1) ^ 1
+        if (block * BN >= first_key) & (block * BN + BN <= length):
+            mbarrier.wait(k_empty.index(stage), free)
+            copy_block(k_desc, pages, column, k_ring.index(stage), k_full.index(stage), S)
+            mbarrier.wait(v_empty.index(stage), free)
+            copy_block(v_desc, pages, column, v_ring.index(stage), v_full.index(stage), S)
+        else:
+            inside = gl.minimum(gl.maximum(block * BN + n, first_key), last_position)
+            page = gl.load(table + inside // S).to(gl.int64)
+            offset = (page * page_stride + (inside % S) * slot_stride)[:, None]
+            mbarrier.wait(k_empty.index(stage), free)
+            async_copy.async_copy_global_to_shared(k_ring.index(stage), k_PSGD + d[None, :] + offset)
+            async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+            mbarrier.wait(v_empty.index(stage), free)
+            async_copy.async_copy_global_to_shared(v_ring.index(stage), v_PSGD + d[None, :] + offset)
+            async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+        pages = pages_of(table, block + 1, last_page, BN // S)
+
+
+@gluon.jit
+def pages_of(table, block, last_page, PAGES: gl.constexpr):
+    """The pages of a block of keys, each a number by itself, as the copy engine wants them."""
+    pages = ()
+    for j in gl.static_range(PAGES):
+        pages = pages + (gl.load(table + gl.minimum(block * PAGES + j, last_page)),)
+    return pages
+
+
+@gluon.jit
+def copy_block(desc, pages, column, block, bar, S: gl.constexpr):
+    """64 columns of a page at a time."""
+    BN: gl.constexpr = block.shape[0]
+    D: gl.constexpr = block.shape[1]
+    mbarrier.expect(bar, BN * D * 2)
+    mbarrier.arrive(bar, count=LOADING - 1)  # as if each thread had copied
+    for j in gl.static_range(BN // S):
+        for h in gl.static_range(D // 64):
+            part = block.slice(j * S, S, dim=0).slice(h * 64, 64, dim=1)
+            tma.async_copy_global_to_shared(desc, [pages[j] * S, column + h * 64], bar, part)
 
 
 @gluon.jit
@@ -115,7 +155,7 @@ def attend_warpgroup(
     nothing = gl.zeros([64, BN], gl.float32, score_layout)
     first_block, last_block = first_key // BN, last_position // BN
     mbarrier.wait(k_full.index(0), 0)
-    fence_async_shared()  # ordinary threads have written it
+    fence_async_shared()  # ordinary threads may have written it
     score = warpgroup_mma(q, k_ring.index(0).permute([1, 0]), nothing, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(0), count=1)
@@ -128,7 +168,8 @@ def attend_warpgroup(
         stage, ahead = step % STAGES, (step + 1) % STAGES
         mbarrier.wait(k_full.index(ahead), ((step + 1) // STAGES) & 1)
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
-        fence_async_shared()
+        if (block + 1 == last_block) | (step == 0):  # the same
+            fence_async_shared()
         score = warpgroup_mma(q, k_ring.index(ahead).permute([1, 0]), nothing, use_acc=False, is_async=True)
         acc = warpgroup_mma(weight, v_ring.index(stage), acc, is_async=True)
         score = warpgroup_mma_wait(1, deps=[score])  # these are weighed while the product with values goes on
@@ -154,7 +195,7 @@ def attend_warpgroup(
 def attend_rows_hopper(
     q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD,
     num_tokens, num_requests, scale, window,
-    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone, k_desc, v_desc,
     HG: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, S: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     RP: gl.constexpr, WINDOWED: gl.constexpr, PDL: gl.constexpr,
 ):
@@ -203,8 +244,8 @@ def attend_rows_hopper(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):  # each of the loading threads arrives, each warpgroup once
-        mbarrier.init(k_full.index(stage), count=128)
-        mbarrier.init(v_full.index(stage), count=128)
+        mbarrier.init(k_full.index(stage), count=LOADING)
+        mbarrier.init(v_full.index(stage), count=LOADING)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
     gl.warp_specialize(
@@ -215,9 +256,9 @@ def attend_rows_hopper(
             (attend_warpgroup, (q_THD, out_THD, begin, first_row, num_rows, first_position, first_key, last_position,
                                 g, num_heads, q_stride, q_head_stride, scale, window,
                                 q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty, 1, HG, WINDOWED)),
-            (gather_keys, (k_PSGD + g * head_stride, v_PSGD + g * head_stride, page_table_RM + r * table_stride,
-                           first_key, last_position, page_stride, slot_stride,
-                           k_ring, v_ring, k_full, v_full, k_empty, v_empty, S)),
+            (copy_keys, (k_PSGD + g * head_stride, v_PSGD + g * head_stride, k_desc, v_desc, g * D,
+                         page_table_RM + r * table_stride, first_key, last_position, length, page_stride, slot_stride,
+                         k_ring, v_ring, k_full, v_full, k_empty, v_empty, S)),
         ],
         [4, 4], [208, 88],
     )

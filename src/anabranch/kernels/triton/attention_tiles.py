@@ -122,10 +122,12 @@ def choose_decode(num_pairs: int, D: int, dtype: torch.dtype, machine: Machine) 
     return fit(tile, D, dtype, machine)
 
 
-def choose_prefill(num_rows: int, D: int, dtype: torch.dtype, machine: Machine) -> PrefillTile | HopperTile:
-    """`num_rows`: tokens × query heads of the step."""
+def choose_prefill(
+    num_rows: int, D: int, dtype: torch.dtype, machine: Machine, page: int = 16
+) -> PrefillTile | HopperTile:
+    """`num_rows`: tokens × query heads of the step; `page`: see `fits`."""
     hopper = HopperTile(128, 2)
-    if D <= 128 and 0 < HOPPER_ROWS <= num_rows and fits(hopper, D, dtype, machine):
+    if D <= 128 and 0 < HOPPER_ROWS <= num_rows and fits(hopper, D, dtype, machine, page):
         return hopper
     few = num_rows < 128 * machine.processors  # with blocks of 128 rows some multiprocessors would have none
     if dtype == torch.float32:
@@ -139,11 +141,16 @@ def choose_prefill(num_rows: int, D: int, dtype: torch.dtype, machine: Machine) 
     return fit(tile, D, dtype, machine)
 
 
-def fits(tile: DecodeTile | PrefillTile | HopperTile, D: int, dtype: torch.dtype, machine: Machine) -> bool:
-    """Whether there is shared memory for it: queries, keys and values of each stage, and a few small things."""
+def fits(
+    tile: DecodeTile | PrefillTile | HopperTile, D: int, dtype: torch.dtype, machine: Machine, page: int = 16
+) -> bool:
+    """Whether there is shared memory for it (queries, keys and values of each stage, and a few small things), and pages
+    are as it wants them. `page`: slots of one, 0 where they do not lie in one piece."""
     if isinstance(tile, HopperTile):
         num_bytes = (128 + 2 * tile.stages * tile.keys + 64) * D * dtype.itemsize + 512
-        return machine.gluon and D in (64, 128, 256) and dtype.itemsize == 2 and num_bytes <= machine.shared_bytes
+        usable = machine.gluon and D in (64, 128, 256) and dtype.itemsize == 2
+        copied = page > 0 and page % 8 == 0 and tile.keys % page == 0
+        return usable and copied and num_bytes <= machine.shared_bytes
     if isinstance(tile, PrefillTile):
         rows, direct = tile.rows, tile.rows >= 64
     else:
