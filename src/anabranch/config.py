@@ -46,8 +46,9 @@ class EngineConfig:
     """Tokens a request may have, prompt and answer together. Auto: the model's limit, as far as the KV pool allows."""
     max_num_seqs: int = 512
     """Requests that run at the same time."""
-    max_num_batched_tokens: int = 8192
-    """Tokens computed in one step."""
+    max_num_batched_tokens: int = AUTO
+    """Tokens computed in one step. Auto: the platform's choice for batches that nobody watches (a server asks for
+    fewer: others wait while a step runs)."""
     page_size: int = AUTO
     num_pages: int = AUTO
     """KV pages of the pool (of the largest group). Auto: what memory_fraction leaves after weights and workspace."""
@@ -78,7 +79,7 @@ class EngineConfig:
         for name, low in (
             ("max_model_len", 0),
             ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
+            ("max_num_batched_tokens", 0),
             ("page_size", 0),
             ("num_pages", 0),
             ("expert_load_interval", 0),
@@ -114,6 +115,8 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
     chosen: dict[str, object] = {}
     if config.page_size == AUTO:
         chosen["page_size"] = platform.page_size
+    if config.max_num_batched_tokens == AUTO:
+        chosen["max_num_batched_tokens"] = platform.batch_tokens
     if config.memory_fraction == 0.0:
         chosen["memory_fraction"] = platform.memory_fraction
     if config.graph_mode == "auto":

@@ -43,7 +43,7 @@ from anabranch.kernels.triton.precompile import Job
 from anabranch.loader import dummy
 from anabranch.models.config import read_config
 from anabranch.platforms.cuda import CudaPlatform
-from anabranch.platforms.platform import InlineStream
+from anabranch.platforms.platform import InlineStream, Memory
 from tests.kernels.triton.ahead_of_time import NoDevice
 
 CONFIGS = Path(offline.__file__).with_name("configs")
@@ -57,6 +57,9 @@ class PaperPlatform(CudaPlatform):
     @property
     def device(self) -> torch.device:
         return torch.device("meta")
+
+    def memory(self) -> Memory:
+        return Memory(free=139 << 30, total=139 << 30)
 
     def has(self, capability: str) -> bool:
         return capability in ("graphs", "streams", "bf16", "sm90")

@@ -28,7 +28,14 @@ MODEL = ModelConfig(
     max_position=40960,
     dtype="bfloat16",
 )
-CONFIG = EngineConfig(model="Qwen3-30B-A3B", memory_fraction=0.8, page_size=16, max_model_len=40960, max_num_seqs=8)
+CONFIG = EngineConfig(
+    model="Qwen3-30B-A3B",
+    memory_fraction=0.8,
+    page_size=16,
+    max_model_len=40960,
+    max_num_seqs=8,
+    max_num_batched_tokens=8192,
+)
 FOUR_BITS, SIXTEEN_BITS = 17 * GB, 61 * GB
 
 

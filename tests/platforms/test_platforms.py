@@ -11,7 +11,7 @@ from anabranch.config import EngineConfig, resolve
 from anabranch.conformance import contract, models, tiny
 from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
-from anabranch.platforms import cpu
+from anabranch.platforms import Memory, cpu
 from anabranch.platforms.cpu import CpuPlatform
 from anabranch.platforms.cuda import CudaPlatform
 from anabranch.platforms.fake import FakePlatform
@@ -138,6 +138,24 @@ def test_a_platform_may_capture_all_steps_in_pieces(tmp_path: Path) -> None:
         resolve(EngineConfig(model="", graph_mode="full"), read_config(tmp_path), platform)
     assert models.other_answers(tmp_path, platform) == []
     assert platform.log.count("replay") > 50  # three pieces a step
+
+
+def test_a_step_has_as_many_tokens_as_suit_the_machine(tmp_path: Path) -> None:
+    tiny.write("qwen2_moe", tmp_path)
+    model = read_config(tmp_path)
+
+    class Gpu(CudaPlatform):
+        has = FakePlatform.has
+        total = 0
+
+        def memory(self) -> Memory:
+            return Memory(free=self.total, total=self.total)
+
+    gpu = Gpu()
+    for gpu.total, tokens in ((24 << 30, 8192), (80 << 30, 16384)):
+        assert resolve(EngineConfig(model=""), model, gpu).max_num_batched_tokens == tokens
+        assert resolve(EngineConfig(model="", max_num_batched_tokens=77), model, gpu).max_num_batched_tokens == 77
+    assert resolve(EngineConfig(model=""), model, CpuPlatform()).max_num_batched_tokens == 8192
 
 
 def test_the_cpu_keeps_the_contract() -> None:

@@ -99,7 +99,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, what in NUMBERS.items():
         usual = EngineConfig.__dataclass_fields__[name].default
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=usual, metavar="N", help=f"{what} (default {usual})"
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=usual,
+            metavar="N",
+            help=f"{what} (default {usual or 'auto'})",
         )
     add_flags(parser)
     parser.set_defaults(tune="off")  # figures are taken with the tables that are there

@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.config import CHOICES, EngineConfig, add_flags
+from anabranch.config import CHOICES, add_flags
 from anabranch.kernels import compile_server
 
 if TYPE_CHECKING:
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    most = EngineConfig.__dataclass_fields__["max_num_batched_tokens"].default
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--tune", choices=CHOICES["tune"][1:], default="full", help="default %(default)s")
     parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="N", help="only for batches of N tokens")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=most, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help="tokens of the largest step (default: as `LLM` chooses)"
+    )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
     add_flags(parser, "shared_expert")
     parser.add_argument("--keep", action="store_true", help="measure only what no table has yet")
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
             activation,
             platform,
             options.tune,
-            options.max_num_batched_tokens,
+            options.max_num_batched_tokens or platform.batch_tokens,
             Tally("measuring tiles"),
             sizes=tuple(options.tokens),
             again=not options.keep,

@@ -43,6 +43,9 @@ from anabranch.stages import stage
 if TYPE_CHECKING:
     from anabranch.engine.grammar import Matcher
 
+LONGEST_PROMPT = 8192
+"""Rows of a prompt's step that is captured: longer ones keep the device busy for a tenth of a second and more, whoever
+launches them."""
 LARGEST_PREFILL = 2048
 """Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host. But many
 requests are served at a time with small models, where it does not: see `largest_captured`."""
@@ -237,7 +240,7 @@ class TorchRunner:
                 input = self.steps.padding_of_one(size)
                 return PromptStep(platform, pool, self.model, self.kv, input, unpack, look)
 
-            longest = max(2, min(config.max_num_batched_tokens, config.max_model_len))
+            longest = max(2, min(config.max_num_batched_tokens, config.max_model_len, LONGEST_PROMPT))
             self.prompts = BySize(prompt_sizes(largest, longest), prompt, padded=largest)
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:

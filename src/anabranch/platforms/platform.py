@@ -87,6 +87,8 @@ class Platform(abc.ABC):
     """Whether that Runner takes checkpoints with a `quantization_config`."""
     page_size: ClassVar[int] = 16
     """Tokens in one KV page."""
+    batch_tokens: int = 8192
+    """Tokens of a step where throughput is all that counts; an instance may know better than its class."""
     graph_mode: ClassVar[GraphMode] = "none"
     """What is captured. full: attention too, whose kernels then take all lengths from the device: decode steps and
     those of one prompt whole, others in pieces between attentions; pieces: all of them in pieces."""
