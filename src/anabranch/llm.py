@@ -160,7 +160,8 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError("the model folder has no tokenizer.json: give token ids instead of text")
             text, prompt = prompt, self.tokenizer.encode(prompt)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        kinds = set(map(type, prompt))  # few, where tokens are many
+        if bool in kinds or not all(issubclass(kind, int) for kind in kinds):
             raise ValueError("a prompt of token ids must hold integers only")
         answer = Answer(str(next(self._ids)), prompt, params, self.tokenizer, text, arrival=time.monotonic(), **options)
         try:
