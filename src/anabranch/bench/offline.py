@@ -256,6 +256,7 @@ def measure(
 ) -> int:
     llm, start = open_llm(options, folder, stages)
     result.set_machine(llm.engine.runner.platform.describe())
+    result.values["max_num_batched_tokens"] = llm.engine.config.max_num_batched_tokens
     print(f"{'start':>16}  {start['import_s']:.1f} + {start['startup_s']:.1f} s", flush=True)
     if "startup" in kinds:
         warm = {"import_s": "import_warm_s", "startup_s": "startup_warm_s", "stages": "stages_warm"}
