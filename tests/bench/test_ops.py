@@ -128,6 +128,7 @@ def test_bytes_and_arithmetic_are_those_of_the_shapes() -> None:
     D, V, E = TINY.config.hidden_size, TINY.config.vocab_size, TINY.moe.num_experts
     inner, k = TINY.moe.width, TINY.moe.top_k
     assert case_of("add_rms_norm", 5).num_bytes == 4 * 4 * 5 * D
+    assert case_of("sum_add_rms_norm", 5).num_bytes == 4 * 5 * ((k + 3) * D + k)
     assert case_of("gated_activation", 5).num_bytes == 4 * 3 * 5 * inner
     assert case_of("add_gated", 5).num_bytes == 4 * 5 * (3 * D + 1)
     head = case_of("linear", 5, "lm_head")

@@ -42,6 +42,7 @@ TRITON = {
     "rope_store",
     "route",
     "sample",
+    "sum_add_rms_norm",
 }
 
 

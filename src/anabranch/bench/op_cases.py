@@ -114,6 +114,19 @@ def add_rms_norm(setting: Setting, model: ModelShape) -> Iterator[Case]:
         yield Case(tokens, f"D {width}", given, 4 * tokens * width * setting.dtype.itemsize)
 
 
+@cases("sum_add_rms_norm")
+def sum_add_rms_norm(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    width, k = model.config.hidden_size, model.moe.top_k
+    weight_D = setting.normal(width)
+    for tokens in setting.sizes(16, 64, 128, 256, 512, 1024, 8192):
+        expert_TK = torch.zeros(tokens, k, dtype=torch.int32, device=setting.platform.device)
+        given = [
+            (setting.normal(tokens, k, width), expert_TK, setting.normal(tokens, width), weight_D, 1e-6)
+            for _ in range(4)
+        ]
+        yield Case(tokens, f"D {width} k {k}", given, tokens * ((k + 3) * width * setting.dtype.itemsize + 4 * k))
+
+
 @cases("linear")
 def linear(setting: Setting, model: ModelShape) -> Iterator[Case]:
     for name, inputs, outputs, out_dtype in projections(model):

@@ -12,6 +12,7 @@ import torch
 
 from anabranch.compile.pieces import Buffers, StepInPieces
 from anabranch.layers.attention import KV
+from anabranch.layers.norm import Carried
 from anabranch.models.decoder import Decoder, Rope
 from anabranch.platforms import Platform
 
@@ -35,16 +36,17 @@ class BreakableStep(StepInPieces):
 
     def piece(self, layer_id: int) -> None:
         model, step = self.model, self.padded
+        x: Carried
         if layer_id == 0:
             self.experts = self.look()
-            self.x_TD, self.ropes = model.enter(step.token_T, step.position_T)
+            x, self.ropes = model.enter(step.token_T, step.position_T)
             self.residual_TD = None
         else:
             assert self.residual_TD is not None
             attended_THD = self.attended(layer_id - 1)
-            self.x_TD, self.residual_TD = model.after(layer_id - 1, attended_THD, self.residual_TD, step.num_tokens)
+            x, self.residual_TD = model.after(layer_id - 1, attended_THD, self.residual_TD, step.num_tokens)
         if layer_id == len(self.kv):
-            self.x_TD = model.leave(self.x_TD, self.residual_TD)
+            self.x_TD = model.leave(x, self.residual_TD)
             return
-        heads, self.residual_TD = model.before(layer_id, self.x_TD, self.residual_TD)
+        heads, self.residual_TD = model.before(layer_id, x, self.residual_TD)
         self.store(layer_id, heads, self.ropes[model.rope_of_layer[layer_id]])

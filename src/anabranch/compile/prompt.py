@@ -18,6 +18,7 @@ import torch
 
 from anabranch.compile.capture import capture
 from anabranch.layers.attention import KV
+from anabranch.layers.norm import Carried
 from anabranch.layers.step import Step
 from anabranch.models.decoder import Decoder, Rope
 from anabranch.platforms import Platform
@@ -47,6 +48,7 @@ class PromptStep:
         self.model, self.kv, self.unpack, self.look = model, kv, unpack, look
         self.step: Step
         self.ropes: list[Rope] = []
+        self.x: Carried
         self.x_TD: torch.Tensor
         self.residual_TD: torch.Tensor | None = None
         ends = [*range(FIRST_LAYERS, len(kv), MORE_LAYERS), len(kv)]
@@ -61,14 +63,14 @@ class PromptStep:
         if begin == 0:
             self.experts = self.look()
             self.step = self.unpack(self.input)
-            self.x_TD, self.ropes = model.enter(self.step.token_T, self.step.position_T)
+            self.x, self.ropes = model.enter(self.step.token_T, self.step.position_T)
             self.residual_TD = None
         for layer_id in range(begin, end):
-            self.x_TD, self.residual_TD = model.layer(
-                layer_id, self.x_TD, self.residual_TD, self.ropes, self.step, self.kv[layer_id]
+            self.x, self.residual_TD = model.layer(
+                layer_id, self.x, self.residual_TD, self.ropes, self.step, self.kv[layer_id]
             )
         if end == len(self.kv):
-            self.x_TD = model.leave(self.x_TD, self.residual_TD)
+            self.x = self.x_TD = model.leave(self.x, self.residual_TD)
             self.residual_TD = None  # else no other graph could have its memory
 
     def run(self, input: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from anabranch import ops
+from anabranch.layers.norm import Carried
 from anabranch.models.decoder import Decoder
 from anabranch.ops.opaque import opaque, shown_to_compiler
 
@@ -69,14 +70,15 @@ def trace(model: Decoder, look_into: bool) -> Traced:
     """`look_into`: the compiler is to see the insides of simple ops, and fuse them."""
 
     def decoder(token_T: torch.Tensor, position_T: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        x_TD, ropes = model.enter(token_T, position_T)
+        x: Carried
+        x, ropes = model.enter(token_T, position_T)
         residual_TD = None
         for layer_id, layer in enumerate(model.config.layers):
-            heads, residual_TD = model.before(layer_id, x_TD, residual_TD)
+            heads, residual_TD = model.before(layer_id, x, residual_TD)
             rope = ropes[model.rope_of_layer[layer_id]]
             attended_THD = ATTEND(heads, *rope, layer_id, layer.attention.num_heads)
-            x_TD, residual_TD = model.after(layer_id, attended_THD, residual_TD, num_tokens)
-        return model.leave(x_TD, residual_TD)
+            x, residual_TD = model.after(layer_id, attended_THD, residual_TD, num_tokens)
+        return model.leave(x, residual_TD)
 
     device = model.embed_tokens.weight.device
     token_T, position_T = (torch.zeros(EXAMPLE_TOKENS, dtype=torch.int64, device=device) for _ in range(2))

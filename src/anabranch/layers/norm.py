@@ -1,11 +1,34 @@
-"""RMSNorm, with the residual addition that usually comes before it."""
+"""RMSNorm, with the residual addition that usually comes before it, and the sum of experts' rows before that.
+
+T tokens, D width, K experts per token.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from anabranch import ops
+
+
+@dataclass(slots=True)
+class Rows:
+    """x of which the sum is left to the norm behind it: x[t] = Σ_k rows[t, k] over those k that have an expert."""
+
+    rows_TKD: torch.Tensor | None
+    expert_TK: torch.Tensor
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, experts), once: they are K times as large as x, and whoever still has an `x` must not keep them."""
+        rows_TKD, self.rows_TKD = self.rows_TKD, None
+        assert rows_TKD is not None, "taken already"
+        return rows_TKD, self.expert_TK
+
+
+Carried = torch.Tensor | Rows
+"""x between two layers."""
 
 
 class RMSNorm(nn.Module):
@@ -17,11 +40,14 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: Carried, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); the first layer has no residual yet."""
+        if isinstance(x, Rows):
+            assert residual_TD is not None, "there are no experts before the first layer"
+            return ops.sum_add_rms_norm(*x.take(), residual_TD, self.weight, self.eps)
         if residual_TD is None:
-            return self(x_TD), x_TD
-        return ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+            return self(x), x
+        return ops.add_rms_norm(x, residual_TD, self.weight, self.eps)
 
     def add_to(
         self, residual_TD: torch.Tensor, x_TD: torch.Tensor, scale_1: torch.Tensor | None = None

@@ -15,7 +15,7 @@ from anabranch import ops
 from anabranch.layers.attention import KV, Attention
 from anabranch.layers.linear import Linear
 from anabranch.layers.mlp import MLP
-from anabranch.layers.norm import RMSNorm
+from anabranch.layers.norm import Carried, RMSNorm
 from anabranch.layers.rotary import Rotary
 from anabranch.layers.step import Step
 from anabranch.models.config import LayerConfig, ModelConfig
@@ -40,17 +40,17 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MLP(width, layer.mlp_width, model.activation, model.mlp_bias)
 
-    def before(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
+    def before(self, x: Carried, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TD, residual_TD = self.input_layernorm.add(x, residual_TD)
         return self.self_attn.project(x_TD), residual_TD
 
     def after(
         self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Carried, torch.Tensor | None]:
         x_TD = self.self_attn.output(attended_THD)
         x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
-        x_TD = self.mlp(x_TD, num_tokens) if isinstance(self.mlp, MoELayer) else self.mlp(x_TD)
-        return x_TD, residual_TD
+        y_TD = self.mlp.hand_on(x_TD, num_tokens) if isinstance(self.mlp, MoELayer) else self.mlp(x_TD)
+        return y_TD, residual_TD
 
 
 class Layer(Protocol):
@@ -58,12 +58,12 @@ class Layer(Protocol):
 
     self_attn: Attention
 
-    def before(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def before(self, x: Carried, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Up to attention: (heads of queries, keys and values; residual)."""
 
     def after(
         self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Carried, torch.Tensor | None]:
         """From attention on: (x, residual) for the next layer. Rows from `num_tokens` on are padding."""
 
 
@@ -98,16 +98,17 @@ class Decoder(nn.Module):
 
     def forward(self, step: Step, kv: Sequence[KV]) -> torch.Tensor:
         """Hidden rows x_TD after the last norm. Keys and values of the step's tokens are left in `kv`, one a layer."""
-        x_TD, ropes = self.enter(step.token_T, step.position_T)
+        x: Carried
+        x, ropes = self.enter(step.token_T, step.position_T)
         residual_TD = None
         for layer_id, layer_kv in enumerate(kv):
-            x_TD, residual_TD = self.layer(layer_id, x_TD, residual_TD, ropes, step, layer_kv)
-        return self.leave(x_TD, residual_TD)
+            x, residual_TD = self.layer(layer_id, x, residual_TD, ropes, step, layer_kv)
+        return self.leave(x, residual_TD)
 
     def layer(
-        self, layer_id: int, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, ropes: list[Rope], step: Step, kv: KV
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        heads, residual_TD = self.before(layer_id, x_TD, residual_TD)
+        self, layer_id: int, x: Carried, residual_TD: torch.Tensor | None, ropes: list[Rope], step: Step, kv: KV
+    ) -> tuple[Carried, torch.Tensor | None]:
+        heads, residual_TD = self.before(layer_id, x, residual_TD)
         q_THD = self.store(layer_id, heads, ropes[self.rope_of_layer[layer_id]], step, kv)
         attended_THD = self.attend(layer_id, q_THD, step, kv)
         return self.after(layer_id, attended_THD, residual_TD, step.num_tokens)
@@ -122,10 +123,8 @@ class Decoder(nn.Module):
             x_TD = x_TD * torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype)
         return x_TD, [rotary(position_T) for rotary in self.rotaries]
 
-    def before(
-        self, layer_id: int, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layers[layer_id].before(x_TD, residual_TD)
+    def before(self, layer_id: int, x: Carried, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers[layer_id].before(x, residual_TD)
 
     def store(self, layer_id: int, heads: torch.Tensor, rope: Rope, step: Step, kv: KV) -> torch.Tensor:
         return self.layers[layer_id].self_attn.store(heads, rope, step, kv)
@@ -135,11 +134,11 @@ class Decoder(nn.Module):
 
     def after(
         self, layer_id: int, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Carried, torch.Tensor | None]:
         return self.layers[layer_id].after(attended_THD, residual_TD, num_tokens)
 
-    def leave(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> torch.Tensor:
-        return self.norm.add(x_TD, residual_TD)[0]
+    def leave(self, x: Carried, residual_TD: torch.Tensor | None) -> torch.Tensor:
+        return self.norm.add(x, residual_TD)[0]
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """logits_TV of hidden rows; pick the rows first, the vocabulary is large. They are in the model's dtype, which

@@ -1,6 +1,6 @@
 """The experts' weights: the routed ones and, where it is packed with them, the shared one.
 
-E experts, D hidden width, I expert width, F = 2 · I.
+E experts, D hidden width, I expert width, F = 2 · I, M rows, K experts per row.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Each row's weighted sum over its experts here."""
+        return self._run(x_MD, plan, combined=True)
+
+    def unsummed(self, x_MD: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """y_MKD: what would be summed. Of experts that are not here (−1) it may be anything."""
+        return self._run(x_MD, plan, combined=False)
+
+    def _run(self, x_MD: torch.Tensor, plan: Plan, combined: bool) -> torch.Tensor:
         return ops.experts(
             x_MD,
             plan.weight_MK,
@@ -44,6 +51,7 @@ class Experts(nn.Module):
             self.gate_up_EFD,
             self.down_EDI,
             self.activation,
+            combined=combined,
             combine=self.combine,
         )
 

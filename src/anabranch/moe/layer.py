@@ -14,6 +14,7 @@ from torch import nn
 from anabranch import ops
 from anabranch.layers.linear import Linear
 from anabranch.layers.mlp import MLP
+from anabranch.layers.norm import Carried, Rows
 from anabranch.moe.dispatch import Dispatcher, LocalDispatcher
 from anabranch.moe.experts import Experts
 from anabranch.moe.router import Router
@@ -22,6 +23,10 @@ from anabranch.moe.shared_expert import SIDE_TOKENS, always_on, beside
 if TYPE_CHECKING:
     from anabranch.models.config import MoEConfig
     from anabranch.platforms import SideStream
+
+
+SUM_LATER = 64
+"""Of more tokens the kernels have no better way than to write rows and to sum them, and the norm behind can do that."""
 
 
 class RoutedExperts(nn.Module):
@@ -39,13 +44,19 @@ class RoutedExperts(nn.Module):
         self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None = None, router_input_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Rows from `num_tokens` on are padding. The router reads x unless it has an input of its own."""
-        weight_TK, expert_TK = self.router(x_TD if router_input_TD is None else router_input_TD, num_tokens)
-        if self.watch is not None:
-            self.watch(expert_TK)
-        weight_TK, expert_TK = self.visited(x_TD, weight_TK, expert_TK)
+        weight_TK, expert_TK = self.choose(x_TD, num_tokens, router_input_TD)
         rows_MD, plan = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK)
         rows_MD = self.experts(rows_MD, plan)
         return self.dispatcher.combine(rows_MD, plan)
+
+    def choose(
+        self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None, router_input_TD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weight_TK, expert_TK) of all experts that the tokens visit."""
+        weight_TK, expert_TK = self.router(x_TD if router_input_TD is None else router_input_TD, num_tokens)
+        if self.watch is not None:
+            self.watch(expert_TK)
+        return self.visited(x_TD, weight_TK, expert_TK)
 
     def visited(
         self, x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor
@@ -63,6 +74,8 @@ class MoELayer(RoutedExperts):
         self.shared_expert_gate = Linear(width, 1) if config.shared_gate else None
         self.side_stream = side_stream
         self.side_tokens: int | None = SIDE_TOKENS
+        self.sum_later: int | None = None
+        """Of more tokens than so many a norm behind this layer may sum the experts' rows; None: never."""
 
     def pack_shared_expert(self) -> None:
         """Make the shared expert some of the experts, visited by every token. Before weights are loaded."""
@@ -98,3 +111,17 @@ class MoELayer(RoutedExperts):
             most_tokens=self.side_tokens,
         )
         return routed_TD + shared_TD if gate_T1 is None else ops.add_gated(routed_TD, shared_TD, gate_T1)
+
+    def hand_on(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> Carried:
+        """`forward` for whoever gives the result to a norm: its sum over experts may be left to that one, which then
+        reads the rows instead of their sum."""
+        if (
+            torch.compiler.is_compiling()  # first: a traced number of tokens must not be looked at
+            or self.sum_later is None
+            or x_TD.shape[0] <= self.sum_later
+            or self.shared_expert is not None
+            or not isinstance(self.dispatcher, LocalDispatcher)
+        ):
+            return self(x_TD, num_tokens)  # type: ignore[no-any-return]
+        rows_MD, plan = self.dispatcher.dispatch(x_TD, *self.choose(x_TD, num_tokens))
+        return Rows(self.experts.unsummed(rows_MD, plan), plan.expert_MK)

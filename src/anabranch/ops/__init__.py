@@ -15,7 +15,7 @@ from anabranch.ops.kv_store import kv_store
 from anabranch.ops.linear import linear
 from anabranch.ops.logprobs import logprobs
 from anabranch.ops.mask_logits import mask_logits
-from anabranch.ops.norm import add_rms_norm, norm_add, rms_norm
+from anabranch.ops.norm import add_rms_norm, norm_add, rms_norm, sum_add_rms_norm
 from anabranch.ops.op import OPS, Op, bind
 from anabranch.ops.penalize import penalize
 from anabranch.ops.rope import qk_norm_rope
@@ -49,4 +49,5 @@ __all__ = [
     "rope_store",
     "route",
     "sample",
+    "sum_add_rms_norm",
 ]

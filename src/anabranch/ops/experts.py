@@ -36,7 +36,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         expert = torch.rand(tokens, num_experts, generator=generator).argsort(-1)[:, :top_k].int()
         if "same" in options:
             expert.fill_(3)
-        elif tokens > 1:
+        elif tokens > 1 and options.get("combined", True):
             expert[1] = -1  # padding
             expert[-1, 0] = -1  # an expert that lives elsewhere
         biased = "bias" in options
@@ -91,7 +91,8 @@ def experts(
 ) -> torch.Tensor:
     """y_TD[t] = scaling · Σ_k weight[t, k] · FFN of expert expert_TK[t, k] on x[t]; id −1 adds nothing.
 
-    F = 2 · I: gate rows first, then up rows. With `combined=False`: y_TKD, the weighted rows before the sum.
+    F = 2 · I: gate rows first, then up rows. With `combined=False`: y_TKD, the weighted rows before the sum;
+    those of id −1 are not defined.
     `combine` says how a kernel brings rows back to their token, always in fp32: `fused` adds into the token's row where
     they are computed, in any order; `ordered` gives the same bits every time for the same batch; `unfused` writes all
     rows and sums them; `auto` is whichever is fastest. Here all of them are the same.

@@ -1,4 +1,7 @@
-"""Root-mean-square normalisation over the last dimension, computed in fp32. T tokens, D width."""
+"""Root-mean-square normalisation over the last dimension, computed in fp32, and what is added before or behind it.
+
+T tokens, D width, K experts per token.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,36 @@ def add_rms_norm(
     """(norm(x + residual), x + residual). Writes over neither input."""
     total_TD = x_TD + residual_TD
     return rms_norm.reference(total_TD, weight_D, eps), total_TD
+
+
+def sum_add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+    for tokens, top_k, width in ((1, 2, 64), (6, 3, 40), (4, 8, 24), (3, 1, 16), (0, 2, 16)):
+        rows_TKD = torch.randn(tokens, top_k, width, generator=generator).to(dtype)
+        expert_TK = torch.randint(9, (tokens, top_k), generator=generator, dtype=torch.int32)
+        if tokens > 1:
+            expert_TK[1] = -1  # padding
+            expert_TK[-1, 0] = -1  # an expert that lives elsewhere
+            rows_TKD[expert_TK < 0] = float("nan")
+        yield (
+            f"T{tokens} K{top_k} D{width}",
+            {
+                "rows_TKD": rows_TKD,
+                "expert_TK": expert_TK,
+                "residual_TD": torch.randn(tokens, width, generator=generator).to(dtype),
+                "weight_D": torch.rand(width, generator=generator).to(dtype),
+                "eps": 1e-5,
+            },
+        )
+
+
+@op(samples=sum_add_rms_norm_samples)
+def sum_add_rms_norm(
+    rows_TKD: torch.Tensor, expert_TK: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """add_rms_norm of x[t] = Σ_k rows[t, k], summed in fp32 and rounded: the last step of `experts(combined=False)`.
+    Rows of id −1 count for nothing, whatever they hold. Writes over no input."""
+    x_TD = rows_TKD.float().masked_fill((expert_TK < 0)[..., None], 0.0).sum(1).to(rows_TKD.dtype)
+    return add_rms_norm.reference(x_TD, residual_TD, weight_D, eps)
 
 
 def norm_add_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:

@@ -9,6 +9,7 @@ from anabranch import ops
 
 pytest.importorskip("triton")
 from anabranch.conformance.judge import copy, faults
+from anabranch.kernels.triton import experts
 from anabranch.kernels.triton import norm as kernel
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
@@ -30,7 +31,7 @@ def judge(op: Any, arguments: dict[str, Any], dtype: torch.dtype, device: str) -
 
 
 @everywhere
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "norm_add"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "sum_add_rms_norm", "norm_add"])
 def test_samples(name: str, device: str) -> None:
     for dtype in dtypes(device):
         for _, arguments in ops.OPS[name].samples(dtype, torch.Generator().manual_seed(0)):
@@ -48,6 +49,10 @@ def test_widths(width: int, device: str) -> None:
             both = {"x_TD": x, "residual_TD": residual, "weight_D": weight_D, "eps": 0.5}
             judge(ops.add_rms_norm, both, dtype, device)
             judge(ops.norm_add, {**both, "scale_1": torch.rand(1).to(dtype)}, dtype, device)
+            expert_TK = torch.randint(-1, 4, (rows, 5), dtype=torch.int32)
+            rows_TKD = torch.randn(rows, 5, width).to(dtype).masked_fill((expert_TK < 0)[..., None], float("nan"))
+            del both["x_TD"]
+            judge(ops.sum_add_rms_norm, {**both, "rows_TKD": rows_TKD, "expert_TK": expert_TK}, dtype, device)
 
 
 @everywhere
@@ -75,6 +80,44 @@ def test_what_is_normalised_is_the_rounded_sum(device: str) -> None:
         assert dtype == torch.float32 or same.float().mean() > 0.97
 
 
+@everywhere
+def test_a_few_rows_at_a_time_give_the_same_sum(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit that of row after row, and what is then rounded: the norm of the two ops, one after the other."""
+    for dtype in dtypes(device):
+        rows_TKD = torch.randn(6, 7, 300, device=device).to(dtype)
+        expert_TK = torch.randint(-1, 3, (6, 7), dtype=torch.int32, device=device)
+        residual_TD, weight_D = torch.randn(6, 300, device=device).to(dtype), torch.rand(300, device=device).to(dtype)
+        x_TD = torch.zeros(6, 300, device=device)
+        for k in range(7):
+            x_TD += rows_TKD[:, k].float().masked_fill((expert_TK[:, k] < 0)[:, None], 0.0)
+        expected = kernel.add_rms_norm(x_TD.to(dtype), residual_TD, weight_D, 1e-6)
+        for ahead in (1, 3, 7):
+            monkeypatch.setattr(kernel, "AHEAD_BYTES", ahead * 512 * dtype.itemsize)
+            found = kernel.sum_add_rms_norm(rows_TKD, expert_TK, residual_TD, weight_D, 1e-6)
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+@pytest.mark.gpu
+@compiler
+def test_the_sum_is_that_of_the_experts_kernels() -> None:
+    """Qwen3-30B-A3B's shape, to the bit; each call starts before its predecessor is done."""
+    for tokens in (65, 512, 8192):
+        rows_TKD = torch.randn(tokens, 8, 2048, device="cuda").bfloat16()
+        expert_TK = torch.randint(-1, 128, (tokens, 8), dtype=torch.int32, device="cuda")
+        rows_TKD[expert_TK < 0] = float("nan")
+        residual_TD, weight_D = torch.randn(tokens, 2048, device="cuda").bfloat16(), torch.rand(2048, device="cuda")
+        weight_D = weight_D.bfloat16()
+        given = {"rows_TKD": rows_TKD, "expert_TK": expert_TK, "residual_TD": residual_TD, "weight_D": weight_D}
+        if tokens <= 512:
+            judge(ops.sum_add_rms_norm, {**given, "eps": 1e-6}, torch.bfloat16, "cuda")
+        call = experts.Call(residual_TD, expert_TK, expert_TK, rows_TKD, rows_TKD, "silu")  # two of them are looked at
+        x_TD = experts.sum_into(call, rows_TKD, torch.empty_like(residual_TD), False, True)
+        expected = kernel.add_rms_norm(x_TD, residual_TD, weight_D, 1e-6)
+        for _ in range(10):
+            found = kernel.sum_add_rms_norm(**given, eps=1e-6)
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
 def test_what_it_does_not_accept() -> None:
     x, weight_D = torch.randn(4, 16), torch.rand(16)
     assert kernel.accepts(x, weight_D, 1e-6) and kernel.accepts(x, None, 1e-6)
@@ -84,6 +127,12 @@ def test_what_it_does_not_accept() -> None:
     assert kernel.accepts_add(x, x, weight_D, 1e-6)
     assert not kernel.accepts_add(x, x.half(), weight_D, 1e-6)
     assert not kernel.accepts_add(x, x[:1], weight_D, 1e-6)
+    rows_TKD, expert_TK = torch.randn(4, 3, 16), torch.zeros(4, 3, dtype=torch.int32)
+    assert kernel.accepts_sum(rows_TKD, expert_TK, x, weight_D, 1e-6)
+    assert not kernel.accepts_sum(rows_TKD, expert_TK.long(), x, weight_D, 1e-6)
+    assert not kernel.accepts_sum(rows_TKD, expert_TK[:, :2], x, weight_D, 1e-6)
+    assert not kernel.accepts_sum(rows_TKD, expert_TK, x.half(), weight_D, 1e-6)
+    assert not kernel.accepts_sum(rows_TKD[:, :0], expert_TK[:, :0], x, weight_D, 1e-6)
 
 
 @pytest.mark.gpu
@@ -111,11 +160,14 @@ def test_a_chain_that_overlaps(early: bool, monkeypatch: pytest.MonkeyPatch) -> 
                 assert (found.double() - wanted.double()).norm() <= 1e-2 * wanted.double().norm()
 
 
-CASES = {  # shape of x, with the addition
-    "one token": ((1, 2048), True),
-    "gemma": ((64, 2816), True),
-    "heads": ((64, 8, 128), False),
-    "widest": ((3, kernel.MAX_WIDTH), True),
+CASES = {  # shape of x, with the addition, with the sum of experts' rows
+    "one token": ((1, 2048), True, False),
+    "gemma": ((64, 2816), True, False),
+    "heads": ((64, 8, 128), False, False),
+    "widest": ((3, kernel.MAX_WIDTH), True, False),
+    "experts": ((512, 8, 2048), True, True),
+    "odd experts": ((512, 6, 2816), True, True),
+    "widest experts": ((3, 9, kernel.MAX_WIDTH), True, True),
 }
 
 
@@ -126,15 +178,22 @@ CASES = {  # shape of x, with the addition
 def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dependent = target in ahead_of_time.DEPENDENT
     monkeypatch.setattr(kernel, "dependent_launch", lambda device: dependent)
-    shape, add = CASES[case]
+    shape, add, summed = CASES[case]
     x = torch.empty(shape, dtype=torch.bfloat16)
     with recorded(kernel, "norm_kernel") as launches:
-        kernel.launch(x, torch.empty_like(x) if add else None, torch.empty(shape[-1], dtype=torch.bfloat16), 1e-6)
+        kernel.launch(
+            x,
+            torch.empty(shape[0], *shape[2:] if summed else shape[1:], dtype=torch.bfloat16) if add else None,
+            torch.empty(shape[-1], dtype=torch.bfloat16),
+            1e-6,
+            expert_TK=torch.empty(shape[:2], dtype=torch.int32) if summed else None,
+        )
     compiled = compile_for(target, launches[0])
+    num_rows = shape[1] if summed else 1
     if target == "sm_90":
-        assert ahead_of_time.loads(compiled)["wide"] >= 2
+        assert ahead_of_time.loads(compiled)["wide"] >= 1 + num_rows
         assert ahead_of_time.resources(compiled)["LOCAL"] == 0
     if dependent:
         before, after = ahead_of_time.loads_around_wait(compiled)
         assert before >= 1, "the weight is a parameter"
-        assert after >= 1 + add
+        assert after >= num_rows + add

@@ -213,7 +213,6 @@ def run_small(call: Call, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
         inner,
         PAIRS=next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1,
         SHARE=tiles.share,
-        ZERO=not call.combined,
         num_warps=tiles.down_warps,
         **shape,
         **launch,
@@ -257,10 +256,8 @@ def run_grouped(call: Call, tiles: GroupedTiles, pdl: bool) -> torch.Tensor:
     y = call.result()
     if add:  # zeros, and not only rows that somebody adds to: a token may have no expert here
         out = torch.zeros(tokens, D, dtype=torch.float32, device=y.device)
-    elif call.combined:
-        out = call.x_TD.new_empty(num_pairs, D)
     else:
-        out = y.zero_()
+        out = call.x_TD.new_empty(num_pairs, D) if call.combined else y
     tile = tiles.down
     down_grouped[(max_tiles * cdiv(D, tile.columns),)](
         call.weight_TK,
@@ -315,7 +312,7 @@ def run_hopper(call: Call, tiles: HopperTiles) -> torch.Tensor:
         **hopper_options(tile, tiles),
     )
     y = call.result()
-    rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y.zero_()
+    rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
     tile = tiles.down
     h_desc = gluon.descriptor(h_NI, 64, tile.depth)
     gluon.down_hopper[(min(places, plan.max_tiles * cdiv(D, tile.columns)),)](

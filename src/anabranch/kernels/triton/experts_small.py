@@ -170,10 +170,9 @@ def down_pair(
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
-    ZERO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """COLUMNS outputs of one pair, or of all pairs that share its expert; ZERO: rows without an expert become 0."""
+    """COLUMNS outputs of one pair, or of all pairs that share its expert; rows without an expert are not written."""
     pair = tl.program_id(0)
     e = tl.load(expert_N + pair)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -190,9 +189,6 @@ def down_pair(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if ZERO:
-        zero = tl.zeros([COLUMNS], tl.float32).to(rows_ND.dtype.element_ty)
-        tl.store(rows_ND + pair.to(tl.int64) * D + column, zero, mask=(e < 0) & (column < D))
     if own:
         h_ptr = h_NI + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
         while pair < num_pairs:

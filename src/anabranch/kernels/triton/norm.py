@@ -1,6 +1,6 @@
 """RMSNorm, with and without an addition before or behind it: a row is read once and stays in registers.
 
-T tokens, D width of what is normalised, R rows of a program; a row may be one head of a token.
+T tokens, D width of what is normalised, K experts per token, R rows of a program; a row may be one head of a token.
 
 The weight is a parameter, so with dependent launch it is fetched before the wait.
 """
@@ -21,19 +21,22 @@ NARROW = 512
 """Elements that a program of one warp takes: several rows where they are narrow."""
 EARLY = False
 """Let the successor in before this kernel's own wait. It may then read nothing but parameters before *its* wait."""
+AHEAD_BYTES = 1 << 16
+"""Of experts' rows that a program asks for before it adds the first: 64 registers of each thread of 8 warps."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
 def norm_kernel(
-    x, residual, weight, after, factor, y, total, num_rows,
+    x, expert, residual, weight, after, factor, y, total, num_rows,
     x_stride, x_head_stride, residual_stride, after_stride, eps,
     D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Row r of x is head r % HEADS of token r // HEADS; y and total lie close. EARLY: see `launch`.
+    """Row r of x is head r % HEADS of token r // HEADS; y and total lie close. EARLY: see above.
 
-    `residual` is added before, and the sum kept in `total`; `after` is added behind, and that sum times `factor`.
+    With `expert` a token has K rows, x_head_stride apart, and x is the sum of those that have one. `residual` is added
+    before, and the sum kept in `total`; `after` is added behind, and that sum times `factor`.
     """
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < D
@@ -49,7 +52,13 @@ def norm_kernel(
     token_R = (row_R // HEADS).to(tl.int64)
     start_R = token_R * x_stride + (row_R % HEADS) * x_head_stride
     mask = (row_R < num_rows)[:, None] & inside
-    value = tl.load(x + start_R[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    if expert is None:
+        value = tl.load(x + start_R[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    else:
+        summed = sum_experts(
+            x + start_R[:, None] + column, x_head_stride, expert + token_R * K, row_R < num_rows, inside, K, AHEAD
+        )
+        value = summed.to(x.dtype.element_ty).to(tl.float32)
     place = row_R.to(tl.int64)[:, None] * D + column
     if residual is not None:
         value += tl.load(residual + (token_R * residual_stride)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
@@ -67,6 +76,22 @@ def norm_kernel(
     tl.store(y + place, normed.to(y.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def sum_experts(row, stride, expert_R, mask_R, inside, K: tl.constexpr, AHEAD: tl.constexpr):
+    """Σ_k of rows that have an expert, in fp32 and in the order of k; the others are not read."""
+    there = ()
+    for k in tl.static_range(K):
+        there = there + (tl.load(expert_R + k, mask=mask_R, other=-1) >= 0,)
+    value = tl.zeros(row.shape, tl.float32)
+    for begin in tl.static_range(0, K, AHEAD):
+        rows = ()
+        for k in tl.static_range(begin, min(begin + AHEAD, K)):
+            rows = rows + (tl.load(row + k * stride, mask=there[k][:, None] & inside, other=0.0),)
+        for k in tl.static_range(len(rows)):
+            value += rows[k].to(tl.float32)
+    return value
+
+
 def launch(
     x: torch.Tensor,
     residual_TD: torch.Tensor | None,
@@ -74,12 +99,15 @@ def launch(
     eps: float,
     num_warps: int | None = None,
     *,
+    expert_TK: torch.Tensor | None = None,
     after_TD: torch.Tensor | None = None,
     factor_1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(norm, sum); x is [T, D] or [T, G, D] with any strides but the last."""
-    heads, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    """(norm, sum); x is [T, D] or [T, G, D] with any strides but the last. With `expert_TK` it is [T, K, D], and of
+    each token's rows those that have an expert are summed first."""
+    top_k, width = 0 if expert_TK is None else x.shape[1], x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 and not top_k else 1
+    y = torch.empty((x.shape[0], width) if top_k else x.shape, dtype=x.dtype, device=x.device)
     total_TD = None if residual_TD is None else torch.empty_like(y)
     num_rows = x.shape[0] * heads
     if num_rows == 0:
@@ -89,6 +117,7 @@ def launch(
     dependent = dependent_launch(x.device)
     norm_kernel[(cdiv(num_rows, rows),)](
         x,
+        expert_TK,
         residual_TD,
         weight_D,
         after_TD,
@@ -105,6 +134,8 @@ def launch(
         HEADS=heads,
         ROWS=rows,
         BLOCK=block,
+        K=top_k,
+        AHEAD=max(1, AHEAD_BYTES // (block * x.element_size())) if top_k else 0,
         DEPENDENT=dependent,
         EARLY=EARLY,
         num_warps=num_warps or choose_warps(block),
@@ -145,6 +176,28 @@ def add_rms_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     y_TD, total_TD = launch(x_TD, residual_TD, weight_D, eps)
+    assert total_TD is not None
+    return y_TD, total_TD
+
+
+def accepts_sum(
+    rows_TKD: torch.Tensor, expert_TK: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> bool:
+    return (
+        rows_TKD.dim() == 3
+        and rows_TKD.shape[:2] == expert_TK.shape
+        and rows_TKD.shape[1] > 0
+        and expert_TK.dtype == torch.int32
+        and expert_TK.is_contiguous()
+        and accepts_add(rows_TKD[:, 0], residual_TD, weight_D, eps)
+    )
+
+
+@ops.sum_add_rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_sum)
+def sum_add_rms_norm(
+    rows_TKD: torch.Tensor, expert_TK: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y_TD, total_TD = launch(rows_TKD, residual_TD, weight_D, eps, expert_TK=expert_TK)
     assert total_TD is not None
     return y_TD, total_TD
 
