@@ -23,6 +23,9 @@ EARLY = False
 """Let the successor in before this kernel's own wait. It may then read nothing but parameters before *its* wait."""
 AHEAD_BYTES = 1 << 16
 """Of experts' rows that a program asks for before it adds the first: 64 registers of each thread of 8 warps."""
+REGISTERS = 1 << 16
+"""Of a multiprocessor. Told how many a program may have, NVIDIA's assembler does ask for those rows at once; left alone
+it keeps to few registers and asks for two or three."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -114,6 +117,7 @@ def launch(
         return y, total_TD
     block = next_power_of_2(width)
     rows = max(1, NARROW // block)
+    num_warps = num_warps or choose_warps(block)
     dependent = dependent_launch(x.device)
     norm_kernel[(cdiv(num_rows, rows),)](
         x,
@@ -138,8 +142,9 @@ def launch(
         AHEAD=max(1, AHEAD_BYTES // (block * x.element_size())) if top_k else 0,
         DEPENDENT=dependent,
         EARLY=EARLY,
-        num_warps=num_warps or choose_warps(block),
+        num_warps=num_warps,
         **({"launch_pdl": True} if dependent else {}),
+        **({"maxnreg": min(255, REGISTERS // (32 * num_warps))} if dependent and top_k else {}),
     )
     return y, total_TD
 
