@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from anabranch import platforms
+from anabranch.compile import prompt
 from anabranch.compile.piecewise import CompiledDecoder
 from anabranch.config import EngineConfig
 from anabranch.engine import runner
 from anabranch.engine.engine import Engine, make_engine
+from anabranch.layers.norm import Rows
 from anabranch.layers.step import Step
 from anabranch.llm import LLM
+from anabranch.moe import options
 from anabranch.platforms.fake import FakePlatform
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
@@ -130,6 +133,26 @@ def test_captured_is_uncaptured_when_preempted(tmp_path: Path, fake: FakePlatfor
     folder = tiny.save(FAMILIES["qwen3_moe"], tmp_path)
     engine = compare(folder, fake, requests([0, 1, 2, 3] * 4, 1), num_pages=36, max_model_len=72)
     assert engine.scheduler.num_preemptions > 0
+
+
+def test_captured_is_uncaptured_where_norms_sum_the_experts(
+    tmp_path: Path, fake: FakePlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows cross the borders of prompts' graphs; who is compiled is handed their sum."""
+    taken = 0
+    take = Rows.take
+
+    def counted(self: Rows) -> Any:
+        nonlocal taken
+        taken += 1
+        return take(self)
+
+    monkeypatch.setattr(Rows, "take", counted)
+    monkeypatch.setattr(options, "sums_later", lambda: True)
+    monkeypatch.setattr(options, "SUM_LATER", 4)
+    monkeypatch.setattr(prompt, "FIRST_LAYERS", 1)
+    compare(tiny.save(FAMILIES["qwen3_moe"], tmp_path), fake, requests([*range(len(PARAMS)), 0, 2], 0))
+    assert taken > 100
 
 
 def test_steps_larger_than_any_captured_one(
