@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 SUM_LATER = 64
-"""Of more tokens the kernels have no better way than to write rows and to sum them, and the norm behind can do that."""
+"""Of more tokens the kernels have no better way than to write all rows and to sum them; the norm behind this layer does
+that while it reads. 8,192 tokens of Qwen3-30B-A3B then move 367 MB a layer for both, not 435."""
 
 
 class RoutedExperts(nn.Module):

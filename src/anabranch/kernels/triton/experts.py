@@ -8,7 +8,8 @@ to bring rows back to their token (`combine`):
 * fused: the down kernel adds into the token's row, in fp32. In registers where one program sees all experts of a
   token, otherwise by atomics, whose order, and so the last bits, changes from run to run.
 * ordered: the same bits every time for the same batch.
-* unfused: the down kernel writes a row per pair; another sums them, in fp32 and always in the same order.
+* unfused: the down kernel writes a row per pair; another sums them, in fp32 and always in the same order. A caller that
+  does not want them combined sums them itself; rows without an expert are then whatever the memory held.
 * auto: whichever is fastest for the number of tokens.
 
 Tiles come from a table that was measured for this shape on this device (kernels/tuning), else from experts_tiles.
