@@ -12,7 +12,7 @@ from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import rope_store as kernel
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, run_interpreted
+from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, interpreter, run_interpreted
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3": {"H": 32, "G": 4, "D": 128, "F": 64, "norm": "head"},
@@ -22,7 +22,17 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "olmoe": {"H": 16, "G": 16, "D": 128, "F": 64, "norm": "all"},
     "partial": {"H": 5, "G": 3, "D": 80, "F": 10, "norm": "head"},
     "partial, all": {"H": 6, "G": 3, "D": 40, "F": 12, "norm": "all"},
+    "small": {"H": 3, "G": 1, "D": 64, "F": 32, "v_norm": True},
 }
+GROUPS = {
+    "qwen3": (4, 10),
+    "qwen1.5": (1, 3),
+    "gemma, full": (2, 10),
+    "olmoe": (1, 3),
+    "partial": (4, 4),
+    "small": (32, 6),
+}
+"""Many tokens: those of a group, and its programs."""
 PAGES, PAGE_SIZE = 6, 16
 
 
@@ -88,11 +98,44 @@ def test_geometries(geometry: str, device: str) -> None:
             judge(draw(tokens, dtype, **GEOMETRIES[geometry]), dtype, device)
 
 
+def draw_many(tokens: int, dtype: torch.dtype, geometry: str) -> dict[str, Any]:
+    """There are more tokens behind, with slots of their own: what is done for one of them is seen."""
+    arguments = draw(tokens + 8, dtype, **GEOMETRIES[geometry])
+    arguments["slot_T"] = torch.randperm(PAGES * PAGE_SIZE)[: tokens + 8]
+    arguments["slot_T"][2:tokens:3] = -1
+    return {name: value[:tokens] if "_T" in name else value for name, value in arguments.items()}
+
+
 @everywhere
-def test_many_tokens_take_larger_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "FEW_TOKENS", 1)
-    judge(draw(2, torch.float32, **GEOMETRIES["qwen3"]), torch.float32, device)
-    judge(draw(3, torch.float32, **GEOMETRIES["partial"]), torch.float32, device)
+@pytest.mark.parametrize("geometry", GROUPS)
+def test_many_tokens_share_programs(geometry: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "FEW_TOKENS", 0)
+    group = GROUPS[geometry][0]
+    for tokens in {1, group + group // 2, 2 * group, 2 * group + 1}:
+        judge(draw_many(tokens, torch.float32, geometry), torch.float32, device)
+
+
+@pytest.mark.parametrize("geometry", GROUPS)
+def test_a_group_leaves_no_program_half_empty(geometry: str) -> None:
+    H, G, D, F = (GEOMETRIES[geometry][name] for name in "HGDF")
+    norm = GEOMETRIES[geometry].get("norm", "none")
+    group, programs, constants = kernel.choose_constants(kernel.MANY_ELEMENTS, True, H, G, D, F, norm)
+    assert (group, programs) == GROUPS[geometry]
+    assert 2 * group * (H + 2 * G) > programs * constants["B"]
+    _, few_programs, few = kernel.choose_constants(kernel.FEW_ELEMENTS, False, H, G, D, F, norm)
+    assert few_programs == -(-H // few["B"]) + 2 * -(-G // few["B"])
+
+
+@interpreter
+@pytest.mark.parametrize("geometry", GROUPS)
+def test_bits_do_not_depend_on_the_group(geometry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = draw_many(5, torch.float16, geometry)
+    found = []
+    for few in (0, 5):
+        monkeypatch.setattr(kernel, "FEW_TOKENS", few)
+        given = copy(arguments)
+        found.append((kernel.rope_store(**given), given["k_PSGD"], given["v_PSGD"]))
+    assert all(torch.equal(many, few) for many, few in zip(*found, strict=True))
 
 
 @everywhere
@@ -182,8 +225,10 @@ def test_compiles_ahead_of_time(geometry: str, target: str, monkeypatch: pytest.
         compiled = compile_for(target, launches[0])
         if target == "sm_90":
             assert ahead_of_time.resources(compiled)["LOCAL"] == 0
-            if not geometry.startswith("partial"):
+            if not geometry.startswith(("partial", "small")):
                 assert ahead_of_time.loads(compiled)["wide"] >= 5, "two halves of q and k, and v"
+            if (geometry, tokens) == ("qwen3", 100):
+                assert ahead_of_time.loads(compiled)["narrow"] == 3, "slots of a row of keys and two of values, once"
         if dependent:
             # Every kind of program waits before it lets the next kernel in: attention relies on it.
             order = [part.split(";")[0] for part in compiled.asm["ptx"].split("griddepcontrol.")[1:]]

@@ -1,11 +1,11 @@
 """Head norms, rope and the KV write in one kernel.
 
 T tokens, H query heads, G key-value heads, D head dim, F rotated pairs (2F ≤ D), P pages, S slots in a page,
-B heads of a program.
+B rows of a program.
 
-A program has one token and B heads, all of them queries, all keys or all values. A head lies in two tiles of F
-columns, whose pairs meet in the same lane, and a third for what is not rotated. What the reference rounds between norm
-and rope is rounded here too.
+A row is a head of a token. A program's rows are all queries, all keys or all values: of one token where tokens are few
+or a norm goes over all heads, else of as many as fill it. A head lies in two tiles of F columns, whose pairs meet in
+the same lane, and a third for what is not rotated. What the reference rounds between norm and rope is rounded here too.
 
 Norm weights are parameters: with dependent launch they are fetched before the wait. The successor is let in after it,
 so that attention may read what is older than the projection (lengths, page tables) before its own.
@@ -41,13 +41,32 @@ def load_weight(weight, column_BC, is_there_BC, head_B, D: tl.constexpr, PER_HEA
 
 @triton.jit
 def do_heads(
-    x, weight, cos, sin, out, slot_T, page_stride, slot_stride, t, first, eps,
+    x, weight, cos, sin, out, slot_T, num_tokens, x_stride, out_stride, slot_stride, t, part, first, eps,
     HEADS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, S: tl.constexpr,
-    B: tl.constexpr, FP: tl.constexpr, RP: tl.constexpr, DEPENDENT: tl.constexpr,
+    B: tl.constexpr, ROWS: tl.constexpr, FP: tl.constexpr, RP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Heads first .. first + B of a token, `x` and (without slots) `out` being its own. NORM: none, head or all."""
-    head_B = first + tl.arange(0, B)
+    """Heads first .. first + B of a token, or (ROWS < B) all heads of B // ROWS tokens. NORM: none, head or all.
+
+    `x`, `cos`, `sin` and (without slots) `out` are token t's, which is the only one (`num_tokens` is None) or the first
+    of a group, of which this program has the part of that number. `out_stride` is a page's where there are slots.
+    """
+    row_B = tl.arange(0, B)
+    head_B = row_B % ROWS if ROWS < B else first + row_B
     is_head_B1 = (head_B < HEADS)[:, None]
+    if num_tokens is not None:
+        further = part * (B // ROWS)
+        if ROWS < B:
+            tl.static_assert(NORM != "all", "its sum goes over all rows")
+            further += row_B // ROWS
+        further = tl.minimum(further, num_tokens - t - 1)  # whoever has none writes what the last one's program does
+        t += further
+        if ROWS < B:
+            further = further[:, None]
+        x += further * x_stride
+        cos += further * F
+        sin += further * F
+        if slot_T is None:
+            out += further * out_stride
     start_B1 = head_B[:, None] * D
     PER_HEAD: tl.constexpr = NORM == "head"
     if F:
@@ -68,14 +87,16 @@ def do_heads(
     kept = True
     if slot_T is not None:
         slot = tl.load(slot_T + t).to(tl.int64)
+        if ROWS < B:
+            slot = slot[:, None]  # only now: as a column it would be read once for each element of a lane
         kept = slot >= 0
-        out += (slot // S) * page_stride + (slot % S) * slot_stride
+        out += (slot // S) * out_stride + (slot % S) * slot_stride
     square_B = tl.zeros((B,), tl.float32)
     if F:
         a = tl.load(x + start_B1 + pair_1F, mask=is_pair_BF, other=0.0).to(tl.float32)
         b = tl.load(x + start_B1 + F + pair_1F, mask=is_pair_BF, other=0.0).to(tl.float32)
-        cos_1F = tl.load(cos + pair_1F, mask=pair_1F < F, other=0.0)
-        sin_1F = tl.load(sin + pair_1F, mask=pair_1F < F, other=0.0)
+        cos = tl.load(cos + pair_1F, mask=pair_1F < F, other=0.0)
+        sin = tl.load(sin + pair_1F, mask=pair_1F < F, other=0.0)
         square_B += tl.sum(a * a + b * b, 1)
     if RP:
         rest = tl.load(x + start_B1 + rest_1R, mask=is_rest_BR, other=0.0).to(tl.float32)
@@ -96,39 +117,48 @@ def do_heads(
             if weight is not None:
                 rest = rest * weight_rest
     if F:
-        first_half, second_half = a * cos_1F - b * sin_1F, b * cos_1F + a * sin_1F
+        first_half, second_half = a * cos - b * sin, b * cos + a * sin
         tl.store(out + start_B1 + pair_1F, first_half.to(element), mask=is_pair_BF & kept)
         tl.store(out + start_B1 + F + pair_1F, second_half.to(element), mask=is_pair_BF & kept)
     if RP:
         tl.store(out + start_B1 + rest_1R, rest.to(element), mask=is_rest_BR & kept)
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit(do_not_specialize=["num_tokens", "eps"])
 def rope_store_kernel(
-    q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, rotated_THD, k_PSGD, v_PSGD, slot_T,
+    q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, rotated_THD, k_PSGD, v_PSGD, slot_T, num_tokens,
     q_stride, k_stride, v_stride, page_stride, slot_stride, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
-    NORM: tl.constexpr, V_NORM: tl.constexpr,
-    B: tl.constexpr, FP: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORM: tl.constexpr, V_NORM: tl.constexpr, B: tl.constexpr, Q_ROWS: tl.constexpr, KV_ROWS: tl.constexpr,
+    FP: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    Q_BLOCKS: tl.constexpr = (H + B - 1) // B
-    KV_BLOCKS: tl.constexpr = (G + B - 1) // B
-    t, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Q_ROWS and KV_ROWS: of a token in a program. A group has as many tokens as a program of the fewer rows takes."""
+    FEWER: tl.constexpr = min(Q_ROWS, KV_ROWS)
+    Q_PARTS: tl.constexpr = Q_ROWS // FEWER
+    KV_PARTS: tl.constexpr = KV_ROWS // FEWER
+    Q_PROGRAMS: tl.constexpr = (H + B - 1) // B * Q_PARTS
+    KV_PROGRAMS: tl.constexpr = (G + B - 1) // B * KV_PARTS
+    t, program = tl.program_id(0).to(tl.int64) * (B // FEWER), tl.program_id(1)
     cos, sin = cos_TF + t * F, sin_TF + t * F
-    if block < Q_BLOCKS:
+    if program < Q_PROGRAMS:
         do_heads(
-            q_THD + t * q_stride, q_weight, cos, sin, rotated_THD + t * (H * D), None, 0, 0, t, block * B, eps,
-            H, D, F, NORM, S, B, FP, RP, DEPENDENT,
+            q_THD + t * q_stride, q_weight, cos, sin, rotated_THD + t * (H * D), None,
+            num_tokens, q_stride, H * D, 0, t, program % Q_PARTS, program // Q_PARTS * B, eps,
+            H, D, F, NORM, S, B, Q_ROWS, FP, RP, DEPENDENT,
         )  # fmt: skip
-    elif block < Q_BLOCKS + KV_BLOCKS:
+    elif program < Q_PROGRAMS + KV_PROGRAMS:
+        program -= Q_PROGRAMS
         do_heads(
-            k_TGD + t * k_stride, k_weight, cos, sin, k_PSGD, slot_T, page_stride, slot_stride, t,
-            (block - Q_BLOCKS) * B, eps, G, D, F, NORM, S, B, FP, RP, DEPENDENT,
+            k_TGD + t * k_stride, k_weight, cos, sin, k_PSGD, slot_T,
+            num_tokens, k_stride, page_stride, slot_stride, t, program % KV_PARTS, program // KV_PARTS * B, eps,
+            G, D, F, NORM, S, B, KV_ROWS, FP, RP, DEPENDENT,
         )  # fmt: skip
     else:
+        program -= Q_PROGRAMS + KV_PROGRAMS
         do_heads(
-            v_TGD + t * v_stride, None, cos, sin, v_PSGD, slot_T, page_stride, slot_stride, t,
-            (block - Q_BLOCKS - KV_BLOCKS) * B, eps, G, D, 0, V_NORM, S, B, FP, DP, DEPENDENT,
+            v_TGD + t * v_stride, None, cos, sin, v_PSGD, slot_T,
+            num_tokens, v_stride, page_stride, slot_stride, t, program % KV_PARTS, program // KV_PARTS * B, eps,
+            G, D, 0, V_NORM, S, B, KV_ROWS, FP, DP, DEPENDENT,
         )  # fmt: skip
 
 
@@ -180,11 +210,11 @@ def rope_store(
     if tokens == 0:
         return rotated_THD
     norm = "none" if q_weight is None else "head" if q_weight.numel() == D else "all"
-    elements = FEW_ELEMENTS if tokens <= FEW_TOKENS else MANY_ELEMENTS
-    constants = choose_constants(elements, H, G, D, cos_TF.shape[1], norm)
-    blocks = cdiv(H, constants["B"]) + 2 * cdiv(G, constants["B"])
+    many = tokens > FEW_TOKENS
+    elements = MANY_ELEMENTS if many else FEW_ELEMENTS
+    group, programs, constants = choose_constants(elements, many, H, G, D, cos_TF.shape[1], norm)
     dependent = dependent_launch(q_THD.device)
-    rope_store_kernel[(tokens, blocks)](
+    rope_store_kernel[(cdiv(tokens, group), programs)](
         q_THD,
         k_TGD,
         v_TGD,
@@ -196,6 +226,7 @@ def rope_store(
         k_PSGD,
         v_PSGD,
         slot_T,
+        None if group == 1 else tokens,
         q_THD.stride(0),
         k_TGD.stride(0),
         v_TGD.stride(0),
@@ -213,20 +244,34 @@ def rope_store(
 
 
 @functools.cache
-def choose_constants(elements: int, H: int, G: int, D: int, F: int, norm: str) -> dict[str, int]:
-    """About so many elements a program and 512 a warp; but a norm over all heads needs them in one program."""
-    DP = next_power_of_2(D)
-    most = next_power_of_2(max(H, G))
-    B = most if norm == "all" else min(most, max(1, elements // DP))
+def choose_constants(
+    elements: int, many: bool, H: int, G: int, D: int, F: int, norm: str
+) -> tuple[int, int, dict[str, int]]:
+    """(tokens of a group, its programs, constants).
+
+    About so many elements a program and 512 a warp; but a norm over all heads needs them in one program. With few
+    tokens a program has no more rows than one of them can fill: more programs are soonest done.
+    """
+    DP, heads, kv_heads = next_power_of_2(D), next_power_of_2(H), next_power_of_2(G)
+    B, most = max(1, elements // DP), max(heads, kv_heads)
+    if many and norm != "all":
+        q_rows, kv_rows = min(B, heads), min(B, kv_heads)
+    else:
+        B = q_rows = kv_rows = most if norm == "all" else min(B, most)
+    fewer = min(q_rows, kv_rows)
+    programs = cdiv(H, B) * (q_rows // fewer) + 2 * cdiv(G, B) * (kv_rows // fewer)
     rest = D - 2 * F
-    return {
+    constants = {
         "H": H,
         "G": G,
         "D": D,
         "F": F,
         "B": B,
+        "Q_ROWS": q_rows,
+        "KV_ROWS": kv_rows,
         "FP": next_power_of_2(F),
         "RP": next_power_of_2(rest) if rest else 0,
         "DP": DP,
         "num_warps": min(max(B * DP // 512, 1), 8),
     }
+    return B // fewer, programs, constants
