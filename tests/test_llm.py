@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.llm import LLM, SamplingParams
+from anabranch.request import Update
 from tests.engine import tiny_tokenizers
 from tests.models import tiny
 from tools import tiny_model
@@ -168,6 +169,31 @@ def test_mistakes_raise_before_anything_runs(llm: LLM, call, message: str) -> No
         call(llm)
     stats = llm.stats()
     assert stats["steps"] == steps and stats["running"] == stats["waiting"] == 0
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_full_step_runs_while_more_prompts_are_added(
+    llm: LLM, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[3 + i, 7, 11, 5 + i, 9, 30 - i] for i in range(9)]
+    expected = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+    folder = llm.engine.config.model
+    with LLM(folder, num_pages=128, max_num_batched_tokens=16, async_scheduling=async_scheduling) as small:
+        begun: list[int] = []
+        step = small.engine.step
+
+        def watched() -> list[Update]:
+            begun.append(small.engine.num_arrived)
+            return step()
+
+        monkeypatch.setattr(small.engine, "step", watched)
+        assert [output.token_ids for output in small.generate(prompts, GREEDY)] == expected
+        assert begun[:2] == [3, 9], "three prompts fill a step"
+        with pytest.raises(ValueError, match="integers"):
+            small.generate([*prompts, ["x"]], GREEDY)  # type: ignore[list-item]
+        while small.engine.has_work:
+            step()
+        assert [output.token_ids for output in small.generate(prompts, GREEDY)] == expected
 
 
 def test_an_unknown_option_names_the_nearest() -> None:

@@ -36,8 +36,8 @@ __all__ = ["LLM", "Completion", "Grammar", "RequestOutput", "SamplingParams", "T
 
 LONG_START = 10.0  # seconds
 MANY_PROMPTS = 16
-"""From so many on a call of `generate` may first spend a fifth of a second on what makes such steps faster as earlier
-calls had. There is no other moment for it: an LLM is never idle, its program is. With fewer it would be felt."""
+"""From so many on a call of `generate` may first spend a fifth of a second on what would have made many earlier steps
+faster. There is no other moment for it: an LLM is never idle, its program is. With fewer it would be felt."""
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -102,8 +102,8 @@ class LLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Continue prompts (text, or token ids), one answer each, in their order. Bad input raises ValueError before
-        anything runs."""
+        """Continue prompts (text, or token ids), one answer each, in their order. Bad input raises ValueError, and
+        nothing of the call is left behind."""
         if self._pump is not None and not self._pump.done():
             raise RuntimeError("streams are running on this LLM: wait for them, or use a stream here too")
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
@@ -111,15 +111,20 @@ class LLM:
         if len(chosen) != len(many):
             raise ValueError(f"{len(many)} prompts, but {len(chosen)} SamplingParams: give one, or one for each")
         if len(many) >= MANY_PROMPTS:
-            self.engine.idle()
+            self.engine.idle(waiting=True)
         answers: list[Answer] = []
+        updates: list[Update] = []
+        left = self.engine.config.max_num_batched_tokens
         try:
             for prompt, one in zip(many, chosen, strict=True):
                 answers.append(self._add(prompt, one, priority=priority, cache_salt=cache_salt))
+                was, left = left, left - len(answers[-1].requests[0].prompt_ids)
+                if left <= 0 < was:  # the first step is full: it runs while the others are added
+                    updates += self.engine.step()
         except BaseException:
             self._abort(answers)
             raise
-        self._run(answers)
+        self._run(answers, updates)
         failed = next((answer for answer in answers if answer.errors), None)
         if failed is not None:
             raise ValueError(f"prompt {answers.index(failed)}: {failed.errors[0]}")
@@ -177,7 +182,8 @@ class LLM:
             for request in answer.requests:
                 self.engine.abort(request.id)
 
-    def _run(self, answers: Sequence[Answer]) -> None:
+    def _run(self, answers: Sequence[Answer], updates: Sequence[Update] = ()) -> None:
+        """Step until all have finished; `updates` came before."""
         from anabranch.engine.progress import Counter
 
         by_request = {request.id: answer for answer in answers for request in answer.requests}
@@ -185,7 +191,7 @@ class LLM:
         left = len(answers)
         try:
             while left:
-                for update in self.engine.step():
+                for update in updates:
                     answer = by_request.get(update.id)
                     if answer is None or answer.finished:
                         continue
@@ -195,6 +201,7 @@ class LLM:
                     left -= answer.finished
                     if shown is not None:
                         shown(len(answers) - left, len(update.token_ids))
+                updates = self.engine.step() if left else ()
         except BaseException:  # Ctrl-C above all: nothing of this call may linger in the engine
             self._abort(answers)
             raise

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anabranch import platforms
-from anabranch.compile import prompt
+from anabranch.compile import capture, prompt
 from anabranch.compile.piecewise import CompiledDecoder
 from anabranch.config import EngineConfig
 from anabranch.engine import runner
@@ -210,7 +210,9 @@ def test_every_graph_is_captured_before_ready_or_when_nobody_waits(tmp_path: Pat
     engine.close()
 
 
-def test_a_batch_makes_one_size_that_earlier_ones_missed(tmp_path: Path, fake: FakePlatform) -> None:
+def test_a_batch_makes_one_size_that_earlier_ones_missed(
+    tmp_path: Path, fake: FakePlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tiny.save(FAMILIES["llama"], tmp_path)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(str(folder), **(DEFAULTS | {"max_num_seqs": 40})) as llm:
@@ -223,6 +225,8 @@ def test_a_batch_makes_one_size_that_earlier_ones_missed(tmp_path: Path, fake: F
 
         assert generate(20) == {1, 2, 4, 8, 16, 32, 40}
         assert generate(3) == {1, 2, 4, 8, 16, 32, 40}, "a few prompts do not wait for it"
+        assert generate(20) == {1, 2, 4, 8, 16, 32, 40}, "nor do many for what was missed a few times"
+        monkeypatch.setattr(capture, "WORTH_WAITING", 16)
         assert generate(20) == {1, 2, 4, 8, 16, 24, 32, 40}
 
 

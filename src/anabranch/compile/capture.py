@@ -18,8 +18,9 @@ Kind = TypeVar("Kind", bound=str)
 Made = TypeVar("Made")
 Output = TypeVar("Output")
 
-WORTH_IT = 8
-"""How often a size is missed before it is made."""
+WORTH_IT, WORTH_WAITING = 8, 128
+"""How often a size is missed before it is made, and before somebody has to wait for it: that takes a tenth of a second
+and more, and what stands in for it costs a millisecond."""
 STAND_IN = 2
 """How many times as large it may be."""
 CLOSE = 16
@@ -48,12 +49,13 @@ class BySize(Generic[Kind, Made]):
         larger = [other for of, other in self.made if of == kind and size < other <= most]
         return self.made[kind, min(larger)] if larger else None
 
-    def make_missed(self) -> bool:
-        """One that was missed often, in a moment when nothing is to be done. False: there is none."""
+    def make_missed(self, waiting: bool = False) -> bool:
+        """One that was missed often, in a moment when nothing is to be done, or (`waiting`) something is but it was
+        missed very often. False: there is none."""
         if not self.missed:
             return False
         (kind, size), times = self.missed.most_common(1)[0]
-        if times < WORTH_IT:
+        if times < (WORTH_WAITING if waiting else WORTH_IT):
             return False
         self.add(kind, size)
         return True

@@ -186,9 +186,10 @@ class Engine:
             launched, self.in_flight = self.in_flight, launched
         return updates + self._read(launched) if launched else updates
 
-    def idle(self) -> None:
-        """There was no work for a while: time for one thing that would make later steps faster."""
-        self.runner.idle()
+    def idle(self, waiting: bool = False) -> None:
+        """There was no work for a while: time for one thing that would make later steps faster. `waiting`: somebody
+        waits for it."""
+        self.runner.idle(waiting)
 
     def _take_compiled(self) -> list[Update]:
         """Requests whose grammar is ready join the queue; a grammar that does not compile fails its request alone."""

@@ -196,11 +196,11 @@ class TorchRunner:
                 if progress is not None:
                     progress(done + 1, len(work))
 
-    def idle(self) -> None:
-        """Nobody waits: capture a size that was missed."""
+    def idle(self, waiting: bool = False) -> None:
+        """Capture a size that was missed."""
         with torch.inference_mode():
             for captured in (self.decodes, self.prompts, self.prefills):
-                if captured is not None and captured.make_missed():
+                if captured is not None and captured.make_missed(waiting):
                     return
 
     @property

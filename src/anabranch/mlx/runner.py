@@ -126,7 +126,7 @@ class MlxRunner:
         with stage("compile"):
             self.thread.run(self._warm_up)
 
-    def idle(self) -> None:
+    def idle(self, waiting: bool = False) -> None:
         """There is nothing that would make later steps faster."""
 
     def _warm_up(self) -> None:
