@@ -20,7 +20,7 @@ class CudaPlatform(AcceleratorPlatform):
     graph_mode = "full"
     memory_fraction = 0.85
     proven = "all kernels, families, captured steps and throughput runs on an H200"
-    unproven = "decode attention's newest form; no other GPU than an H200 (kernels compile for sm_80 and sm_100)"
+    unproven = "no other GPU than an H200 (kernels compile for sm_80 and sm_100)"
 
     @property
     def batch_tokens(self) -> int:  # type: ignore[override]
