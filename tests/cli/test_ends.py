@@ -148,13 +148,14 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "offline", "nowhere"], "anabranch bench offline: nowhere: no such folder; give"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "is a server running there? `anabranch serve` starts"),
         (["tune", "./nowhere"], "anabranch tune: ./nowhere: no such folder"),
+        (["serve", "./nowhere"], "anabranch serve: ./nowhere: no such folder"),
         (["serve", "--served-model-name", "a", "/"], "has taken /, a folder, for a name: put MODEL before it"),
         (["serve", "--port", "99999"], "anabranch serve: port must lie in [0, 65535], not 99999"),
     ],
 )
 def test_what_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     returned, (out, said) = main.main(words), capsys.readouterr()
-    assert message in (said if words else out) and "Traceback" not in said
+    assert message in (said if words else out) and "Traceback" not in said and "listening" not in said
     assert returned == (0 if not words else 2 if "no command" in message else 1)
 
 

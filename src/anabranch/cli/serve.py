@@ -136,6 +136,7 @@ def run(options: argparse.Namespace) -> int:
         options.served_model_name = options.served_model_name or [bundled.NAME]
     try:
         from anabranch import logs
+        from anabranch.loader import locate
         from anabranch.server.lifecycle import serve
         from anabranch.server.settings import Settings
     except ImportError as error:
@@ -147,5 +148,6 @@ def run(options: argparse.Namespace) -> int:
         | {"api_key": tuple(keys), "served_model_name": tuple(options.served_model_name)}
     )
     engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig)})
+    locate.local(engine.model)  # a wrong name is said before an address is
     logs.set_up(options.log_format)
     return serve(settings, engine)

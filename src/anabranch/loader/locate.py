@@ -20,6 +20,11 @@ _SECOND_COPIES = ["*/*", "consolidated*"]
 
 def locate(model: str, *, weights: bool = True) -> Path:
     """The folder of `model`, a local folder or a hub id `owner/name` to download (without weights: all the rest)."""
+    return local(model) or _download(model, weights)
+
+
+def local(model: str) -> Path | None:
+    """The folder, if there is one; None for a hub id. A CheckpointError for what is neither."""
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):  # os.path, for pathlib raises where a parent may not be entered
         return _check_local(path)
@@ -27,7 +32,7 @@ def locate(model: str, *, weights: bool = True) -> Path:
         raise CheckpointError(f"{model}: is a file; give the folder that holds it and its config.json")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model}: no such folder; {_nearest(path)}")
-    return _download(model, weights)
+    return None
 
 
 def _check_local(folder: Path) -> Path:
