@@ -230,6 +230,22 @@ def test_a_batch_makes_one_size_that_earlier_ones_missed(
         assert generate(20) == {1, 2, 4, 8, 16, 24, 32, 40}
 
 
+def test_captured_steps_have_memory_beside_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny.save(FAMILIES["mixtral"], tmp_path)
+    platform = FakePlatform(memory=24 << 20)
+    monkeypatch.setattr(platforms, "current", lambda: platform)
+    monkeypatch.setattr(runner, "LARGEST_PREFILL", 256)
+    options = DEFAULTS | {"num_pages": 0, "max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 512}
+    tokens, pages = [], []
+    for modes in ({"graph_mode": "none"}, {"prefill_graph": "none"}, {"prefill_graph": "breakable"}, {}):
+        engine = make_engine(EngineConfig(model=str(folder), **(options | modes)))
+        tokens.append(engine.runner.captured_tokens)
+        pages.append(engine.runner.num_pages()[0])
+        engine.close()
+    assert tokens == [0, 64, 256, 512]
+    assert pages == sorted(pages, reverse=True) and len(set(pages)) == 4
+
+
 def test_an_llm_that_is_gone_leaves_no_memory(tmp_path: Path, fake: FakePlatform) -> None:
     """Though nobody looks for garbage among what was there when it was ready."""
     llm = LLM(str(tiny.save(FAMILIES["llama"], tmp_path)), **DEFAULTS)

@@ -151,10 +151,12 @@ def plan_memory(
     page_size: int = 16,
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 512,
+    captured_tokens: int = 0,
 ) -> MemoryPlan:
+    """`captured_tokens`: of the largest step that is captured; graphs have memory of their own."""
     usable = int(total * fraction)
     weights = sum(count_weights(config).values()) * DTYPE_BYTES[dtype]
-    workspace = workspace_bytes(config, max_num_batched_tokens, max_num_seqs, dtype)
+    workspace = workspace_bytes(config, max_num_batched_tokens + captured_tokens, max_num_seqs, dtype)
     return MemoryPlan(
         total=total,
         usable=usable,

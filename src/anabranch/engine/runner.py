@@ -151,6 +151,7 @@ class TorchRunner:
             page_size=config.page_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
+            captured_tokens=self.captured_tokens,
         )
         # Others may use the device too: what is free now, the weights being loaded, bounds the plan.
         found = replace(found, kv=min(found.kv, memory.free - found.workspace))
@@ -208,6 +209,20 @@ class TorchRunner:
         """Token rows; room for every request's next token and as many of new prompts three times over."""
         return min(self.config.max_num_batched_tokens, max(LARGEST_PREFILL, 4 * self.config.max_num_seqs))
 
+    @property
+    def longest_prompt(self) -> int:
+        """Token rows of the largest step of one request that is captured whole."""
+        config = self.config
+        return max(2, min(config.max_num_batched_tokens, config.max_model_len, LONGEST_PROMPT))
+
+    @property
+    def captured_tokens(self) -> int:
+        """Token rows of the largest captured step of any kind."""
+        config = self.config
+        if config.prefill_graph == "none":
+            return config.max_num_seqs if config.graph_mode == "full" else 0
+        return max(self.largest_captured, self.longest_prompt if config.prefill_graph == "full" else 0)
+
     def _plan_graphs(self) -> None:
         config, platform = self.config, self.platform
         pool = platform.make_graph_pool()
@@ -240,8 +255,7 @@ class TorchRunner:
                 input = self.steps.padding_of_one(size)
                 return PromptStep(platform, pool, self.model, self.kv, input, unpack, look)
 
-            longest = max(2, min(config.max_num_batched_tokens, config.max_model_len, LONGEST_PROMPT))
-            self.prompts = BySize(prompt_sizes(largest, longest), prompt, padded=largest)
+            self.prompts = BySize(prompt_sizes(largest, self.longest_prompt), prompt, padded=largest)
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step, its shares of one token first; nothing here waits for the device."""
