@@ -52,8 +52,9 @@ test-all: lint system-tools $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched $(LM_EVAL_VEN
 	ANABRANCH_TEST_ALL=1 $(PYTEST)
 	$(MAKE) test-mlx test-npu
 
-test-gpu:  ## the GPU tests, with the machine's own python3 and no .venv
-	PYTHONPATH=src python3 -m pytest -m gpu tests
+JOBS ?= 8
+test-gpu:  ## the GPU tests, with the machine's own python3 and no .venv, by JOBS processes
+	PYTHONPATH=src python3 -m tests.pool $(JOBS) -m gpu tests
 
 $(MLX_VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(MLX_VENV)/bin/python || { echo "==> creating $(MLX_VENV)"; $(PYTHON) -m venv $(MLX_VENV); }

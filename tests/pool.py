@@ -1,0 +1,117 @@
+"""Tests shared out among processes, without any package for it: whoever claims one first runs it.
+
+    PYTHONPATH=src python3 -m tests.pool 16 -m gpu tests          what is behind the number goes to pytest
+
+On a GPU machine most of the time is compilers' time, and a kernel may take ten times as long as the next: tests are
+therefore claimed one at a time. Every process collects all of them; fixtures of a module are made anew for each test.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = "ANABRANCH_TEST_POOL"
+"""The variable that tells a process of the pool where claims and reports are."""
+
+
+class Member:
+    """The plugin of one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.report = (folder / f"{os.getpid()}.reports").open("a", buffering=1)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        from _pytest.runner import runtestprotocol
+
+        claim = self.folder / hashlib.sha1(item.nodeid.encode()).hexdigest()
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            return True
+        claim.write_text(item.nodeid)
+        runtestprotocol(item, nextitem=None)  # the next one may be another process's: nothing is kept for it
+        self._write([item.nodeid, "ended", ""])
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self._write([report.nodeid, report.outcome, report.longreprtext])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write([report.nodeid, "failed", report.longreprtext])
+
+    def _write(self, what: list[str]) -> None:
+        self.report.write(json.dumps(what) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if folder := os.environ.get(FOLDER):
+        config.pluginmanager.register(Member(Path(folder)))
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or not sys.argv[1].isdigit():
+        print(__doc__, file=sys.stderr)
+        return 2
+    command = [sys.executable, "-m", "pytest", "-p", "tests.pool", "-p", "no:cacheprovider", "-q", *sys.argv[2:]]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.pathsep.join(filter(None, [".", os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", FOLDER: folder}
+        logs = [Path(folder, f"{n}.log") for n in range(int(sys.argv[1]))]
+        members = [
+            subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT) for log in logs
+        ]
+        try:
+            while any(member.poll() is None for member in members):
+                time.sleep(0.5)
+                if sys.stderr.isatty():
+                    print(f"\r{len(claims(folder))} tests begun", end="", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            for member in members:
+                member.terminate()
+            raise
+        good = summarize(folder, [member.returncode for member in members], logs)
+    print(f"{time.monotonic() - begin:.0f} s, {len(members)} processes")
+    return 0 if good else 1
+
+
+def claims(folder: str) -> list[Path]:
+    return [path for path in Path(folder).iterdir() if not path.suffix]
+
+
+def summarize(folder: str, codes: list[int], logs: list[Path]) -> bool:
+    """Say what failed, and who did not come to an end."""
+    rows: list[Any] = [json.loads(line) for path in Path(folder).glob("*.reports") for line in path.open()]
+    failed = {nodeid: text for nodeid, outcome, text in rows if outcome == "failed"}
+    outcomes = dict(Counter(outcome for _, outcome, _ in rows if outcome not in ("failed", "ended")))
+    ended = {nodeid for nodeid, outcome, _ in rows if outcome == "ended"}
+    lost = sorted({path.read_text() for path in claims(folder)} - ended)
+    for nodeid, text in sorted(failed.items()):
+        print(f"\n== {nodeid}\n{text}")
+    for nodeid in lost:
+        print(f"\n== {nodeid}\nits process ended before it did")
+    strange = [(code, log) for code, log in zip(codes, logs, strict=True) if code not in (0, 1, 5)]
+    for code, log in strange:
+        print(f"\n== a process ended with {code}\n{log.read_text()[-2000:]}")
+    said = ", ".join(f"{count} {outcome}" for outcome, count in sorted((outcomes | {"failed": len(failed)}).items()))
+    print(f"\n{said}{f', {len(lost)} lost' if lost else ''}")
+    return bool(ended) and not failed and not lost and not strange
+
+
+if __name__ == "__main__":
+    sys.exit(main())

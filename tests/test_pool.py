@@ -1,0 +1,54 @@
+"""Tests that processes share out: each runs once, and nothing that fails is lost."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = """
+import os, pathlib, pytest
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def made():
+    yield 7
+
+
+@pytest.mark.parametrize("n", range(12))
+def test_once(n, made):
+    with open(FOLDER / f"{n}.ran", "x"):
+        assert made == 7
+
+
+def test_skipped():
+    pytest.skip("not here")
+"""
+
+
+def pool(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_shared.py").write_text(text)
+    command = [sys.executable, "-m", "tests.pool", "3", "--rootdir", str(folder), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "src"})
+
+
+def test_each_runs_once(tmp_path: Path) -> None:
+    done = pool(tmp_path, TESTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 failed, 12 passed, 1 skipped" in done.stdout
+    assert len(list(tmp_path.glob("*.ran"))) == 12
+
+
+def test_what_fails_is_said(tmp_path: Path) -> None:
+    broken = TESTS + "\n\ndef test_wrong():\n    assert 1 == 2, 'arithmetic'\n"
+    done = pool(tmp_path, broken + "\n\ndef test_crash():\n    os._exit(3)\n")
+    assert done.returncode == 1
+    assert "test_wrong" in done.stdout and "arithmetic" in done.stdout
+    assert "test_crash\nits process ended before it did" in done.stdout
+    assert "a process ended with 3" in done.stdout and "1 failed, 12 passed, 1 skipped, 1 lost" in done.stdout
+
+
+def test_a_file_that_cannot_be_read_is_a_failure(tmp_path: Path) -> None:
+    done = pool(tmp_path, "import nothing_of_that_name\n")
+    assert done.returncode == 1 and "nothing_of_that_name" in done.stdout
