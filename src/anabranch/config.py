@@ -5,13 +5,12 @@ The model's own shape is models.config.ModelConfig; this is what the user decide
 
 from __future__ import annotations
 
+import argparse
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import argparse
-
     from anabranch.models.config import ModelConfig
     from anabranch.platforms import Platform
 
@@ -94,6 +93,23 @@ class EngineConfig:
             raise ValueError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction!r}")
 
 
+def _stream(word: str) -> str:
+    words = {"auto": "auto", "on": "stream", "off": "inline"}
+    if word not in words:
+        raise argparse.ArgumentTypeError(f"auto, on or off, not {word!r}")
+    return words[word]
+
+
+STREAM_FLAG = "--shared-expert-stream"
+STREAM_HELP = "--shared-expert in two words: on is stream, off is inline"
+STREAM_OPTIONS: dict[str, Any] = {
+    "dest": "shared_expert",
+    "type": _stream,
+    "default": argparse.SUPPRESS,
+    "metavar": "{auto,on,off}",
+}
+
+
 def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
     """--moe-combine and the like, for commands that run an engine; without names, all of CHOICES."""
     for name in names or CHOICES:
@@ -103,6 +119,8 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
             default=EngineConfig.__dataclass_fields__[name].default,
             help=f"{FLAG_HELP[name]} (default %(default)s)",
         )
+        if name == "shared_expert":
+            parser.add_argument(STREAM_FLAG, help=STREAM_HELP, **STREAM_OPTIONS)
 
 
 def flags(options: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from anabranch import bundled
-from anabranch.config import CHOICES, FLAG_HELP, EngineConfig
+from anabranch.config import CHOICES, FLAG_HELP, STREAM_FLAG, STREAM_HELP, STREAM_OPTIONS, EngineConfig
 
 RARE_HELP = FLAG_HELP | {
     "load_format": "dummy: random weights, only the config is read",
@@ -109,6 +109,8 @@ def _add_rare(rare: Rare) -> None:
             rare.add(flag, text, action=argparse.BooleanOptionalAction, default=default)
         elif isinstance(default, str):
             rare.add(flag, text, choices=WORDS[field.name], default=default)
+            if field.name == "shared_expert":
+                rare.add(STREAM_FLAG, STREAM_HELP, **STREAM_OPTIONS)
         else:
             kind = type(default)
             rare.add(flag, text, type=kind, default=default, metavar="N" if kind is int else "S")
