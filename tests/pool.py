@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ def main() -> int:
         return 2
     command = [sys.executable, "-m", "pytest", "-p", "tests.pool", "-p", "no:cacheprovider", "-q", *sys.argv[2:]]
     begin = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the others
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join(filter(None, [".", os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", FOLDER: folder}
@@ -81,10 +84,10 @@ def main() -> int:
                 time.sleep(0.5)
                 if sys.stderr.isatty():
                     print(f"\r{len(claims(folder))} tests begun", end="", file=sys.stderr, flush=True)
-        except KeyboardInterrupt:
+        finally:  # whoever was not done: this one was told to end
             for member in members:
                 member.terminate()
-            raise
+                member.wait()
         good = summarize(folder, [member.returncode for member in members], logs)
     print(f"{time.monotonic() - begin:.0f} s, {len(members)} processes")
     return 0 if good else 1
@@ -96,7 +99,11 @@ def claims(folder: str) -> list[Path]:
 
 def summarize(folder: str, codes: list[int], logs: list[Path]) -> bool:
     """Say what failed, and who did not come to an end."""
-    rows: list[Any] = [json.loads(line) for path in Path(folder).glob("*.reports") for line in path.open()]
+    rows: list[Any] = []
+    for path in Path(folder).glob("*.reports"):
+        for line in path.open():
+            with suppress(ValueError):  # half a line, of a process that was killed
+                rows.append(json.loads(line))
     failed = {nodeid: text for nodeid, outcome, text in rows if outcome == "failed"}
     outcomes = dict(Counter(outcome for _, outcome, _ in rows if outcome not in ("failed", "ended")))
     ended = {nodeid for nodeid, outcome, _ in rows if outcome == "ended"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.cli.main import COMMANDS, make_parser
+from anabranch.cli.main import COMMANDS, main, make_parser
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "tests" / "plugin"
@@ -94,6 +94,13 @@ def test_command_lines_are_understood(page: Path, capsys: pytest.CaptureFixture[
             parser.parse_intermixed_args(line[length:])
         except SystemExit as end:
             assert end.code == 0, capsys.readouterr().err  # --help ends with 0
+
+
+def test_the_readme_shows_what_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = (ROOT / "README.md").read_text().split("`plan` for Qwen3-30B-A3B:\n\n```text\n")[1].split("```")[0]
+    folder = ROOT / "src/anabranch/bench/configs/qwen3-30b-a3b"
+    assert main(["plan", str(folder), "--memory", "141GB"]) == 0
+    assert capsys.readouterr().out.startswith(shown)
 
 
 def test_the_pages_show_every_command() -> None:

@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 TESTS = """
 import os, pathlib, pytest
@@ -47,6 +50,23 @@ def test_what_fails_is_said(tmp_path: Path) -> None:
     assert "test_wrong" in done.stdout and "arithmetic" in done.stdout
     assert "test_crash\nits process ended before it did" in done.stdout
     assert "a process ended with 3" in done.stdout and "1 failed, 12 passed, 1 skipped, 1 lost" in done.stdout
+
+
+def test_nobody_stays_behind(tmp_path: Path) -> None:
+    (tmp_path / "test_long.py").write_text(
+        "import os, pathlib, pytest, time\n\n\n@pytest.mark.parametrize('n', range(2))\ndef test_long(n):\n"
+        "    (pathlib.Path(__file__).parent / f'{os.getpid()}.begun').touch()\n    time.sleep(300)\n"
+    )
+    command = [sys.executable, "-m", "tests.pool", "2", "--rootdir", str(tmp_path), str(tmp_path)]
+    pool = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": "src"}, stdout=subprocess.DEVNULL)
+    while len(begun := list(tmp_path.glob("*.begun"))) < 2:
+        assert pool.poll() is None
+        time.sleep(0.1)
+    pool.terminate()
+    assert pool.wait(60) == 143
+    for path in begun:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.stem), 0)
 
 
 def test_a_file_that_cannot_be_read_is_a_failure(tmp_path: Path) -> None:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AUTO = 0  # of a number: to be resolved
+SERVED_TOKENS = 8192
+"""Of a step in a server: others wait while it runs."""
+LARGE_MEMORY, LARGE_STEP = 64 << 30, 16384
+"""With so many bytes, steps of batches have so many tokens: on an H200 the experts of Qwen3-30B-A3B are 5 % faster than
+with half as many, and a step needs 0.7 GB more."""
 CHOICES = {
     "graph_mode": ("auto", "full", "none"),
     "prefill_graph": ("auto", "full", "breakable", "piecewise", "none"),
@@ -126,6 +131,11 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
 def flags(options: argparse.Namespace) -> dict[str, Any]:
     """What `add_flags` was given on the command line, as fields of EngineConfig."""
     return {name: getattr(options, name) for name in CHOICES if hasattr(options, name)}
+
+
+def batch_tokens(total: int) -> int:
+    """Tokens of a step on a GPU with so many bytes, where throughput is all that counts."""
+    return LARGE_STEP if total >= LARGE_MEMORY else SERVED_TOKENS
 
 
 def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> EngineConfig:

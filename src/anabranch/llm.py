@@ -172,7 +172,7 @@ class LLM:
         try:
             for request in answer.requests:
                 self.engine.add(request)
-        except ValueError:
+        except BaseException:
             self._abort([answer])
             raise
         return answer

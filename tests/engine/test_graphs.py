@@ -19,7 +19,7 @@ from anabranch.engine.engine import Engine, make_engine
 from anabranch.layers.norm import Rows
 from anabranch.layers.step import Step
 from anabranch.llm import LLM
-from anabranch.moe import options
+from anabranch.moe import options as moe_options
 from anabranch.platforms.fake import FakePlatform
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
@@ -148,8 +148,8 @@ def test_captured_is_uncaptured_where_norms_sum_the_experts(
         return take(self)
 
     monkeypatch.setattr(Rows, "take", counted)
-    monkeypatch.setattr(options, "sums_later", lambda: True)
-    monkeypatch.setattr(options, "SUM_LATER", 4)
+    monkeypatch.setattr(moe_options, "sums_later", lambda: True)
+    monkeypatch.setattr(moe_options, "SUM_LATER", 4)
     monkeypatch.setattr(prompt, "FIRST_LAYERS", 1)
     compare(tiny.save(FAMILIES["qwen3_moe"], tmp_path), fake, requests([*range(len(PARAMS)), 0, 2], 0))
     assert taken > 100
@@ -277,11 +277,21 @@ def test_full_graphs_where_there_are_none_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "gemma4_text", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "combine"),
+    [
+        ("qwen2_moe", "ordered"),
+        ("qwen3_moe", "ordered"),
+        ("gemma4_text", "ordered"),
+        ("mixtral", "ordered"),
+        ("qwen3_moe", "unfused"),
+    ],
+)
 def test_captured_logits_are_those_of_an_eager_run_bit_for_bit(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, combine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the same padded sizes, over a long run with requests that join and leave."""
+    """At the same padded sizes, over a long run with requests that join and leave. Unfused: norms sum the experts, and
+    rows cross the borders of prompts' graphs."""
     import torch
 
     from anabranch.compile.capture import Captured
@@ -289,6 +299,8 @@ def test_captured_logits_are_those_of_an_eager_run_bit_for_bit(
 
     made = platforms.make("cuda")
     folder = tiny.save(FAMILIES[family], tmp_path)
+    monkeypatch.setattr(prompt, "FIRST_LAYERS", 1)
+    monkeypatch.setattr(moe_options, "SUM_LATER", 4)
     logits: list[torch.Tensor] = []
     replay = Captured.replay
 
@@ -305,7 +317,7 @@ def test_captured_logits_are_those_of_an_eager_run_bit_for_bit(
             monkeypatch.setattr(type(made), "capture", lambda self, function, pool=None: FakeGraph(function, []))
         options = DEFAULTS | {
             "dtype": "bfloat16",
-            "moe_combine": "ordered",
+            "moe_combine": combine,
             "graph_mode": "full",
             "page_size": 16,
             "tune": "off",

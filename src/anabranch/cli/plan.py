@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch import bundled
+from anabranch.config import batch_tokens
 from anabranch.engine import plan as planning
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
@@ -48,7 +49,14 @@ def run(options: argparse.Namespace) -> int:
     dtype = config.dtype if options.dtype == "auto" else options.dtype
     sizes = [parse_size(options.memory)] if options.memory else [gb * 10**9 for gb in COMMON_MEMORY]
     plans = [
-        planning.plan_memory(config, size, fraction=options.memory_fraction, dtype=dtype, page_size=options.page_size)
+        planning.plan_memory(
+            config,
+            size,
+            fraction=options.memory_fraction,
+            dtype=dtype,
+            page_size=options.page_size,
+            captured_tokens=min(batch_tokens(size) // 2, config.max_position),
+        )
         for size in sizes
     ]
     on_disk = _on_disk(folder)
@@ -105,7 +113,7 @@ def _as_text(
     lines += [
         "  (requests of that many tokens at the same time, "
         f"in {plans[0].usable / plans[0].total:.0%} of the memory, after {plans[0].weights / 1e9:.1f} GB of weights "
-        f"and {plans[0].workspace / 1e9:.1f} GB of workspace)"
+        f"and {plans[0].workspace / 1e9:.1f} GB that steps of `serve` need)"
     ]
     if len(plans) == 1 and plans[0].fits:
         lines.append(f"  largest context of a single request: {plans[0].largest_context():,} tokens")

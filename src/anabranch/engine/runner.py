@@ -43,9 +43,6 @@ from anabranch.stages import stage
 if TYPE_CHECKING:
     from anabranch.engine.grammar import Matcher
 
-LONGEST_PROMPT = 8192
-"""Rows of a prompt's step that is captured: longer ones keep the device busy for a tenth of a second and more, whoever
-launches them."""
 LARGEST_PREFILL = 2048
 """Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host. But many
 requests are served at a time with small models, where it does not: see `largest_captured`."""
@@ -211,9 +208,10 @@ class TorchRunner:
 
     @property
     def longest_prompt(self) -> int:
-        """Token rows of the largest step of one request that is captured whole."""
+        """Token rows of the largest step of one request that is captured whole. Longer ones keep the device busy for so
+        long that it does not matter who launches them, and graphs have memory of their own."""
         config = self.config
-        return max(2, min(config.max_num_batched_tokens, config.max_model_len, LONGEST_PROMPT))
+        return max(2, min(config.max_num_batched_tokens, config.max_model_len, self.platform.batch_tokens // 2))
 
     @property
     def captured_tokens(self) -> int:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from anabranch.config import batch_tokens
 from anabranch.platforms.accelerator import AcceleratorPlatform
-
-LARGE_MEMORY, LARGE_BATCH = 64 << 30, 16384
-"""With so many bytes, steps of batches have so many tokens: on an H200 the experts of Qwen3-30B-A3B are 5 % faster than
-with half as many, and what the step needs beside weights and keys grows by a gigabyte."""
 
 
 class CudaPlatform(AcceleratorPlatform):
@@ -24,7 +21,7 @@ class CudaPlatform(AcceleratorPlatform):
 
     @property
     def batch_tokens(self) -> int:  # type: ignore[override]
-        return LARGE_BATCH if self.memory().total >= LARGE_MEMORY else super().batch_tokens
+        return batch_tokens(self.memory().total)
 
     @classmethod
     def available(cls) -> bool:

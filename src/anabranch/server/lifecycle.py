@@ -19,12 +19,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
 
 from anabranch import messages
-from anabranch.config import EngineConfig
+from anabranch.config import AUTO, SERVED_TOKENS, EngineConfig
 from anabranch.engine.chat_template import ChatTemplate
 from anabranch.engine.client import EngineClient, EngineDead
 from anabranch.engine.tokenizer import Tokenizer
@@ -49,6 +50,8 @@ WATCH = 0.25  # seconds between two looks at the engine
 
 def serve(settings: Settings, engine: EngineConfig, make_engine: str = MAKE_ENGINE) -> int:
     """Until it ends; the exit code. ValueError or OSError for what the user can mend before anything is loaded."""
+    if engine.max_num_batched_tokens == AUTO:
+        engine = replace(engine, max_num_batched_tokens=SERVED_TOKENS)
     with listen(settings) as sock:
         return asyncio.run(Server(settings, engine, make_engine).run(sock))
 

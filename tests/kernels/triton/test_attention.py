@@ -539,6 +539,12 @@ def test_hopper_kernel_compiles_ahead_of_time(model: str, monkeypatch: pytest.Mo
         assert used["STACK"] == used["LOCAL"] == 0
 
 
+def test_pages_that_the_copy_engine_cannot_take_have_another_kernel() -> None:
+    for page in (0, 8, 12, 16, 128, 256):  # 0: not in one piece
+        tile = attention_tiles.choose_prefill(10**6, 128, torch.bfloat16, MACHINES["sm_90"], page)
+        assert isinstance(tile, HopperTile) == (page in (8, 16, 128)), page
+
+
 @pytest.mark.parametrize("target", MACHINES)
 def test_chosen_tiles_fit(target: str) -> None:
     machine = MACHINES[target]
