@@ -36,7 +36,7 @@ __all__ = ["LLM", "Completion", "Grammar", "RequestOutput", "SamplingParams", "T
 
 LONG_START = 10.0  # seconds
 MANY_PROMPTS = 16
-"""From so many on a call of `generate` may first spend a fifth of a second on what would have made many earlier steps
+"""From so many on a call of `generate` may first spend a tenth of a second on what would have made many earlier steps
 faster. There is no other moment for it: an LLM is never idle, its program is. With fewer it would be felt."""
 
 Prompt = str | Sequence[int]

@@ -97,8 +97,9 @@ PREFILL_CANDIDATES = (
     HopperTile(64, 4),
 )
 HOPPER_ROWS = 16_384
-"""Tokens × query heads from which on attention_hopper is chosen for D <= 128; 0: never. On an H200 it is 1.1 times as
-fast at 32,768 rows and 1.2 to 1.4 times from 131,072 on; at D = 256 no faster."""
+"""Tokens × query heads from which on attention_hopper is chosen for D <= 128; 0: never. On an H200 it is 1.2 times as
+fast at 16,384 and 32,768 rows, 1.4 times with 8,192 keys, and slower at 8,192 rows; at D = 256 it was no faster before
+it copied pages."""
 
 FEW_PAIRS = 16
 """Requests × key-value heads up to which attention_decode takes larger blocks of keys: a wave is not full anyway."""

@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2
-from anabranch.kernels.triton.route import _pack as pack
+from anabranch.kernels.triton.sorted_lists import pack
 
 STREAM_TOKENS, STREAM_MORE_TOKENS = 2, 4
 """Up to how many tokens `stream_rows` is taken, as a rule and where outputs are very few or very many."""

@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.kernels.triton.sorted_lists import best_of, pack, unpack
 from anabranch.ops.route import SCORES
 
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 512, 16, 32
@@ -42,123 +43,6 @@ NUM_LANES = 64 if torch.version.hip else 32
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOWEST = tl.constexpr(-(2**31))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sorted lists: tuples of tensors, the largest first, compared element by element
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _exchange(keys, A: tl.constexpr, B: tl.constexpr):
-    """The larger of two to place A, the smaller to B > A."""
-    larger, smaller = tl.maximum(keys[A], keys[B]), tl.minimum(keys[A], keys[B])
-    return keys[:A] + (larger,) + keys[A + 1 : B] + (smaller,) + keys[B + 1 :]
-
-
-@triton.jit
-def _odd_even(keys, N: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr):
-    for i in tl.static_range(N - D):
-        if (i >= D % BLOCK) and ((i - D % BLOCK) % (2 * D) < D) and (i // (2 * BLOCK) == (i + D) // (2 * BLOCK)):
-            keys = _exchange(keys, i, i + D)
-    return keys
-
-
-@triton.jit
-def _sort(keys, LOG: tl.constexpr):
-    """2^LOG keys by Batcher's odd-even merge sort: 1, 5, 19, 63 exchanges for 2, 4, 8, 16 keys."""
-    for p in tl.static_range(LOG):
-        for q in tl.static_range(p + 1):
-            keys = _odd_even(keys, 1 << LOG, 1 << p, (1 << p) >> q)
-    return keys
-
-
-@triton.jit
-def _merge(a, b, LOG: tl.constexpr):
-    """The best 2^LOG of two sorted lists: the larger of each pair (first of one, last of the other), sorted again."""
-    N: tl.constexpr = 1 << LOG
-    best = ()
-    for i in tl.static_range(N):
-        best = best + (tl.maximum(a[i], b[N - 1 - i]),)
-    for s in tl.static_range(LOG):
-        for i in tl.static_range(N):
-            if i & (N >> (s + 1)) == 0:
-                best = _exchange(best, i, i + (N >> (s + 1)))
-    return best
-
-
-@triton.jit
-def _merge1(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _merge2(a0, a1, b0, b1):
-    return _merge((a0, a1), (b0, b1), 1)
-
-
-@triton.jit
-def _merge4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return _merge((a0, a1, a2, a3), (b0, b1, b2, b3), 2)
-
-
-@triton.jit
-def _merge8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
-    return _merge((a0, a1, a2, a3, a4, a5, a6, a7), (b0, b1, b2, b3, b4, b5, b6, b7), 3)
-
-
-@triton.jit
-def _merge16(
-    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, aa, ab, ac, ad, ae, af,
-    b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, ba, bb, bc, bd, be, bf,
-):  # fmt: skip
-    a = (a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, aa, ab, ac, ad, ae, af)
-    b = (b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, ba, bb, bc, bd, be, bf)
-    return _merge(a, b, 4)
-
-
-@triton.jit
-def _merge_lanes(lists, LOG: tl.constexpr):
-    """Lists of each row's lanes [R, L] → one list of the row [R]."""
-    if LOG == 0:
-        return (tl.reduce(lists[0], 1, _merge1),)
-    elif LOG == 1:
-        return tl.reduce(lists, 1, _merge2)
-    elif LOG == 2:
-        return tl.reduce(lists, 1, _merge4)
-    elif LOG == 3:
-        return tl.reduce(lists, 1, _merge8)
-    else:
-        return tl.reduce(lists, 1, _merge16)
-
-
-@triton.jit
-def _unpack(x_RLV, LOG: tl.constexpr):
-    """[R, L, 2^LOG] → as many [R, L]."""
-    parts = (x_RLV,)
-    for level in tl.static_range(LOG):
-        halves = ()
-        for i in tl.static_range(1 << level):
-            x = parts[i]
-            halves = halves + tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
-        parts = halves
-    flat = ()
-    for i in tl.static_range(1 << LOG):
-        x = parts[i]
-        flat = flat + (tl.reshape(x, (x.shape[0], x.shape[1])),)
-    return flat
-
-
-@triton.jit
-def _pack(keys, LOG: tl.constexpr):
-    """2^LOG tensors [R] → [R, 2^LOG]."""
-    for level in tl.static_range(LOG):
-        # The last dimension varies fastest, so it must join neighbours: (0 4) (1 5) .. then ((0 4) (2 6)) .. backwards.
-        joined = ()
-        for i in tl.static_range(1 << (LOG - level - 1)):
-            joined = joined + (tl.join(keys[i], keys[i + (1 << (LOG - level - 1))]),)
-        keys = joined
-    return tl.reshape(keys[0], (keys[0].shape[0], 1 << LOG))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -233,19 +117,10 @@ def _keys(
             key = (ordered & (-1 << ID_BITS)) | inverted
         if (i + 1) * STEP > E:
             key = tl.where(expert < E, key, LOWEST)
-        keys = keys + _unpack(key, LOG_VECTOR)
+        keys = keys + unpack(key, LOG_VECTOR)
     for _ in tl.static_range(-len(keys) % (1 << LOG)):
         keys = keys + (tl.full(keys[0].shape, LOWEST, tl.int32),)
     return keys
-
-
-@triton.jit
-def _best(keys, LOG: tl.constexpr):
-    """The row's best 2^LOG keys, a sorted list [R]."""
-    best = _sort(keys[: 1 << LOG], LOG)
-    for i in tl.static_range(1, len(keys) >> LOG):
-        best = _merge(best, _sort(keys[i << LOG : (i + 1) << LOG], LOG), LOG)
-    return _merge_lanes(best, LOG)
 
 
 @triton.jit
@@ -358,8 +233,8 @@ def route_kernel(
         groups = groups_R[:, None, None]
 
     keys = _keys(chunks, expert_RLV, select_bias, groups, E, SIGMOID, E // GROUPS, ID_BITS, EXACT, LOG, LOG_VECTOR)
-    best = _best(keys, LOG)
-    key_RK = _pack(best, LOG)
+    best = best_of(keys, LOG)
+    key_RK = pack(best, LOG)
     id_RK = ((1 << ID_BITS) - 1) - (key_RK & ((1 << ID_BITS) - 1))
     if not EXACT:
         unsure_R = _unsure(best, keys, E, K, ID_BITS, LOG) & is_token_R
