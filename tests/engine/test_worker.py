@@ -30,6 +30,7 @@ from anabranch.engine import process
 from anabranch.engine.client import EngineBusy, EngineClient, EngineDead, merge
 from anabranch.request import Request, TokenLogprobs, Update
 from anabranch.sampling_params import Grammar, SamplingParams
+from tests.descriptors import num_descriptors
 from tests.engine import fake_engine
 
 ENGINE = "tests.engine.fake_engine:make_engine"
@@ -87,7 +88,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
     own = psutil.Process()
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
-        num_fds = own.num_fds()
+        num_fds = num_descriptors(own)
         children = own.children(recursive=True)  # those of other tests: multiprocessing keeps a tracker, for one
         yield
         assert [child for child in own.children(recursive=True) if child not in children] == []
@@ -98,7 +99,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
         ):
             time.sleep(0.01)
         assert left == []
-        assert own.num_fds() <= num_fds
+        assert num_descriptors(own) <= num_fds
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

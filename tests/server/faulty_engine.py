@@ -1,4 +1,4 @@
-"""The real engine, but some prompts make a step fail, hang or end the process, and every step can be made slow."""
+"""The real engine, but some prompts make a step fail, hang, end the process or leak a descriptor; steps can be slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anabranch.config import EngineConfig
 from anabranch.engine import engine
 from anabranch.request import Request, Update
 
-CRASH, HANG, EXIT, BUG = "!crash", "!hang", "!exit", "!bug"
+CRASH, HANG, EXIT, BUG, LEAK = "!crash", "!hang", "!exit", "!bug", "!leak"
 
 
 class Faulty:
@@ -24,6 +24,8 @@ class Faulty:
         text = self.real.tokenizer.decode(request.prompt_ids)
         if text.startswith(BUG):
             raise KeyError("a bug in add")
+        if text.startswith(LEAK):
+            os.open(os.devnull, os.O_RDONLY)
         self.real.add(request)
         self.faults += [fault for fault in (CRASH, HANG, EXIT) if text.startswith(fault)]
 

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from anabranch.config import EngineConfig
+from tests.descriptors import num_descriptors
 from tools import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -98,8 +99,8 @@ class Running:
         parent = psutil.Process(self.process.pid)
         return {
             "tasks": self.stats()["asyncio_tasks"],
-            "fds": parent.num_fds(),
-            "engine's fds": self.engine.num_fds(),
+            "fds": num_descriptors(parent),
+            "engine's fds": num_descriptors(self.engine),
             "processes": len(parent.children(recursive=True)),
         }
 
@@ -178,7 +179,7 @@ class Unharmed:
         server.size()
         self.before = server.size()
 
-    def check(self) -> None:
+    def check(self, seconds: float = 20) -> None:
         server = self.server
         assert server.complete() == self.expected
         server.until_idle()
@@ -189,7 +190,7 @@ class Unharmed:
             now = server.size()
             return all(now[what] <= self.before[what] for what in now)
 
-        end = time.monotonic() + 20
+        end = time.monotonic() + seconds
         while not small():  # connections close a moment after their answers
             assert time.monotonic() < end, f"grown: {self.before} → {now}"
             time.sleep(0.1)

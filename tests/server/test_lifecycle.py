@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.faulty_engine import BUG, CRASH, EXIT, HANG
+from tests.server.faulty_engine import BUG, CRASH, EXIT, HANG, LEAK
 from tests.server.serving import QUICK, Running, Unharmed, running
 
 ENGINE = "tests.server.faulty_engine:make_engine"
@@ -150,6 +150,14 @@ def test_a_bug_in_one_request_is_its_own(leaving: tuple[Running, Unharmed]) -> N
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
     assert answer.headers["x-should-retry"] == "false"
     unharmed.check()
+
+
+def test_a_leak_of_one_descriptor_is_found(model: Path) -> None:
+    with running(model, make_engine=ENGINE, engine=SMALL) as server:
+        unharmed = Unharmed(server)
+        server.complete(LEAK)
+        with pytest.raises(AssertionError, match="grown: .*engine's fds"):
+            unharmed.check(seconds=1)
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------
