@@ -56,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
     )
 
     kernels.bind(platform)
+    for line in kernels.compiler_facts(platform):
+        print(line)
     print("ops (kernels in the order they are tried; a call none accepts takes the reference)")
     for name, op in ops.OPS.items():
         order = [kernel.provider + (" if it accepts" if kernel.accepts else "") for kernel in op.bound]

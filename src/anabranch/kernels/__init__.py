@@ -41,8 +41,28 @@ def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
     but its compiled kernels do nothing. Where no kernels are compiled, nothing happens."""
     if COMPILED not in platform.providers:
         return
+    from anabranch.kernels.triton.versions import precompile_problem
+
+    if problem := precompile_problem():
+        log.warning("each kernel is compiled at its first launch, so first requests are slow: %s", problem)
+        return
     from anabranch.kernels.triton.precompile import precompile, recording
 
     with recording() as jobs:
         work()
     precompile(jobs)
+
+
+def compiler_facts(platform: Platform) -> list[str]:
+    """What the installed compiler of kernels supports on this platform, a line each; empty where none is used."""
+    from anabranch import ops
+
+    if not any(kernel.provider == COMPILED for op in ops.OPS.values() for kernel in op.bound):
+        return []
+    from anabranch.kernels.triton import versions
+
+    gluon, ahead = versions.gluon_problem(), versions.precompile_problem()
+    return [
+        f"triton    Gluon kernels on Hopper: {f'no, portable ones instead: {gluon}' if gluon else 'yes'}",
+        f"          kernels compiled before the first request: {f'no, at first launch: {ahead}' if ahead else 'yes'}\n",
+    ]

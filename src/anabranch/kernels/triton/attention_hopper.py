@@ -22,12 +22,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.triton.gluon_names import barrier, thread_load, tma_load
 
 LOWEST = gl.constexpr(-1.0e30)
 LOADING = gl.constexpr(128)
@@ -74,10 +75,10 @@ def copy_keys(
             page = gl.load(table + inside // S).to(gl.int64)
             offset = (page * page_stride + (inside % S) * slot_stride)[:, None]
             mbarrier.wait(k_empty.index(stage), free)
-            async_copy.async_copy_global_to_shared(k_ring.index(stage), k_PSGD + d[None, :] + offset)
+            thread_load(k_ring.index(stage), k_PSGD + d[None, :] + offset)
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
             mbarrier.wait(v_empty.index(stage), free)
-            async_copy.async_copy_global_to_shared(v_ring.index(stage), v_PSGD + d[None, :] + offset)
+            thread_load(v_ring.index(stage), v_PSGD + d[None, :] + offset)
             async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
         pages = pages_of(table, block + 1, last_page, BN // S)
 
@@ -101,7 +102,7 @@ def copy_block(desc, pages, column, block, bar, S: gl.constexpr):
     for j in gl.static_range(BN // S):
         for h in gl.static_range(D // 64):
             part = block.slice(j * S, S, dim=0).slice(h * 64, 64, dim=1)
-            tma.async_copy_global_to_shared(desc, [pages[j] * S, column + h * 64], bar, part)
+            tma_load(desc, [pages[j] * S, column + h * 64], bar, part)
 
 
 @gluon.jit
@@ -145,7 +146,7 @@ def attend_warpgroup(
     q = q_ring.index(WHO)
     q.store(gl.load(q_ptr, mask=(row < num_rows)[:, None], other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     position = first_position + (mine + gl.arange(0, 64, gl.SliceLayout(1, score_layout))) // HG
     first, last = first_position + mine // HG, first_position + (mine + 63) // HG

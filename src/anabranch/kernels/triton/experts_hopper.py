@@ -21,7 +21,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -34,6 +34,7 @@ from anabranch.kernels.triton.experts_ring import (
     multiply_slab,
     multiply_two,
 )
+from anabranch.kernels.triton.gluon_names import thread_load, tma_load
 
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How both operands lie in shared memory: rows of 64 elements, swizzled over 128 bytes."""
@@ -76,23 +77,23 @@ def gather_depth(
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         if narrow:
             mbarrier.expect(bar, 2 * BOX * BK * 2)
-            tma.async_copy_global_to_shared(w_desc, [first, k], bar, b.slice(0, BOX, dim=0))
-            tma.async_copy_global_to_shared(w_desc, [first + inner, k], bar, b.slice(BOX, BOX, dim=0))
+            tma_load(w_desc, [first, k], bar, b.slice(0, BOX, dim=0))
+            tma_load(w_desc, [first + inner, k], bar, b.slice(BOX, BOX, dim=0))
         else:
             mbarrier.expect(bar, 2 * BN * BK * 2)
             for part in gl.static_range(BN // BOX):
-                tma.async_copy_global_to_shared(
+                tma_load(
                     w_desc, [first + part * BOX, k], bar, b.slice(part * BOX, BOX, dim=0)
                 )
-                tma.async_copy_global_to_shared(
+                tma_load(
                     w_desc, [first + inner + part * BOX, k], bar, b.slice(BN + part * BOX, BOX, dim=0)
                 )
         for slab in gl.static_range(SLABS):
-            async_copy.async_copy_global_to_shared(
+            thread_load(
                 a_ring.index(stage * SLABS + slab), x_TD + (offsets[slab] + k), mask=reals[slab]
             )
         if EXTRA:
-            async_copy.async_copy_global_to_shared(
+            thread_load(
                 x_ring.index(stage), x_TD + (offsets[SLABS] + k), mask=reals[SLABS]
             )
         async_copy.mbarrier_arrive(bar, increment_count=False)
@@ -173,13 +174,13 @@ def load_depth(
             mbarrier.expect(bar, (slab * 64 + 64 + BN) * BK * 2, pred=last)
         if EXTRA:
             mbarrier.expect(bar, (SLABS * 64 + EXTRA + BN) * BK * 2, pred=num_rows > SLABS * 64)
-        tma.async_copy_global_to_shared(w_desc, [first, k], bar, b_ring.index(stage), pred=step >= EARLY)
+        tma_load(w_desc, [first, k], bar, b_ring.index(stage), pred=step >= EARLY)
         for slab in gl.static_range(SLABS):
-            tma.async_copy_global_to_shared(
+            tma_load(
                 h_desc, [row + slab * 64, k], bar, a_ring.index(stage * SLABS + slab), pred=num_rows > slab * 64
             )
         if EXTRA:
-            tma.async_copy_global_to_shared(
+            tma_load(
                 extra_desc, [row + SLABS * 64, k], bar, x_ring.index(stage), pred=num_rows > SLABS * 64
             )
         step += 1
@@ -205,7 +206,7 @@ def load_rows(
     index = gl.program_id(0)
     block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
     for early in gl.static_range(EARLY):
-        tma.async_copy_global_to_shared(
+        tma_load(
             w_desc, [expert * D + block * BN, early * BK], full.index(early), b_ring.index(early),
             pred=index < num_tiles * num_blocks,
         )

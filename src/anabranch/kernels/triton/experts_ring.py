@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anabranch.kernels.triton.gluon_names import barrier
+
 # Long parameter lists; one name per line would hide what they do.
 # fmt: off
 
@@ -70,7 +72,7 @@ def announce(told, empty, step, block, begin, end):
     what = gl.arange(0, 4, layout)
     mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
     told.index(step % STAGES).store(gl.where(what == 0, block, gl.where(what == 1, begin, end)))
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit

@@ -12,12 +12,10 @@ import logging
 from types import ModuleType
 
 import torch
-import triton
+
+from anabranch.kernels.triton.versions import gluon_problem
 
 log = logging.getLogger(__name__)
-
-GLUON_TRIED = ("3.6.",)
-"""Versions of Triton with which the kernels in Gluon were run. It is young and changes: no other will do."""
 
 
 @functools.cache
@@ -36,9 +34,8 @@ def gluon_kernels(name: str, device: torch.device) -> ModuleType | None:
     """The file of this name, of kernels for Hopper in Gluon, where they can run. It is imported only there."""
     if not is_hopper(device):
         return None
-    if not triton.__version__.startswith(GLUON_TRIED):
-        tried = ", ".join(GLUON_TRIED)
-        log.warning("%s is not used, but portable kernels: it needs Triton %s, not %s", name, tried, triton.__version__)
+    if problem := gluon_problem():
+        log.warning("%s is replaced by slower portable kernels: %s", name, problem)
         return None
     return importlib.import_module(f"anabranch.kernels.triton.{name}")
 

@@ -21,10 +21,11 @@ import functools
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from anabranch.kernels.triton.gluon_names import barrier, tma_load
 from anabranch.kernels.triton.launch import cdiv, lasting_zeros, num_processors
 
 TILE, DEPTH = 64, 256
@@ -63,11 +64,11 @@ def multiply_items(w_desc, x_desc, tile, first, P: gl.constexpr):
     for n in gl.static_range(P):
         mbarrier.expect(full.index(n), (TILE + TP) * DEPTH * 2)
     for n in gl.static_range(P):
-        tma.async_copy_global_to_shared(w_desc, [tile * TILE, (first + n) * DEPTH], full.index(n), w.index(n))
+        tma_load(w_desc, [tile * TILE, (first + n) * DEPTH], full.index(n), w.index(n))
     gdc_wait()
     gdc_launch_dependents()
     for n in gl.static_range(P):
-        tma.async_copy_global_to_shared(x_desc, [0, (first + n) * DEPTH], full.index(n), x.index(n))
+        tma_load(x_desc, [0, (first + n) * DEPTH], full.index(n), x.index(n))
     acc = gl.zeros([TILE, TP], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TP, 16]))
     for n in range(P):
         mbarrier.wait(full.index(n), 0)
@@ -108,7 +109,7 @@ def split_rows_hopper(
     r = gl.arange(0, TILE, gl.SliceLayout(1, acc.type.layout))[:, None]
     t = gl.arange(0, TP, gl.SliceLayout(0, acc.type.layout))[None, :]
     gl.store(part + who * (TILE * TP) + (t * TILE + r), acc, mask=t < num_tokens)
-    gl.thread_barrier()  # one thread counts for all: what they wrote is to be there before
+    barrier()  # one thread counts for all: what they wrote is to be there before
     arrived = gl.atomic_add(count + tile, 1, sem="acq_rel")
     if arrived == PARTS - 1:
         add_parts(part, bias_F, y_TF, tile, num_outputs, num_tokens, TILE, TP, PARTS)

@@ -132,14 +132,21 @@ def find(module: str, name: str) -> Any:
 # -- which kernels -----------------------------------------------------------------------------------------------------
 
 
+def problem() -> str | None:
+    """Why launches cannot be recorded with this Triton; None if they can."""
+    if list(inspect.signature(JITFunction._do_compile).parameters) == EXPECTED:
+        return None
+    return f"Triton {triton.__version__} compiles kernels by an interface that is not supported here"
+
+
 @contextmanager
 def recording() -> Iterator[list[Job]]:
     """Launches inside are collected, each specialisation once, instead of compiled and launched."""
     jobs: list[Job] = []
     kept: list[tuple[dict[str, Any], str]] = []
     """Where Triton would keep the kernels: with something there it looks no further at launches like those before."""
-    if list(inspect.signature(JITFunction._do_compile).parameters) != EXPECTED:
-        raise RuntimeError(f"Triton {triton.__version__} compiles in a way that is not known here: do not record")
+    if reason := problem():
+        raise RuntimeError(reason)
     run, do_compile = JITFunction.run, JITFunction._do_compile
 
     def run_without_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
