@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import anabranch
+from tests.conftest import missing_tool
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
@@ -104,6 +105,25 @@ def test_a_wheel_in_an_empty_environment_serves(tmp_path: Path) -> None:
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_constraints_resolve_with_the_public_index_alone(machine: str, python: str) -> None:
+    """For running and for development, without any wheel that lies on this machine; nothing is downloaded."""
+    uv = shutil.which("uv", path=str(Path(sys.executable).parent))
+    if uv is None:
+        missing_tool("needs uv: make setup")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+    for extras in ([], ["--extra", "dev"]):
+        command = [uv, "pip", "compile", "--no-config", "--no-annotate", "--no-header", *extras]
+        command += ["--python-platform", f"{machine}-manylinux_2_28", "--python-version", python]
+        command += ["-c", "constraints.txt", "pyproject.toml"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stderr
+        found = dict(line.split("==") for line in done.stdout.split() if "==" in line)
+        assert found["torch"] == "2.13.0" and found["triton"] == "3.7.1", found
 
 
 def test_every_pin_is_of_a_dependency() -> None:
