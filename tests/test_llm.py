@@ -143,6 +143,12 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     assert len(llm.chat([messages, messages], GREEDY)) == 2
 
 
+def test_an_answer_is_clipped_to_what_the_context_leaves(llm: LLM) -> None:
+    with LLM(llm.engine.config.model, num_pages=128, max_model_len=64) as small:
+        (output,) = small.generate("x" * 60, SamplingParams(temperature=0, max_tokens=10**9, ignore_eos=True))
+    assert len(output.token_ids) == 64 - len(output.prompt_ids) and output.completions[0].finish_reason == "length"
+
+
 def test_logprobs_travel(llm: LLM) -> None:
     (output,) = llm.generate("once", SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=0))
     assert output.completions[0].logprobs is not None and output.prompt_logprobs is not None

@@ -28,7 +28,7 @@ NUMBERS: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
         [None, 0, 2**63 - 1, -(2**63)],
     ),
     "n": (NO_INTEGERS, [0, -1, MAX_N + 1], [1, MAX_N]),
-    "max_tokens": (NO_INTEGERS, [0, -1], [1, 10**9]),
+    "max_tokens": (NO_INTEGERS, [0, -1, 2**63, 10**400], [1, 10**9, 2**63 - 1]),
     "min_tokens": (NO_INTEGERS, [-1, 129], [0, 128]),
     "logprobs": (
         NEITHER,

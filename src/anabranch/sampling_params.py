@@ -12,6 +12,7 @@ from typing import Any
 MAX_LOGPROBS = 256
 MAX_N = 128
 MAX_STOPS = 64
+MAX_TOKENS = MAX_TOP_K = 2**63 - 1  # what a message between processes can carry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class SamplingParams:
     """Same seed, same prompt: same tokens, whatever else is in the batch."""
     n: int = 1
     max_tokens: int = 128
+    """At most; what the prompt leaves of the context is a limit too, and ends the answer with "length" as this does."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -76,7 +78,7 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             object.__setattr__(self, name, _sequence(name, getattr(self, name)))
         _number("temperature", self.temperature, 0, 100)
-        _integer("top_k", self.top_k, -1)
+        _integer("top_k", self.top_k, -1, MAX_TOP_K)
         _number("top_p", self.top_p, 0, 1, open_low=True)
         _number("min_p", self.min_p, 0, 1)
         _number("presence_penalty", self.presence_penalty, -2, 2)
@@ -85,7 +87,7 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         _integer("n", self.n, 1, MAX_N)
-        _integer("max_tokens", self.max_tokens, 1)
+        _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)

@@ -275,7 +275,7 @@ def test_errors_are_the_clients_exceptions(client: Any, stream: bool) -> None:
 
 
 BAD: dict[str, list[Any]] = {
-    "max_tokens": [0, -1, CONTEXT + 1, 1.5, True, "5", 10**400, None],
+    "max_tokens": [0, -1, 1.5, True, "5", 10**400, None],
     "temperature": [-0.1, 10**400, True, "1"],
     "top_p": [0, -1, 1.5, True],
     "top_k": [-2, 1.5, True],

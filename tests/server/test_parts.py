@@ -37,7 +37,7 @@ def test_whatever_comes_is_read_or_refused(fields: dict[str, Any], with_messages
     body = fields | ({"messages": HELLO} if with_messages else {})
     try:
         read = decode(msgspec.json.encode(body), protocol.ChatCompletion)
-        sampling_params(read, 1000, max_tokens=10, grammar=grammar(read))
+        sampling_params(read, max_tokens=10, grammar=grammar(read))
     except ApiError as error:
         assert error.status == 400 and error.message
     else:
@@ -73,7 +73,7 @@ def test_sampling_fields_keep_their_values() -> None:
     lists = {"stop": ["a", "b"], "stop_token_ids": [1, 2], "bad_words": ["x"], "allowed_token_ids": [4]}
     body = {"prompt": "x", "logit_bias": {"3": -100}, "structured_outputs": {"choice": ["y"]}, **fields, **lists}
     read = decode(msgspec.json.encode(body), protocol.Completion)
-    found = sampling_params(read, 1000, logprobs=2, grammar=grammar(read))
+    found = sampling_params(read, logprobs=2, grammar=grammar(read))
     assert found == SamplingParams(
         **fields,
         **{name: tuple(value) for name, value in lists.items()},
@@ -90,13 +90,13 @@ def test_sampling_fields_keep_their_values() -> None:
 def test_max_completion_tokens_comes_first() -> None:
     body = {"messages": HELLO, "max_tokens": 5, "max_completion_tokens": 7}
     read = decode(msgspec.json.encode(body), protocol.ChatCompletion)
-    assert sampling_params(read, 1000, max_tokens=1000).max_tokens == 7
+    assert sampling_params(read, max_tokens=1000).max_tokens == 7
 
 
 def test_errors_of_the_engine_find_their_status() -> None:
     assert from_engine("internal error: KeyError: 'x'").status == 500
     too_long = from_engine("This model's maximum context length is 5 tokens. However")
-    assert (too_long.status, too_long.code) == (400, "context_length_exceeded")
+    assert (too_long.status, too_long.code, too_long.param) == (400, "context_length_exceeded", None)
     refused = from_engine("grammar: regex cannot be used")
     assert (refused.status, refused.param, refused.message) == (400, "grammar", "grammar: regex cannot be used")
 

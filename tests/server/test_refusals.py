@@ -88,13 +88,13 @@ BIG = 10**400
 NUMBERS: dict[str, list[Any]] = {
     "temperature": [-0.1, 101, BIG, True, "1", [], {}],
     "top_p": [0, -1, 1.5, True, "0.5"],
-    "top_k": [-2, 1.5, True, "3"],
+    "top_k": [-2, 1.5, True, "3", BIG],
     "min_p": [-0.1, 1.1, False],
     "presence_penalty": [-2.1, 2.1, True],
     "frequency_penalty": [-2.1, 2.1, "0"],
     "repetition_penalty": [0, -1, 101],
     "n": [0, -1, 129, 1.5, True, "2", BIG],
-    "max_tokens": [0, -1, CONTEXT + 1, 1.0, True, "16", BIG],
+    "max_tokens": [0, -1, 1.0, True, "16", BIG],
     "min_tokens": [-1, 100, BIG],
     "seed": [2**63, -(2**63) - 1, 0.5, True, BIG],
     "priority": [2**40, 0.5, True],
@@ -108,7 +108,7 @@ NUMBERS: dict[str, list[Any]] = {
 def test_numbers_out_of_range_and_of_other_types(server: Running, path: str) -> None:
     good = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
     more = (
-        {"max_completion_tokens": [0, -1, CONTEXT + 1], "top_logprobs": [-1, 21, True]}
+        {"max_completion_tokens": [0, -1, True, "16", BIG], "top_logprobs": [-1, 21, True]}
         if path == CHAT
         else {"logprobs": [-1, 257, True, 0.5]}
     )
@@ -236,16 +236,35 @@ def test_the_context_ends_where_it_ends(server: Running) -> None:
             if fits:
                 assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == length, answer.text
             else:
-                message = check(answer, 400, "context_length_exceeded")
+                message = check(answer, 400, "context_length_exceeded", "prompt")
                 assert f"This model's maximum context length is {CONTEXT} tokens" in message
     chat = [{"role": "user", "content": "x" * CONTEXT}]
-    check(server.post(CHAT, {"messages": chat}), 400, "context_length_exceeded")
-    check(server.post(CHAT, {"messages": chat, "stream": True}), 400, "context_length_exceeded")
-    # An answer that would go on beyond it ends there, and says so.
-    answer = server.post(
-        COMPLETION, {"prompt": "x" * 250, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-    ).json()
-    assert answer["usage"]["total_tokens"] == CONTEXT and answer["choices"][0]["finish_reason"] == "length"
+    check(server.post(CHAT, {"messages": chat}), 400, "context_length_exceeded", "messages")
+    check(server.post(CHAT, {"messages": chat, "stream": True}), 400, "context_length_exceeded", "messages")
+    check(server.post(COMPLETION, {"prompt": ["x", "x" * 100_000]}), 400, "context_length_exceeded", "prompt")
+
+
+@pytest.mark.parametrize("asked", [CONTEXT - 1, CONTEXT, CONTEXT + 1, 4096, 64_000, 10**9, 2**63 - 1])
+def test_an_answer_is_clipped_to_what_the_context_leaves(server: Running, asked: int) -> None:
+    """Whatever is asked for beyond it: usage and finish_reason say where the answer ended."""
+    options = {"temperature": 0, "ignore_eos": True}
+    whole = {"prompt": "x" * 250, "max_tokens": asked, **options}
+    chat = {"messages": [{"role": "user", "content": "x" * 200}], **options}
+    for path, body in (
+        (COMPLETION, whole),
+        (CHAT, chat | {"max_tokens": asked}),
+        (CHAT, chat | {"max_completion_tokens": asked}),
+    ):
+        answer = server.post(path, body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["total_tokens"] == CONTEXT, answer.text
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+    messages = [{"role": "user", "content": "x" * 200}]
+    answer = server.post("/v1/messages", {"messages": messages, "max_tokens": asked, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    used, reason = answer.json()["usage"], answer.json()["stop_reason"]
+    total = used["input_tokens"] + used["cache_read_input_tokens"] + used["output_tokens"]
+    assert (reason, total) == ("max_tokens", CONTEXT) or (reason == "end_turn" and total < CONTEXT)
 
 
 def test_a_huge_prompt_holds_nobody_up(server: Running) -> None:

@@ -136,7 +136,7 @@ async def prepare(service: Service, chat: Chat, params: SamplingParams) -> Prepa
 
     def work() -> Prepared:
         prompt = render(model, chat)
-        prompt_ids = service.encode(prompt, add_special_tokens=False)
+        prompt_ids = service.encode(prompt, False, "messages")
         return Prepared(prompt, prompt_ids, replace(params, grammar=_grammar(model, chat, params, prompt)), chat, model)
 
     return await service.prepare(work, "messages", chat.num_characters)

@@ -69,10 +69,10 @@ def from_engine(message: str) -> ApiError:
     if message.startswith(INTERNAL):
         return ApiError(500, message, code="internal_error")
     if message.startswith(CONTEXT_WORDS):
-        return context_length(message)
+        return context_length(message, None)
     param = message.partition(":")[0]
     return bad_request(message, param if param.isidentifier() else None)
 
 
-def context_length(message: str) -> ApiError:
-    return bad_request(message, "messages", "context_length_exceeded")
+def context_length(message: str, param: str | None) -> ApiError:
+    return bad_request(message, param, "context_length_exceeded")

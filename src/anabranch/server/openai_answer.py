@@ -32,6 +32,8 @@ class OpenAIAnswer(ABC, Generic[Body]):
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    prompt_field: ClassVar[str]
+    """Of the body: what errors about the prompt name."""
     num_prompts = 1
 
     def __init__(self, service: Service, body: Body, log: dict[str, Any]) -> None:
@@ -60,7 +62,7 @@ class OpenAIAnswer(ABC, Generic[Body]):
             "cache_salt": self.body.cache_salt or "",
             "arrival": time.monotonic(),
         }
-        self.answers.append(self.service.answer(id, prompt_ids, params, tokenizer, **options))
+        self.answers.append(self.service.answer(id, prompt_ids, params, tokenizer, self.prompt_field, **options))
 
     def beside(self) -> dict[str, Any]:
         """What stands beside the choices, of the whole answer or of its first chunk."""

@@ -78,6 +78,7 @@ def _text(content: str | list[ContentPart] | None, param: str) -> str | None:
 
 class ChatAnswer(OpenAIAnswer[ChatCompletion]):
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_field = "messages"
 
     async def prepare(self) -> None:
         body, service = self.body, self.service
@@ -88,7 +89,6 @@ class ChatAnswer(OpenAIAnswer[ChatCompletion]):
                 raise bad_request(f"top_logprobs must lie in [0, {MAX_TOP_LOGPROBS}]", "top_logprobs")
         params = sampling_params(
             body,
-            service.max_model_len,
             max_tokens=service.max_model_len,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=grammar(body),

@@ -30,7 +30,7 @@ def read_prompts(prompt: str | list[Any], service: Service) -> list[str | list[i
         if not isinstance(one, list) or not one:
             empty = "is empty: give at least one token" if one in ("", []) else "must be text or token ids"
             raise bad_request(f"prompt[{number}] {empty}", "prompt")
-        service.check_length(len(one))
+        service.check_length(len(one), "prompt")
         if not all(type(token) is int and 0 <= token < 2**31 for token in one):
             raise bad_request(f"prompt[{number}]: token ids must be integers from 0 on", "prompt")
     return prompts
@@ -38,6 +38,7 @@ def read_prompts(prompt: str | list[Any], service: Service) -> list[str | list[i
 
 class CompletionAnswer(OpenAIAnswer[Completion]):
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prompt_field = "prompt"
 
     def __init__(self, service: Service, body: Completion, log: dict[str, Any]) -> None:
         super().__init__(service, body, log)
@@ -49,7 +50,6 @@ class CompletionAnswer(OpenAIAnswer[Completion]):
         body, service = self.body, self.service
         params = sampling_params(
             body,
-            service.max_model_len,
             max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs,
             grammar=grammar(body),
@@ -58,7 +58,8 @@ class CompletionAnswer(OpenAIAnswer[Completion]):
 
         def encode() -> list[list[int]]:
             return [
-                service.encode(one, body.add_special_tokens) if isinstance(one, str) else one for one in self.prompts
+                service.encode(one, body.add_special_tokens, "prompt") if isinstance(one, str) else one
+                for one in self.prompts
             ]
 
         size = sum(len(one) for one in self.prompts if isinstance(one, str))

@@ -22,8 +22,9 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 OBJECT = {"type": "object"}
 
 
-def sampling_params(body: Sampling, max_model_len: int, **fixed: Any) -> SamplingParams:
-    """`fixed` are the dialect's: logprobs, grammar, and max_tokens where none was asked for."""
+def sampling_params(body: Sampling, **fixed: Any) -> SamplingParams:
+    """`fixed` are the dialect's: logprobs, grammar, and max_tokens where none was asked for. A request may ask for more
+    tokens than the context leaves: the engine ends the answer there, with finish_reason "length"."""
     given: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}
     given |= {name: tuple(value) for name in LISTS if (value := getattr(body, name)) is not None}
     if body.stop is not None:
@@ -36,8 +37,6 @@ def sampling_params(body: Sampling, max_model_len: int, **fixed: Any) -> Samplin
         )
     name, asked = _max_tokens(body)
     if asked is not None:
-        if asked > max_model_len:
-            raise bad_request(f"{name} is more than this model's context of {max_model_len} tokens", name)
         fixed["max_tokens"] = asked
     try:
         return SamplingParams(**given, **fixed)

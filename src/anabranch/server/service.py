@@ -155,40 +155,43 @@ class Service:
         except ValueError as error:
             raise bad_request(str(error), param) from None
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """For `prepare`. Text that cannot fit, however it is cut into tokens, is refused without cutting it."""
+    def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        """For `prepare`; `param` is the field that errors name. Text that cannot fit, however it is cut into tokens, is
+        refused without cutting it."""
         limit = self.max_model_len
         if len(text) > limit * self.model.longest_token:
             raise context_length(
                 f"{CONTEXT_WORDS} {limit} tokens. However, the prompt has {len(text)} characters, which are more "
-                "tokens than that in any case. Shorten the prompt."
+                "tokens than that in any case. Shorten the prompt.",
+                param,
             )
         ids = self.model.tokenizer.encode(text, add_special_tokens)
-        self.check_length(len(ids))
+        self.check_length(len(ids), param)
         return ids
 
-    def check_length(self, num_tokens: int) -> None:
+    def check_length(self, num_tokens: int, param: str) -> None:
         limit = self.max_model_len
         if num_tokens >= limit:
             position = self.model.config.max_position
             pool = "" if limit == position else f" (the model's own limit is {position}; the KV pool holds {limit})"
             raise context_length(
                 f"{CONTEXT_WORDS} {limit} tokens{pool}. However, the prompt has {num_tokens} tokens and at least one "
-                "is to be generated. Shorten the prompt."
+                "is to be generated. Shorten the prompt.",
+                param,
             )
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def answer(
-        self, id: str, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer, **options: Any
+        self, id: str, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer, param: str, **options: Any
     ) -> Answer:
-        """A prompt that was checked becomes an Answer; `generate` makes it grow."""
+        """A prompt that was checked becomes an Answer; `generate` makes it grow. Errors name the field `param`."""
         if not prompt_ids:
-            raise bad_request("the prompt is empty: give at least one token", "prompt")
+            raise bad_request("the prompt is empty: give at least one token", param)
         vocabulary = self.model.config.vocab_size
         if (largest := max(prompt_ids)) >= vocabulary:
-            raise bad_request(f"prompt: token id {largest} is not in the vocabulary [0, {vocabulary})", "prompt")
-        self.check_length(len(prompt_ids))
+            raise bad_request(f"{param}: token id {largest} is not in the vocabulary [0, {vocabulary})", param)
+        self.check_length(len(prompt_ids), param)
         return Answer(id, prompt_ids, params, tokenizer, **options)
 
     async def generate(self, answers: list[Answer]) -> AsyncGenerator[tuple[int, Delta], None]:
