@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from anabranch.server.anthropic import Messages, Reply, chat_completion, encode, error_body, shows_thinking, usage
+from anabranch.server.body import decode
 from anabranch.server.errors import ApiError
 from anabranch.server.openai_chat import read_chat
 from anabranch.server.parsers import Content, Named, Part, Reasoning, ToolCallArguments, ToolCallBegin
@@ -26,7 +27,7 @@ def body(**fields: Any) -> Messages:
     """A body that the client's types allow, taken as the server takes it."""
     raw = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]} | fields
     BODIES.validate_python(raw)
-    return msgspec.json.decode(json.dumps(raw), type=Messages, strict=True)
+    return decode(json.dumps(raw).encode(), Messages)
 
 
 def refused(**fields: Any) -> str:
@@ -146,7 +147,7 @@ def test_what_cannot_be_done_is_refused() -> None:
     user = {"role": "user", "content": [{"type": "text", "text": "Hi"}, image]}
     assert refused(messages=[user]) == "messages[0].content[1]: 'image' cannot be read here: this model takes text"
     result = {"type": "tool_result", "tool_use_id": "a", "content": [image]}
-    assert "messages[0].content[0].content: 'image'" in refused(messages=[{"role": "user", "content": [result]}])
+    assert "messages[0].content[0].content[0]: 'image'" in refused(messages=[{"role": "user", "content": [result]}])
     prefill = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
     assert "answers cannot be continued" in refused(messages=prefill)
     search = {"type": "web_search_20250305", "name": "web_search"}

@@ -156,6 +156,7 @@ def test_lists_and_texts_over_their_caps(server: Running) -> None:
         ("best_of", 3),
         ("stream_options", {"include_usage": True}),
         ("temprature", 0.5),
+        ("response_format", {"type": "text", "strct": True}),
     ]
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for name, value in cases:
@@ -183,6 +184,7 @@ def test_messages(server: Running) -> None:
         ([{"role": "user", "content": image}], "messages"),
         ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], "messages"),
         ([{"role": "user", "content": 7}], "messages"),
+        ([{"role": "user", "content": "hello", "foo": 1}], "messages"),
         ([{"role": "user", "content": "x"}] * 4097, "messages"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages"),
     ]

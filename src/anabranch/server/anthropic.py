@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from anabranch.server import protocol
 from anabranch.server.errors import ApiError, bad_request
 from anabranch.server.parsers import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
 from anabranch.server.parsers.schema import strict_json
-from anabranch.server.protocol import MAX_MESSAGES, MAX_TOOLS, ChatCompletion, Name, StopTexts
+from anabranch.server.protocol import MAX_MESSAGES, MAX_TOOLS, Body, ChatCompletion, Name, StopTexts
 
 Event = dict[str, Any]
 
@@ -31,8 +31,11 @@ TOO_LONG = "prompt is too long"  # clients look for these words before they shor
 # Bodies.
 
 
-class Block(Struct, kw_only=True):
-    """A piece of content: text, a thought, a call or its result. Other kinds are refused by name."""
+class Block(Body, kw_only=True):
+    """A piece of content: text, a thought, a call or its result."""
+
+    KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+    OTHER_KINDS = "cannot be read here: this model takes text"
 
     type: Name
     text: str | None = None
@@ -43,46 +46,63 @@ class Block(Struct, kw_only=True):
     tool_use_id: Name | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None
+    signature: Any = None  # no effect, as all that follow
+    data: Any = None
+    citations: Any = None
+    cache_control: Any = None
+    caller: Any = None
+    toolset_name: Any = None
 
 
 Blocks = Annotated[list[Block], Meta(max_length=MAX_MESSAGES)]
 
 
-class Message(Struct, kw_only=True):
+class Message(Body, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
 
 
-class Tool(Struct, kw_only=True):
+class Tool(Body, kw_only=True):
+    KINDS = ("custom",)
+    OTHER_KINDS = "is a tool of Anthropic's servers, which does not run here"
+
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
     type: Name | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None  # no effect, as all that follow
+    input_examples: Any = None
+    cache_control: Any = None
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    eager_input_streaming: Any = None
 
 
-class ToolChoice(Struct, kw_only=True):
+class ToolChoice(Body, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool = False
 
 
-class ThinkingConfig(Struct, kw_only=True):
+class ThinkingConfig(Body, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None  # no effect
     display: Literal["summarized", "omitted"] | None = None
+    block_binding: Any = None  # no effect
 
 
-class OutputFormat(Struct, kw_only=True):
+class OutputFormat(Body, kw_only=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(Struct, kw_only=True):
+class OutputConfig(Body, kw_only=True):
     format: OutputFormat | None = None
     effort: Name | None = None
+    task_budget: Any = None  # no effect
 
 
-class CountTokens(Struct, kw_only=True):
+class CountTokens(Body, kw_only=True):
     model: Name | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Blocks | None = None
@@ -162,7 +182,7 @@ def _read_choice(choice: ToolChoice) -> protocol.ToolChoice:
 
 def _read_tool(tool: Tool, param: str) -> protocol.Tool:
     if tool.type not in (None, "custom"):
-        raise bad_request(f"{param}: {tool.type!r} is a tool of Anthropic's servers, which does not run here", param)
+        raise bad_request(f"{param}: {tool.type!r} {Tool.OTHER_KINDS}", param)
     if tool.input_schema is None:
         raise bad_request(f"{param}: input_schema is missing", f"{param}.input_schema")
     function = protocol.ToolFunction(name=tool.name, description=tool.description, parameters=tool.input_schema)
@@ -233,7 +253,7 @@ def _text(content: str | list[Block], param: str) -> str:
         return content
     for block in content:
         if block.type != "text" or block.text is None:
-            raise bad_request(f"{param}: {block.type!r} cannot be read here: this model takes text", param)
+            raise bad_request(f"{param}: {block.type!r} {Block.OTHER_KINDS}", param)
     return "\n".join(block.text or "" for block in content)
 
 

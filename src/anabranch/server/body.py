@@ -1,13 +1,13 @@
 """A request's body: read within its limits, taken as strict JSON, held against a schema.
 
-Nothing is coerced: true is no number, "16" no integer, NaN no JSON. A null at the top means "not given". A field nobody
-knows is a mistake, told with the nearest known one, because an option that is silently ignored misleads.
+Nothing is coerced: true is no number, "16" no integer, NaN no JSON. A null at the top means "not given". A field that
+the schema does not know, at the top or inside, is an error that names the nearest known one (fields.py): an option that
+is silently ignored misleads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import re
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import msgspec
 from fastapi import Request
 
 from anabranch.server.errors import ApiError, bad_request
+from anabranch.server.fields import check_fields
 
 Schema = TypeVar("Schema", bound=msgspec.Struct)
 
@@ -71,14 +72,14 @@ def decode(body: bytes, schema: type[Schema]) -> Schema:
         reason = "too deeply nested" if isinstance(error, RecursionError) else str(error)
         raise bad_request(f"the body is not valid JSON: {reason}", code="invalid_json") from None
     raw = {name: value for name, value in raw.items() if value is not None}
-    known = [field.encode_name for field in msgspec.structs.fields(schema)]
-    for name in raw:
-        if name not in known:
-            near = difflib.get_close_matches(name[:100], known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise bad_request(f"unknown field {name[:100]!r}{hint}", name[:100], "unknown_parameter")
     try:
-        return msgspec.convert(raw, schema, strict=True)
+        try:
+            return msgspec.convert(raw, schema, strict=True)
+        except msgspec.ValidationError as error:
+            if "unknown field" not in str(error):
+                raise
+            check_fields(raw, schema)
+            return msgspec.convert(raw, schema, strict=True)  # without the unknown ones that are null
     except (msgspec.ValidationError, OverflowError) as error:
         text = str(error)
         found = _PATH.search(text)

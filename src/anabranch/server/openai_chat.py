@@ -36,7 +36,7 @@ def read_chat(body: ChatCompletion | Tokenize) -> Chat:
         choice = "auto"
     return Chat(
         messages=read_messages(body.messages or []),
-        tools=msgspec.to_builtins(body.tools or []),
+        tools=[{"type": tool.type, "function": msgspec.to_builtins(tool.function)} for tool in body.tools or []],
         tool_choice=Named(choice.function.name) if isinstance(choice, NamedTool) else choice,
         parallel_tool_calls=getattr(body, "parallel_tool_calls", True),
         template_options=options,
@@ -53,6 +53,9 @@ def read_messages(messages: list[Message]) -> list[dict[str, Any]]:
                 conversation.add("user" if message.role == "user" else "system", content, message.name)
             case "assistant":
                 calls = [(c.id or "", c.function.name, c.function.arguments) for c in message.tool_calls or []]
+                if not calls and (call := message.function_call) is not None:
+                    calls = [("", call.name, call.arguments)]
+                content = message.refusal if content is None else content
                 conversation.add_answer(content, message.reasoning_content or message.reasoning, calls)
             case "tool" | "function":
                 conversation.add_result(message.tool_call_id, content, message.name)
@@ -71,7 +74,7 @@ def _text(content: str | list[ContentPart] | None, param: str) -> str | None:
     for number, part in enumerate(content):
         text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
         if text is None:
-            raise bad_request(f"{param}[{number}]: {part.type!r} cannot be read: this model takes text only", param)
+            raise bad_request(f"{param}[{number}]: {part.type!r} {ContentPart.OTHER_KINDS}", param)
         texts.append(text)
     return "\n".join(texts)
 

@@ -1,14 +1,15 @@
 """The bodies of requests in OpenAI's dialect and what vLLM adds to it, as schemas. Types and caps on sizes only.
 
 Ranges of sampling parameters are SamplingParams' own; what a field means is openai_chat's and openai_completions'.
-Fields marked "no effect" are accepted because clients send them.
+A field that a schema does not know is refused, at every depth. Fields marked "no effect" are known because clients
+send them, such as those of an answer that comes back as part of the conversation.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
@@ -28,25 +29,35 @@ LogitBias = Annotated[dict[Annotated[str, Meta(max_length=16)], float], Meta(max
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
-class StreamOptions(Struct, kw_only=True):
+class Body(Struct, forbid_unknown_fields=True):
+    """A body, or an object in one. Those of several kinds name the ones that are read, so that others are refused by
+    their kind and not by a field of theirs."""
+
+    KINDS: ClassVar[tuple[str, ...]] = ()
+    """Values of `type`."""
+    OTHER_KINDS: ClassVar[str] = ""
+    """What is wrong with others: "'image' cannot be read ..."."""
+
+
+class StreamOptions(Body, kw_only=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # no effect
 
 
-class JsonSchema(Struct, kw_only=True):
+class JsonSchema(Body, kw_only=True):
     name: Name = ""
     description: str | None = None
     schema: dict[str, Any] | bool | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Struct, kw_only=True):
+class ResponseFormat(Body, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+class StructuredOutputs(Body, kw_only=True):
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: Choices | None = None
@@ -54,7 +65,7 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class Sampling(Struct, kw_only=True):
+class Sampling(Body, kw_only=True):
     """What both dialects of generation share."""
 
     model: Name | None = None
@@ -101,49 +112,66 @@ class Sampling(Struct, kw_only=True):
     guided_decoding_backend: Name | None = None
 
 
-class ToolFunction(Struct, kw_only=True, omit_defaults=True):
+class ToolFunction(Body, kw_only=True, omit_defaults=True):
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    returns: dict[str, Any] | None = field(name="return", default=None)
+    """As transformers describes a function; templates may show it."""
     strict: bool | None = None
 
 
-class Tool(Struct, kw_only=True):
+class Tool(Body, kw_only=True):
     type: Literal["function"]
     function: ToolFunction
+    cache_control: Any = None  # no effect
 
 
-class NamedFunction(Struct, kw_only=True):
+class NamedFunction(Body, kw_only=True):
     name: Name
 
 
-class NamedTool(Struct, kw_only=True):
+class NamedTool(Body, kw_only=True):
     type: Literal["function"]
     function: NamedFunction
 
 
-class FunctionCall(Struct, kw_only=True):
+class FunctionCall(Body, kw_only=True):
     name: Name
     arguments: str | dict[str, Any] | None = None
+    parsed_arguments: Any = None  # no effect, as all that follow
+    provider_specific_fields: Any = None
 
 
-class ToolCall(Struct, kw_only=True):
+class ToolCall(Body, kw_only=True):
     function: FunctionCall
     id: Name | None = None
     type: Literal["function"] = "function"
+    index: int | None = None  # no effect, as all that follow
+    cache_control: Any = None
+    extra_content: Any = None
+    provider_specific_fields: Any = None
 
 
-class Part(Struct, kw_only=True):
-    """One piece of a message's content. Only text can be read; other kinds are refused by name."""
+class Part(Body, kw_only=True):
+    """One piece of a message's content. Only text can be read."""
+
+    KINDS = ("text", "refusal")
+    OTHER_KINDS = "cannot be read: this model takes text only"
 
     type: Name
     text: str | None = None
     refusal: str | None = None
+    id: Any = None  # no effect, as all that follow
+    index: Any = None
+    annotations: Any = None
+    citations: Any = None
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+    extras: Any = None
 
 
-class Message(Struct, kw_only=True):
-    """Other fields are left out: clients send answers back as they came, with whatever was in them."""
-
+class Message(Body, kw_only=True):
     role: Name
     content: str | list[Part] | None = None
     name: Name | None = None
@@ -151,6 +179,19 @@ class Message(Struct, kw_only=True):
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
+    """In place of content that is null."""
+    function_call: FunctionCall | None = None
+    """What tool_calls were before there could be several."""
+    id: Any = None  # no effect, as all that follow: clients send answers back as they came
+    annotations: Any = None
+    parsed: Any = None
+    reasoning_details: Any = None
+    reasoning_items: Any = None
+    thinking_blocks: Any = None
+    provider_specific_fields: Any = None
+    extra_content: Any = None
+    cache_control: Any = None
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -178,6 +219,9 @@ class ChatCompletion(Sampling, kw_only=True):
     store: bool | None = None
     service_tier: Name | None = None
     prompt_cache_key: Name | None = None
+    prompt_cache_retention: Name | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
     safety_identifier: Name | None = None
     verbosity: Name | None = None
     modalities: list[Literal["text"]] | None = None
@@ -193,7 +237,7 @@ class Completion(Sampling, kw_only=True):
     """Filling in before a suffix is not supported."""
 
 
-class Tokenize(Struct, kw_only=True):
+class Tokenize(Body, kw_only=True):
     model: Name | None = None
     prompt: Annotated[str, Meta(max_length=MAX_TOKENIZED)] | None = None
     messages: Messages | None = None
@@ -205,7 +249,7 @@ class Tokenize(Struct, kw_only=True):
     return_token_strs: bool = False
 
 
-class Detokenize(Struct, kw_only=True):
+class Detokenize(Body, kw_only=True):
     model: Name | None = None
     tokens: ManyTokenIds
     skip_special_tokens: bool = False

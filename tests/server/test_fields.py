@@ -1,0 +1,197 @@
+"""Fields inside bodies: misspelt ones are refused by path, those that clients send along are known."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import anthropic.types as anthropic_types
+import anthropic.types.beta as anthropic_beta
+import msgspec
+import openai.types.chat as openai_types
+import openai.types.shared_params as openai_shared
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_openai.chat_models.base import _convert_message_to_dict
+
+from anabranch.server import anthropic, protocol
+from anabranch.server.body import decode
+from anabranch.server.errors import ApiError
+from anabranch.server.openai_chat import read_chat
+from anabranch.server.protocol import ChatCompletion
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def read(schema: type[Any], **fields: Any) -> Any:
+    needed = {"max_tokens": 5} if schema is anthropic.Messages else {}
+    return decode(msgspec.json.encode({"messages": HELLO, **needed, **fields}), schema)
+
+
+def assistant(**fields: Any) -> dict[str, Any]:
+    return {"messages": [*HELLO, {"role": "assistant", "content": "hi", **fields}, *HELLO]}
+
+
+CHAT, MESSAGES = ChatCompletion, anthropic.Messages
+MISSPELT: list[tuple[type[Any], dict[str, Any], str, str]] = [
+    (CHAT, {"temprature": 1}, "temprature", "temperature"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "nam": "y"}]}, "messages[0].nam", "name"),
+    (CHAT, {"messages": [*HELLO, {"role": "user", "content": "x", "foo": 1}]}, "messages[1].foo", ""),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "txt": "x", "text": "y"}]}]},
+     "messages[0].content[0].txt", "text"),
+    (CHAT, assistant(tool_calls=[CALL | {"indx": 0}]), "messages[1].tool_calls[0].indx", "index"),
+    (CHAT, assistant(tool_calls=[CALL | {"function": {"name": "f", "argumnts": "{}"}}]),
+     "messages[1].tool_calls[0].function.argumnts", "arguments"),
+    (CHAT, {"tools": [TOOL | {"function": FUNCTION | {"descripton": "x"}}]}, "tools[0].function.descripton",
+     "description"),
+    (CHAT, {"tools": [TOOL | {"name": "f"}]}, "tools[0].name", ""),
+    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f", "nme": "g"}}},
+     "tool_choice.function.nme", "name"),
+    (CHAT, {"response_format": {"type": "json_object", "strct": True}}, "response_format.strct", ""),
+    (CHAT, {"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "json_schema"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strct": True}}},
+     "response_format.json_schema.strct", "strict"),
+    (CHAT, {"stream": True, "stream_options": {"include_usge": True}}, "stream_options.include_usge", "include_usage"),
+    (CHAT, {"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "regex"),
+    (protocol.Tokenize, {"messages": [{"role": "user", "content": "x", "nam": "y"}]}, "messages[0].nam", "name"),
+    (MESSAGES, {"messages": [{"role": "user", "content": "x", "id": "y"}]}, "messages[0].id", ""),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_contrl": {}}]}]},
+     "messages[0].content[0].cache_contrl", "cache_control"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x", "txt": "y"}]}]}]},
+     "messages[0].content[0].content[0].txt", "text"),
+    (MESSAGES, {"system": [{"type": "text", "text": "x", "foo": 1}]}, "system[0].foo", ""),
+    (MESSAGES, {"tools": [{"name": "f", "input_schem": {}}]}, "tools[0].input_schem", "input_schema"),
+    (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel": True}}, "tool_choice.disable_parallel",
+     "disable_parallel_tool_use"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget": 5}}, "thinking.budget", "budget_tokens"),
+    (MESSAGES, {"output_config": {"format": {"type": "json_schema", "shema": {}}}}, "output_config.format.shema",
+     "schema"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "fields", "param", "near"), MISSPELT, ids=[case[2] for case in MISSPELT])
+def test_a_misspelt_field_is_refused_by_path(schema: type[Any], fields: Any, param: str, near: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read(schema, **fields)
+    error = caught.value
+    assert (error.status, error.code, error.param) == (400, "unknown_parameter", param), error.message
+    assert repr(param) in error.message and (not near or f"did you mean {near!r}?" in error.message)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields", "param", "words"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+         "messages[0].content[0]", "'image_url' cannot be read: this model takes text only"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+         "messages[0].content[0]", "'image' cannot be read here"),
+        (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]}, "tools[0]",
+         "Anthropic's servers"),
+    ],
+)  # fmt: skip
+def test_what_is_of_another_kind_is_refused_by_its_kind(schema: type[Any], fields: Any, param: str, words: str) -> None:
+    with pytest.raises(ApiError, match=words) as caught:
+        read(schema, **fields)
+    assert caught.value.param == param
+
+
+def test_null_means_not_given_inside_too() -> None:
+    body = read(CHAT, **assistant(audio=None, function_call=None, tool_calls=None, unheard_of=None))
+    assert body.messages[1].content == "hi"
+
+
+# What clients send.
+
+ECHOES: dict[str, dict[str, Any]] = {
+    "openai": openai_types.ChatCompletionMessage.model_validate(
+        {"role": "assistant", "content": "hi", "refusal": None, "annotations": [], "reasoning_content": "hm",
+         "reasoning": "hm", "tool_calls": [CALL]}
+    ).model_dump(),
+    "openai, parsed": openai_types.ParsedChatCompletionMessage.model_validate(
+        {"role": "assistant", "content": "hi", "parsed": {"a": 1},
+         "tool_calls": [CALL | {"function": CALL["function"] | {"parsed_arguments": {}}}]}  # type: ignore[operator]
+    ).model_dump(),
+    "litellm": {
+        "role": "assistant", "content": "hi", "function_call": None, "audio": None, "annotations": [],
+        "provider_specific_fields": {"refusal": None}, "thinking_blocks": [], "reasoning_content": "hm",
+        "tool_calls": [CALL | {"index": 0, "provider_specific_fields": {}}],
+    },
+    "langchain": _convert_message_to_dict(
+        AIMessage("hi", tool_calls=[{"name": "f", "args": {}, "id": "1"}], additional_kwargs={"refusal": None})
+    ),
+    "langchain, blocks": _convert_message_to_dict(AIMessage([{"type": "text", "text": "hi", "annotations": []}])),
+    "openrouter": {"role": "assistant", "content": "hi", "reasoning": "hm", "reasoning_details": [{"type": "x"}]},
+    "cached": {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ECHOES)
+def test_messages_as_clients_send_them_back(name: str) -> None:
+    chat = read_chat(read(CHAT, messages=[*HELLO, ECHOES[name], *HELLO]))
+    assert chat.messages[1]["content"] == "hi"
+    assert len(chat.messages[1].get("tool_calls", ())) == len(ECHOES[name].get("tool_calls") or ())
+
+
+def test_langchains_results_of_tools() -> None:
+    sent = [HumanMessage("hello"), AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}])]
+    messages = [*map(_convert_message_to_dict, [*sent, ToolMessage("done", tool_call_id="1", name="f")])]
+    assert read_chat(read(CHAT, messages=messages)).messages[-1]["name"] == "f"
+
+
+def test_a_function_call_of_old_is_a_tool_call() -> None:
+    body = read(CHAT, **assistant(content=None, function_call={"name": "f", "arguments": '{"a": 1}'}))
+    (call,) = read_chat(body).messages[1]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": {"a": 1}}
+
+
+def test_a_refusal_is_what_was_answered() -> None:
+    assert read_chat(read(CHAT, **assistant(content=None, refusal="no"))).messages[1]["content"] == "no"
+
+
+def test_templates_see_of_a_tool_what_they_saw_before() -> None:
+    given = FUNCTION | {"description": "d", "strict": True, "return": {"type": "string"}}
+    tool = {"type": "function", "function": given, "cache_control": {"type": "ephemeral"}}
+    assert read_chat(read(CHAT, tools=[tool, TOOL])).tools == [{"type": "function", "function": given}, TOOL]
+
+
+KNOWN: list[tuple[type[Any], Any, set[str]]] = [
+    *[
+        (protocol.Message, getattr(openai_types, f"ChatCompletion{role}MessageParam"), {"audio"})
+        for role in ("Developer", "System", "User", "Assistant", "Tool", "Function")
+    ],
+    (protocol.Message, openai_types.ParsedChatCompletionMessage, {"audio"}),
+    (protocol.Part, openai_types.ChatCompletionContentPartTextParam, set()),
+    (protocol.Part, openai_types.ChatCompletionContentPartRefusalParam, set()),
+    (protocol.ToolCall, openai_types.ChatCompletionMessageFunctionToolCallParam, set()),
+    (protocol.Tool, openai_types.ChatCompletionFunctionToolParam, set()),
+    (protocol.ToolFunction, openai_shared.FunctionDefinition, set()),
+    (protocol.NamedTool, openai_types.ChatCompletionNamedToolChoiceParam, set()),
+    (protocol.StreamOptions, openai_types.ChatCompletionStreamOptionsParam, set()),
+    (protocol.ResponseFormat, openai_shared.ResponseFormatJSONSchema, set()),
+    *[
+        (anthropic.Block, getattr(types, prefix + name), set())
+        for types, prefix in ((anthropic_types, ""), (anthropic_beta, "Beta"))
+        for name in (
+            *("TextBlockParam", "ThinkingBlockParam", "RedactedThinkingBlockParam", "ToolUseBlockParam"),
+            *("ToolResultBlockParam", "TextBlock", "ThinkingBlock", "RedactedThinkingBlock", "ToolUseBlock"),
+        )
+    ],
+    (anthropic.Tool, anthropic_beta.BetaToolParam, set()),
+    (anthropic.ToolChoice, anthropic_types.ToolChoiceToolParam, set()),
+    (anthropic.ThinkingConfig, anthropic_beta.BetaThinkingConfigEnabledParam, set()),
+    (anthropic.OutputConfig, anthropic_beta.BetaOutputConfigParam, set()),
+    (anthropic.OutputFormat, anthropic_types.JSONOutputFormatParam, set()),
+    (anthropic.Message, anthropic_types.AssistantMessageParam, set()),
+]
+
+
+@pytest.mark.parametrize(("schema", "theirs", "other"), KNOWN)
+def test_every_field_of_the_clients_types_is_known(schema: type[Any], theirs: Any, other: set[str]) -> None:
+    """`other`: what a model of text cannot take; null is all clients send there."""
+    sent = set(getattr(theirs, "model_fields", None) or typing.get_type_hints(theirs))
+    known = {field.encode_name for field in msgspec.structs.fields(schema)}
+    assert sent and sent - known == other & sent
