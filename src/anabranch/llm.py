@@ -146,15 +146,20 @@ class LLM:
     def render(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any
     ) -> list[int]:
-        """A conversation as the model's chat template writes it, in token ids, ready for the answer."""
-        from anabranch.engine.chat_template import ChatTemplate
+        """A conversation as the model's chat template writes it, in token ids, ready for the answer. Special tokens
+        that a message spells out, such as <|im_end|>, are text."""
+        from anabranch.engine.chat_template import NO_TOOLS, ChatTemplate
+        from anabranch.engine.special_text import render_chat
 
         if self.tokenizer is None:
             raise ValueError("the model folder has no tokenizer.json: a chat needs one")
         if self._template is None:
             self._template = ChatTemplate(self.engine.config.model)
-        text = self._template.render(list(messages), tools=list(tools) if tools else None, **template_options)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        if tools and not self._template.writes_tools:
+            raise ValueError(NO_TOOLS)
+        given = list(tools) if tools else None
+        rendered = render_chat(self._template, self.tokenizer, list(messages), given, **template_options)
+        return self.tokenizer.encode(rendered.text, False, rendered.plain)
 
     def _add(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Answer:
         from anabranch.engine.output import Answer

@@ -2,7 +2,8 @@
 
 A template is a program. It comes from the model folder or from a file the operator names, never from a request: the
 sandbox keeps it from the machine, but not from filling the memory. All templates share one environment. Its text has
-its special tokens written out: encode it with add_special_tokens=False.
+its special tokens written out: encode it with add_special_tokens=False. special_text.render_chat also keeps special
+tokens that a message spells apart from the template's own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ RESERVED = frozenset(
     + ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 )
 """Not for a user to set: what `render` sets itself, and the parameters of transformers' apply_chat_template."""
+
+NO_TOOLS = (
+    "the model's chat template does not write tools, so the model would not see them; serve it with a template that "
+    'does (--chat-template FILE), or leave tools out (in a request also: tool_choice "none")'
+)
+SEARCHES = ("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "replace")
+"""Methods of strings whose arguments are looked for in them."""
 
 
 class ChatTemplate:
@@ -55,7 +63,7 @@ class ChatTemplate:
 
         _check_messages(messages)
         self.check_variables(kwargs)
-        template = self._choose(tools)
+        template = self.templates[self._choose(tools)]
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             text: str = template.render(self.special_tokens | {"documents": None} | kwargs | given)
@@ -67,17 +75,42 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot render these messages: {reason}") from None
         return text
 
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether tools get into the prompt: a template may never read the variable."""
+        from jinja2 import nodes
+
+        if not self.templates:
+            return True  # `render` says what is missing
+        names = _environment().parse(self.sources[self._choose(tools=())]).find_all(nodes.Name)
+        return any(node.name == "tools" and node.ctx == "load" for node in names)
+
+    @cached_property
+    def sought(self) -> frozenset[str]:
+        """Text that the templates look for in messages, or cut them at, such as </think>."""
+        from jinja2 import nodes
+
+        found: list[nodes.Expr] = []
+        for tree in map(_environment().parse, self.sources.values()):
+            for compared in tree.find_all(nodes.Compare):
+                if any(operand.op in ("in", "notin") for operand in compared.ops):
+                    found.append(compared.expr)
+            for call in tree.find_all(nodes.Call):
+                if isinstance(call.node, nodes.Getattr) and call.node.attr in SEARCHES:
+                    found += call.args
+        return frozenset(node.value for node in found if isinstance(node, nodes.Const) and isinstance(node.value, str))
+
     def check_variables(self, names: Iterable[str]) -> None:
         """Refuse variables that are not the user's; for requests, before `render` meets a name twice."""
         for name in names:
             if name in RESERVED or name in self.special_tokens or name in _environment().globals:
                 raise ValueError(f"the chat template variable {name!r} is reserved and cannot be set")
 
-    def _choose(self, tools: object) -> Any:
+    def _choose(self, tools: object) -> str:
         if tools is not None and "tool_use" in self.templates:
-            return self.templates["tool_use"]
+            return "tool_use"
         if "default" in self.templates:
-            return self.templates["default"]
+            return "default"
         if not self.templates:
             raise ValueError(f"{self.folder}: no chat template; name a file with one, or give a prompt, not messages")
         names = ", ".join(sorted(self.templates))

@@ -15,11 +15,14 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+
+from anabranch.engine.special_text import Spans, SpecialText
 
 
 class Tokenizer:
@@ -74,15 +77,22 @@ class Tokenizer:
         token_id: int | None = self.backend.token_to_id(token)
         return token_id
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    @cached_property
+    def special_text(self) -> SpecialText:
+        return SpecialText(self.backend)
+
+    def encode(self, text: str, add_special_tokens: bool = True, plain: Spans = ()) -> list[int]:
         """`add_special_tokens` puts the tokens around the text that the model was trained with (often a bos).
 
         A chat template writes them itself: give False for its text. Strings that spell a special token become that
-        token either way. Other threads may run meanwhile, however long the text.
+        token either way, but not within `plain`, spans [begin, end) that each spell one. Other threads may run
+        meanwhile, however long the text.
         """
         if not isinstance(text, str):
             raise ValueError(f"text must be a str, not {type(text).__name__}")
         try:
+            if plain:
+                return self.special_text.encode(text, add_special_tokens, plain)
             # The batch call leaves out offsets and lets go of the interpreter lock; `encode` does neither.
             ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except Exception as error:  # the library raises TypeError for text that is no Unicode, plain Exception else

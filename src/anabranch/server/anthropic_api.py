@@ -62,7 +62,8 @@ async def count_tokens(request: Request) -> Response:
     chat.check()
 
     def work() -> int:
-        return len(model.tokenizer.encode(render(model, chat), add_special_tokens=False))
+        rendered = render(model, chat)
+        return len(model.tokenizer.encode(rendered.text, False, rendered.plain))
 
     return json_response({"input_tokens": await service.prepare(work, "messages", chat.num_characters)})
 

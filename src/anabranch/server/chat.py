@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from anabranch.engine.chat_template import NO_TOOLS
+from anabranch.engine.special_text import Rendered, render_chat
 from anabranch.sampling_params import Grammar, SamplingParams
 from anabranch.server.errors import bad_request
 from anabranch.server.parsers import (
@@ -135,8 +137,8 @@ async def prepare(service: Service, chat: Chat, params: SamplingParams) -> Prepa
         raise bad_request("tool_choice asks for a tool call, response_format for other text: give one", "tool_choice")
 
     def work() -> Prepared:
-        prompt = render(model, chat)
-        prompt_ids = service.encode(prompt, False, "messages")
+        rendered = render(model, chat)
+        prompt, prompt_ids = rendered.text, service.encode(rendered.text, False, "messages", rendered.plain)
         return Prepared(prompt, prompt_ids, replace(params, grammar=_grammar(model, chat, params, prompt)), chat, model)
 
     return await service.prepare(work, "messages", chat.num_characters)
@@ -152,12 +154,14 @@ def _grammar(model: Model, chat: Chat, params: SamplingParams, prompt: str) -> G
         raise bad_request(str(error), "tool_choice" if params.grammar is None else "structured_outputs") from None
 
 
-def render(model: Model, chat: Chat) -> str:
+def render(model: Model, chat: Chat) -> Rendered:
     """The text of the prompt; ValueError if the template refuses the messages."""
     model.template.check_variables(chat.template_options)
     tools = chat.tools if chat.offered else None
-    return model.template.render(
-        chat.messages, tools, add_generation_prompt=chat.add_generation_prompt, **chat.template_options
+    if tools and not model.template.writes_tools:
+        raise bad_request(NO_TOOLS, "tools")
+    return render_chat(
+        model.template, model.tokenizer, chat.messages, tools, chat.add_generation_prompt, **chat.template_options
     )
 
 

@@ -89,7 +89,8 @@ async def tokenize(request: Request) -> Response:
 
     def work() -> list[int]:
         if chat is not None:
-            return tokenizer.encode(render(service.model, chat), bool(body.add_special_tokens))
+            rendered = render(service.model, chat)
+            return tokenizer.encode(rendered.text, bool(body.add_special_tokens), rendered.plain)
         return tokenizer.encode(text or "", body.add_special_tokens is not False)
 
     where, size = ("prompt", len(text or "")) if chat is None else ("messages", chat.num_characters)

@@ -24,6 +24,7 @@ from anabranch.config import EngineConfig
 from anabranch.engine.chat_template import ChatTemplate
 from anabranch.engine.client import EngineBusy, EngineClient, EngineDead
 from anabranch.engine.output import Answer, Delta
+from anabranch.engine.special_text import Spans
 from anabranch.engine.tokenizer import Spellings, Tokenizer
 from anabranch.models.config import ModelConfig
 from anabranch.request import Request, Update
@@ -155,7 +156,7 @@ class Service:
         except ValueError as error:
             raise bad_request(str(error), param) from None
 
-    def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, param: str, plain: Spans = ()) -> list[int]:
         """For `prepare`; `param` is the field that errors name. Text that cannot fit, however it is cut into tokens, is
         refused without cutting it."""
         limit = self.max_model_len
@@ -165,7 +166,7 @@ class Service:
                 "tokens than that in any case. Shorten the prompt.",
                 param,
             )
-        ids = self.model.tokenizer.encode(text, add_special_tokens)
+        ids = self.model.tokenizer.encode(text, add_special_tokens, plain)
         self.check_length(len(ids), param)
         return ids
 
