@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from anabranch.llm import LLM, SamplingParams
 from anabranch.request import Update
@@ -143,6 +144,14 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     assert len(llm.chat([messages, messages], GREEDY)) == 2
 
 
+def test_a_generator_of_prompts(llm: LLM) -> None:
+    expected = [output.text for output in llm.generate(["a", "b"], GREEDY)]
+    assert [output.text for output in llm.generate((prompt for prompt in ["a", "b"]), GREEDY)] == expected
+    messages = [{"role": "user", "content": "hello"}]
+    assert llm.chat(iter(messages), GREEDY)[0].text == llm.chat(messages, GREEDY)[0].text
+    assert LLM(Path(llm.engine.config.model), num_pages=16).engine.config.model == llm.engine.config.model
+
+
 def test_an_answer_is_clipped_to_what_the_context_leaves(llm: LLM) -> None:
     with LLM(llm.engine.config.model, num_pages=128, max_model_len=64) as small:
         (output,) = small.generate("x" * 60, SamplingParams(temperature=0, max_tokens=10**9, ignore_eos=True))
@@ -166,13 +175,44 @@ def test_logprobs_travel(llm: LLM) -> None:
         (lambda llm: llm.generate([[1, 999]], GREEDY), "token id 999"),
         (lambda llm: llm.generate("x" * 5000, GREEDY), "maximum context length"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], GREEDY, messages=[]), "."),
+        (lambda llm: llm.generate(None), "prompts must be text, a list of token ids, or a list or gen.* not None"),
+        (lambda llm: llm.generate(5), "prompts must be .*, not 5"),
+        (lambda llm: llm.generate({"prompt": "x"}), "prompts must be .*, not dict"),
+        (lambda llm: llm.generate({"x"}), "prompts must be .*, not set"),
+        (lambda llm: llm.generate(b"x"), "prompts must be .*, not bytes"),
+        (lambda llm: llm.generate(torch.tensor([1, 2])), "prompts must be .*, not Tensor"),
+        (lambda llm: llm.generate(""), "the prompt is empty"),
+        (lambda llm: llm.generate(["x", b"x"]), "prompt 1: a prompt must be text or a list of token ids, not bytes"),
+        (lambda llm: llm.generate(["x", 1]), "prompt 1: a prompt must be text or a list of token ids, not 1"),
+        (lambda llm: llm.generate([None]), "a prompt must be text or a list of token ids, not None"),
+        (lambda llm: llm.generate([-1]), "token id -1 is not in the vocabulary"),
+        (lambda llm: llm.generate([10**30]), "token id 10+ is not in the vocabulary"),
+        (lambda llm: llm.generate("x", {"max_tokens": 2}), r"not dict; write SamplingParams\(\*\*params\)"),
+        (lambda llm: llm.generate("x", "fast"), "params must be SamplingParams, .*, not str"),
+        (lambda llm: llm.generate(["x"], [{"max_tokens": 2}]), "params must be SamplingParams, .*, not dict"),
+        (lambda llm: llm.generate(["x"], []), "1 prompts, but 0 SamplingParams"),
+        (lambda llm: llm.generate("x", priority="high"), "priority must be an integer, not str"),
+        (lambda llm: llm.generate("x", cache_salt=5), "cache_salt must be text, not 5"),
+        (lambda llm: llm.stream("x", {"max_tokens": 2}), "params must be SamplingParams, .*, not dict"),
+        (lambda llm: collect(llm, None, GREEDY), "a prompt must be text or a list of token ids, not None"),
+        (lambda llm: llm.chat(None), "messages must be a list of messages, or of such lists, not None"),
+        (lambda llm: llm.chat("hello"), "messages must be a list of messages, or of such lists, not str"),
+        (lambda llm: llm.chat({"role": "user"}), "messages must be a list of messages, or of such lists, not dict"),
+        (lambda llm: llm.chat(["hello"]), "a conversation must be a list of messages, not str"),
+        (lambda llm: llm.chat([]), "messages is empty"),
+        (lambda llm: llm.render([{"role": "user", "content": "x"}], {"name": "f"}), "tools must be a list of tools"),
+        (lambda llm: LLM(""), "the name of the model is empty; give an existing folder or a hub id"),
+        (lambda llm: LLM(5), "model must be a folder or a hub id owner/name, not 5"),
+        (lambda llm: LLM(b"x"), "model must be a folder or a hub id owner/name, not bytes"),
+        (lambda llm: LLM([]), "model must be a folder or a hub id owner/name, not list"),
         (lambda llm: SamplingParams(top_p=2.0), r"top_p must lie in \(0, 1\], not 2.0"),
     ],
 )
 def test_mistakes_raise_before_anything_runs(llm: LLM, call, message: str) -> None:
     steps = llm.stats()["steps"]
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
         call(llm)
+    assert "\n" not in str(caught.value)
     stats = llm.stats()
     assert stats["steps"] == steps and stats["running"] == stats["waiting"] == 0
 

@@ -11,11 +11,12 @@ import asyncio
 import difflib
 import gc
 import itertools
+import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,12 @@ Messages = Sequence[Mapping[str, Any]]
 
 class LLM:
     def __init__(
-        self, model: str = "", *, show_progress: bool | None = None, stages: Stages | None = None, **options: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        show_progress: bool | None = None,
+        stages: Stages | None = None,
+        **options: Any,
     ) -> None:
         """`model` is a folder or a hub id; without one, the bundled model. `options` are EngineConfig's fields: dtype,
         max_model_len, max_num_seqs, ...
@@ -59,7 +65,9 @@ class LLM:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
                 raise ValueError(f"unknown option {name!r}{hint}")
-        config = EngineConfig(model=str(model or bundled.folder()), **options)
+        if model is not None and not isinstance(model, str | os.PathLike):
+            raise ValueError(f"model must be a folder or a hub id owner/name, not {_kind(model)}")
+        config = EngineConfig(model=bundled.folder() if model is None else os.fspath(model), **options)
         self.show_progress = sys.stderr.isatty() if show_progress is None else show_progress
         self.stages = stages or Stages()
         with self.stages.shared():
@@ -96,18 +104,20 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | Iterator[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Continue prompts (text, or token ids), one answer each, in their order. Bad input raises ValueError, and
-        nothing of the call is left behind."""
+        """Continue prompts (text, or token ids; one, a list or a generator of them), one answer each, in their order.
+        Bad input raises ValueError, and nothing of the call is left behind."""
         if self._pump is not None and not self._pump.done():
             raise RuntimeError("streams are running on this LLM: wait for them, or use a stream here too")
-        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        chosen = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        many = _several(prompts)
+        chosen = [_check_params(one) for one in params] if isinstance(params, list | tuple) else None
+        if chosen is None:
+            chosen = [_check_params(params)] * len(many)
         if len(chosen) != len(many):
             raise ValueError(f"{len(many)} prompts, but {len(chosen)} SamplingParams: give one, or one for each")
         if len(many) >= MANY_PROMPTS:
@@ -116,8 +126,11 @@ class LLM:
         updates: list[Update] = []
         left = self.engine.config.max_num_batched_tokens
         try:
-            for prompt, one in zip(many, chosen, strict=True):
-                answers.append(self._add(prompt, one, priority=priority, cache_salt=cache_salt))
+            for number, (prompt, one) in enumerate(zip(many, chosen, strict=True)):
+                try:
+                    answers.append(self._add(prompt, one, priority=priority, cache_salt=cache_salt))
+                except ValueError as error:
+                    raise (ValueError(f"prompt {number}: {error}") if len(many) > 1 else error) from None
                 was, left = left, left - len(answers[-1].requests[0].prompt_ids)
                 if left <= 0 < was:  # the first step is full: it runs while the others are added
                     updates += self.engine.step()
@@ -139,7 +152,12 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several."""
-        many: Sequence[Messages] = [messages] if messages and isinstance(messages[0], Mapping) else messages  # type: ignore
+        if not _is_list(messages):
+            raise ValueError(f"messages must be a list of messages, or of such lists, not {_kind(messages)}")
+        given: list[Any] = list(messages)
+        if not given:
+            raise ValueError("messages is empty: give at least one")
+        many = [given] if isinstance(given[0], Mapping) else given
         prompts = [self.render(conversation, tools, **template_options) for conversation in many]
         return self.generate(prompts, params)
 
@@ -151,6 +169,10 @@ class LLM:
         from anabranch.engine.chat_template import NO_TOOLS, ChatTemplate
         from anabranch.engine.special_text import render_chat
 
+        if not _is_list(messages):
+            raise ValueError(f"a conversation must be a list of messages, not {_kind(messages)}")
+        if tools is not None and not _is_list(tools):
+            raise ValueError(f"tools must be a list of tools, not {_kind(tools)}")
         if self.tokenizer is None:
             raise ValueError("the model folder has no tokenizer.json: a chat needs one")
         if self._template is None:
@@ -165,15 +187,22 @@ class LLM:
         from anabranch.engine.output import Answer
 
         self._settle()
+        _check_options(**options)
         text: str | None = None
         if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is empty: give at least one character")
             if self.tokenizer is None:
                 raise ValueError("the model folder has no tokenizer.json: give token ids instead of text")
-            text, prompt = prompt, self.tokenizer.encode(prompt)
-        kinds = set(map(type, prompt))  # few, where tokens are many
+            text, ids = prompt, self.tokenizer.encode(prompt)
+        elif _is_list(prompt):
+            ids = list(prompt)
+        else:
+            raise ValueError(f"a prompt must be text or a list of token ids, not {_kind(prompt)}")
+        kinds = set(map(type, ids))  # few, where tokens are many
         if bool in kinds or not all(issubclass(kind, int) for kind in kinds):
             raise ValueError("a prompt of token ids must hold integers only")
-        answer = Answer(str(next(self._ids)), prompt, params, self.tokenizer, text, arrival=time.monotonic(), **options)
+        answer = Answer(str(next(self._ids)), ids, params, self.tokenizer, text, arrival=time.monotonic(), **options)
         try:
             for request in answer.requests:
                 self.engine.add(request)
@@ -216,7 +245,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """An async iterator of Deltas (index, text, token_ids, completion) as they come. Leaving it early aborts the
         request. Several streams may run at once in one event loop; they share the engine's batches."""
-        return Stream(self, prompt, params or SamplingParams(), options)
+        return Stream(self, prompt, _check_params(params), options)
 
     async def _open(self, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> Answer:
         """Add a stream's request between two steps, and see to it that steps are made."""
@@ -320,5 +349,39 @@ class Stream:
         self.close()
 
 
-def _is_one(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence | Iterator) and not isinstance(value, str | bytes | bytearray)
+
+
+def _several(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_list(prompts):
+        accepted = "text, a list of token ids, or a list or generator of those"
+        raise ValueError(f"prompts must be {accepted}, not {_kind(prompts)}")
+    many = list(prompts)
+    return [many] if many and isinstance(many[0], int) else many
+
+
+def _check_params(params: Any) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        hint = "; write SamplingParams(**params)" if isinstance(params, Mapping) else ""
+        raise ValueError(
+            f"params must be SamplingParams, or a list with one for each prompt, not {_kind(params)}{hint}"
+        )
+    return params
+
+
+def _check_options(priority: int = 0, cache_salt: str = "") -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority must be an integer, not {_kind(priority)}")
+    if not isinstance(cache_salt, str):
+        raise ValueError(f"cache_salt must be text, not {_kind(cache_salt)}")
+
+
+def _kind(value: Any) -> str:
+    """For messages: what was given, without all that is in it."""
+    return "None" if value is None else f"{value!r}" if isinstance(value, int | float) else type(value).__name__

@@ -76,7 +76,7 @@ def open_model(options: argparse.Namespace) -> LLM:
     from anabranch.llm import LLM
 
     return LLM(
-        options.model or "",
+        options.model,
         dtype=options.dtype,
         load_format=options.load_format,
         max_model_len=options.max_model_len,

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--memory-fraction must lie in (0, 1], not {options.memory_fraction}")
     if options.page_size < 1:
         raise ValueError(f"--page-size must be at least 1, not {options.page_size}")
-    folder = locate(options.model or bundled.folder(), weights=False)
+    folder = locate(bundled.folder() if options.model is None else options.model, weights=False)
     config = read_config(folder)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
     sizes = [parse_size(options.memory)] if options.memory else [gb * 10**9 for gb in COMMON_MEMORY]

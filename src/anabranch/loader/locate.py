@@ -25,6 +25,8 @@ def locate(model: str, *, weights: bool = True) -> Path:
 
 def local(model: str) -> Path | None:
     """The folder, if there is one; None for a hub id. A CheckpointError for what is neither."""
+    if not model.strip():
+        raise CheckpointError("the name of the model is empty; give an existing folder or a hub id owner/name")
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):  # os.path, for pathlib raises where a parent may not be entered
         return _check_local(path)
