@@ -94,6 +94,8 @@ class EngineConfig:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must be an integer of 64 bits, not {self.seed!r}")
         if not 0 <= self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction!r}")
 

@@ -12,7 +12,7 @@ from typing import Any
 MAX_LOGPROBS = 256
 MAX_N = 128
 MAX_STOPS = 64
-MAX_TOKENS = MAX_TOP_K = 2**63 - 1  # what a message between processes can carry
+LARGEST = 2**63 - 1  # that a message between processes carries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             object.__setattr__(self, name, _sequence(name, getattr(self, name)))
         _number("temperature", self.temperature, 0, 100)
-        _integer("top_k", self.top_k, -1, MAX_TOP_K)
+        _integer("top_k", self.top_k, -1, LARGEST)
         _number("top_p", self.top_p, 0, 1, open_low=True)
         _number("min_p", self.min_p, 0, 1)
         _number("presence_penalty", self.presence_penalty, -2, 2)
@@ -87,7 +87,7 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         _integer("n", self.n, 1, MAX_N)
-        _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _integer("max_tokens", self.max_tokens, 1, LARGEST)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -129,7 +129,7 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer, not {value!r}")
     if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        bound = f"at least {low}" if high is None or (high == LARGEST and value < low) else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be {bound}, not {value!r}")
 
 

@@ -26,6 +26,7 @@ from anabranch.engine.batch import StepMaker
 from anabranch.engine.engine import Engine
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.scheduler import Sequence, Share
+from anabranch.ranges import at_least
 from anabranch.request import Request, TokenLogprobs
 from anabranch.sampling_params import SamplingParams
 
@@ -38,7 +39,9 @@ PROMPT, SHARED, OUTPUT = 96, 64, (10, 60)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="steps to time at each size (default 200)")
+    parser.add_argument(
+        "--steps", type=at_least(1), default=200, metavar="N", help="steps to time at each size (default 200)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
 
 

@@ -35,6 +35,7 @@ from anabranch import __version__
 from anabranch.config import EngineConfig, add_flags, flags
 from anabranch.kernels import compile_server
 from anabranch.loader.locate import locate
+from anabranch.ranges import above_zero, at_least
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 
@@ -88,8 +89,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="CONFIG")
     parser.add_argument("--load-format", default="safetensors", choices=["safetensors", "dummy"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    parser.add_argument("--max-model-len", type=int, default=16384, metavar="N", help="default 16384")
-    parser.add_argument("--memory-fraction", type=float, default=0.85, metavar="F", help="default 0.85")
+    parser.add_argument("--max-model-len", type=at_least(1), default=16384, metavar="N", help="default 16384")
+    parser.add_argument("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="default 0.85")
     parser.add_argument("--only", default=",".join(KINDS), metavar="KINDS", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--batches", metavar="N,N", help="decode at these sizes only")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, after each one")
@@ -100,7 +101,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         usual = EngineConfig.__dataclass_fields__[name].default
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=int,
+            type=at_least(1),
             default=usual,
             metavar="N",
             help=f"{what} (default {usual or 'auto'})",

@@ -34,6 +34,7 @@ from anabranch.bench.report import TARGETS, pyplot
 from anabranch.kernels.timing import microseconds
 from anabranch.loader.load import DTYPES
 from anabranch.ops.experts import COMBINES
+from anabranch.ranges import at_least
 
 SHORT = {
     "sort": "expert_sort",
@@ -55,12 +56,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     named = f"{', '.join(CASES)}; also {', '.join(SHORT)} (default: all)"
     parser.add_argument("ops", nargs="*", metavar="OP", help=named)
     parser.add_argument("--models", nargs="+", metavar="NAME", help=f"of {', '.join(TARGETS)}, tiny")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="N", help="default: each op's own list")
+    parser.add_argument(
+        "--tokens", type=at_least(1), nargs="+", default=[], metavar="N", help="default: each op's own list"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--zipf", action="store_true", help="skewed routing")
     parser.add_argument("--combine", default="auto", choices=[*COMBINES, "all"], help="of the experts")
     parser.add_argument("--compile", action="store_true", help="route: also eager torch and torch.compile (minutes)")
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="timings of which the median counts")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=7, metavar="N", help="timings of which the median counts"
+    )
     parser.add_argument("--no-check", action="store_true", help="do not compare with the reference")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib: pip install 'anabranch[plot]'")
@@ -73,8 +78,6 @@ def make_setting(options: argparse.Namespace) -> Setting:
     for name in options.models or ():
         if name not in (*TARGETS, TINY):
             raise ValueError(f"--models: {name!r} is none of {', '.join((*TARGETS, TINY))}")
-    if any(tokens < 1 for tokens in options.tokens):
-        raise ValueError("--tokens: at least 1")
     return Setting(
         platform,
         tuple(map(shape, options.models or usual)),

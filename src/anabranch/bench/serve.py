@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch.bench.offline import commit
 from anabranch.bench.report import pyplot
 from anabranch.engine.progress import Counter
+from anabranch.ranges import at_least, between
 
 if TYPE_CHECKING:
     from anabranch.bench.serve_client import Client, Sent
@@ -46,11 +47,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to ask")
     what.add_argument("--dataset", default="random", metavar="random|FILE", help="JSON lines with prompt or messages")
     what.add_argument("--num-prompts", type=int, default=100, metavar="N")
-    what.add_argument("--random-input-len", type=int, default=512, metavar="N", help="tokens")
-    what.add_argument("--random-output-len", type=int, default=128, metavar="N", help="tokens; for files too")
+    what.add_argument("--random-input-len", type=at_least(1), default=512, metavar="N", help="tokens")
+    what.add_argument("--random-output-len", type=at_least(1), default=128, metavar="N", help="tokens; for files too")
     what.add_argument("--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths within ±R")
-    what.add_argument("--random-prefix-len", type=int, default=0, metavar="N", help="tokens all prompts begin with")
-    what.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    what.add_argument(
+        "--random-prefix-len", type=at_least(0), default=0, metavar="N", help="tokens all prompts begin with"
+    )
+    what.add_argument("--temperature", type=between(0, 100), default=0.0, metavar="T")
     what.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help="default: with random prompts")
     what.add_argument("--extra-body", type=fields, default={}, metavar="JSON", help="more fields of every request")
     when = parser.add_argument_group("when")

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch.bench.offline import bundled, commit
 from anabranch.bench.step_bytes import step_bytes
 from anabranch.config import add_flags, flags
+from anabranch.ranges import above_zero, at_least
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
@@ -116,8 +117,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", default="safetensors", choices=["safetensors", "dummy"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps to profile (default 8)")
-    parser.add_argument("--top", type=int, default=25, metavar="N", help="kernels to show (default 25)")
-    parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of this machine's memory, for the floors")
+    parser.add_argument("--top", type=at_least(1), default=25, metavar="N", help="kernels to show (default 25)")
+    parser.add_argument(
+        "--bandwidth", type=above_zero(), metavar="TB/S", help="of this machine's memory, for the floors"
+    )
     parser.add_argument("--json", metavar="FILE", help="all of it, with the time line of one step")
     add_flags(parser)
     parser.set_defaults(tune="off")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from anabranch import bundled
 from anabranch.config import add_flags, flags
+from anabranch.ranges import at_least
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 
@@ -33,7 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    parser.add_argument("--max-model-len", type=int, default=0, metavar="N", help="tokens of context (default: all)")
+    parser.add_argument(
+        "--max-model-len", type=at_least(1), default=0, metavar="N", help="tokens of context (default: all)"
+    )
     parser.add_argument(
         "--load-format",
         default="safetensors",

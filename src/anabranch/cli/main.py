@@ -38,6 +38,8 @@ COMMANDS = {
 
 ABOUT = "Anabranch: an inference and serving engine for Mixture-of-Experts language models."
 HELP = ("-h", "--help")
+CHECKED_ELSEWHERE = {"anabranch serve": ("api_key",)}
+"""Options whose own error is better than "it is empty"."""
 VERSION = ("-V", "--version", "version")
 
 
@@ -76,6 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     length = 2 if is_bench else 1
     name, rest = " ".join(given[:length]), given[length:]
     said = f"anabranch {name}" if name in COMMANDS else "anabranch"
+    if "stdout" in open_closed_files() and name != "serve":
+        print(f"{said}: standard output is closed, and the answer would go there; send it to a file", file=sys.stderr)
+        return 1
     try:
         try:
             return run(name, rest)
@@ -107,8 +112,20 @@ def run(name: str, rest: list[str]) -> int:
         return 2
     command, parser = make_parser(name)
     options = parser.parse_intermixed_args(rest)  # an optional MODEL may stand before options and a PROMPT behind them
+    check_texts(parser, options)
     code: int = command.run(options)
     return code
+
+
+def check_texts(parser: Parser, options: argparse.Namespace) -> None:
+    """An option that is given and empty is a mistake: most often a shell variable that is not set."""
+    for action in parser._actions:
+        value = getattr(options, action.dest, None)
+        empty = value == "" or (isinstance(value, list | tuple) and "" in value)
+        if action.option_strings and empty and value != action.default:
+            if action.dest in CHECKED_ELSEWHERE.get(parser.prog, ()):
+                continue
+            raise ValueError(f"{action.option_strings[-1]} is empty: give a value, or leave it out")
 
 
 def make_parser(name: str) -> tuple[ModuleType, Parser]:
@@ -129,6 +146,20 @@ def in_words(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
+
+
+def open_closed_files() -> list[str]:
+    """Standard files that were closed (as by `>&-`) become /dev/null, or else the next file or socket that is opened
+    would take their number. Which they were."""
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        number = ("stdin", "stdout", "stderr").index(name)
+        if (opened := os.open(os.devnull, os.O_RDWR)) != number:
+            os.dup2(opened, number)
+            os.close(opened)
+        os.set_inheritable(number, True)
+        setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    return closed
 
 
 def reader_has_left() -> bool:

@@ -18,6 +18,7 @@ from anabranch.engine import plan as planning
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import ModelConfig, read_config
+from anabranch.ranges import above_zero, at_least
 
 COMMON_MEMORY = (24, 48, 80, 141)  # GB
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -26,9 +27,13 @@ UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**1
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{bundled.HELP}; a config.json is enough")
     parser.add_argument("--memory", metavar="SIZE", help="device memory, as in 141GB or 80GiB")
-    parser.add_argument("--memory-fraction", type=float, default=0.85, metavar="F", help="share to use (default 0.85)")
+    parser.add_argument(
+        "--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share to use (default 0.85)"
+    )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a KV page (default 16)")
+    parser.add_argument(
+        "--page-size", type=at_least(1), default=16, metavar="N", help="tokens in a KV page (default 16)"
+    )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
 
 
@@ -40,14 +45,10 @@ def parse_size(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    if not 0 < options.memory_fraction <= 1:
-        raise ValueError(f"--memory-fraction must lie in (0, 1], not {options.memory_fraction}")
-    if options.page_size < 1:
-        raise ValueError(f"--page-size must be at least 1, not {options.page_size}")
+    sizes = [gb * 10**9 for gb in COMMON_MEMORY] if options.memory is None else [parse_size(options.memory)]
     folder = locate(bundled.folder() if options.model is None else options.model, weights=False)
     config = read_config(folder)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
-    sizes = [parse_size(options.memory)] if options.memory else [gb * 10**9 for gb in COMMON_MEMORY]
     plans = [
         planning.plan_memory(
             config,

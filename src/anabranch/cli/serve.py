@@ -13,7 +13,8 @@ from dataclasses import fields
 from typing import Any
 
 from anabranch import bundled
-from anabranch.config import CHOICES, FLAG_HELP, STREAM_FLAG, STREAM_HELP, STREAM_OPTIONS, EngineConfig
+from anabranch.config import AUTO, CHOICES, FLAG_HELP, STREAM_FLAG, STREAM_HELP, STREAM_OPTIONS, EngineConfig
+from anabranch.ranges import above_zero, at_least
 
 RARE_HELP = FLAG_HELP | {
     "load_format": "dummy: random weights, only the config is read",
@@ -57,14 +58,20 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     http.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model")
     model = parser.add_argument_group("the model")
     model.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    model.add_argument("--max-model-len", type=int, default=0, metavar="N", help="tokens of context (default: all)")
-    model.add_argument("--gpu-memory-utilization", type=float, default=0.0, metavar="F", dest="memory_fraction",
+    model.add_argument(
+        "--max-model-len", type=at_least(1), default=0, metavar="N", help="tokens of context (default: all)"
+    )
+    model.add_argument("--gpu-memory-utilization", type=above_zero(1), default=0.0, metavar="F", dest="memory_fraction",
                        help="share of the device's memory to use (default: the platform's)")  # fmt: skip
     model.add_argument(
         "--max-num-seqs", type=int, default=512, metavar="N", help="requests that run at once (default 512)"
     )
     model.add_argument(
-        "--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens in one step (default 8192)"
+        "--max-num-batched-tokens",
+        type=at_least(1),
+        default=8192,
+        metavar="N",
+        help="tokens in one step (default 8192)",
     )
     model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graph_mode",
                        help="launch every kernel by itself, without captured graphs")  # fmt: skip
@@ -113,7 +120,8 @@ def _add_rare(rare: Rare) -> None:
                 rare.add(STREAM_FLAG, STREAM_HELP, **STREAM_OPTIONS)
         else:
             kind = type(default)
-            rare.add(flag, text, type=kind, default=default, metavar="N" if kind is int else "S")
+            read = at_least(1) if kind is int and default == AUTO else kind
+            rare.add(flag, text, type=read, default=default, metavar="N" if kind is int else "S")
 
 
 class Help(argparse.Action):

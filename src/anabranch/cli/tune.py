@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.config import CHOICES, add_flags
 from anabranch.kernels import compile_server
+from anabranch.ranges import at_least
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", choices=CHOICES["tune"][1:], default="full", help="default %(default)s")
     parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="N", help="only for batches of N tokens")
     parser.add_argument(
-        "--max-num-batched-tokens", type=int, metavar="N", help="tokens of the largest step (default: as `LLM` chooses)"
+        "--max-num-batched-tokens",
+        type=at_least(1),
+        metavar="N",
+        help="tokens of the largest step (default: as `LLM` chooses)",
     )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
     add_flags(parser, "shared_expert")

@@ -51,10 +51,16 @@ class Settings:
             raise ValueError(f"max_queue must be at least 0, not {self.max_queue}")
         timeouts = (name for name in self.__slots__ if name.endswith("_timeout"))
         for name in timeouts:
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0 seconds, not {getattr(self, name)}")
+            if name in ("shutdown_timeout", "keep_alive_timeout"):
+                if not getattr(self, name) >= 0:
+                    raise ValueError(f"{name} must be at least 0 seconds, not {getattr(self, name)}")
+            elif not getattr(self, name) > 0:  # nothing could ever be done in time
+                raise ValueError(f"{name} must be more than 0 seconds, not {getattr(self, name)}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must lie in [0, 65535], not {self.port}")
+        for served in self.served_model_name:
+            if not served.strip():
+                raise ValueError("served_model_name must not be empty; leave it out for the name of the folder")
         if self.metrics_compat not in ("", "vllm"):
             raise ValueError(f"metrics_compat must be vllm or nothing, not {self.metrics_compat!r}")
         for key in self.api_key:
