@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch import bundled
 from anabranch.config import EngineConfig
 from anabranch.kernels import compile_server
-from anabranch.request import Completion, RequestOutput, TokenLogprobs
+from anabranch.request import INTERNAL, Completion, RequestOutput, TokenLogprobs
 from anabranch.sampling_params import Grammar, SamplingParams
 from anabranch.stages import Stages, stage
 
@@ -111,7 +111,9 @@ class LLM:
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Continue prompts (text, or token ids; one, a list or a generator of them), one answer each, in their order.
-        Bad input raises ValueError, and nothing of the call is left behind."""
+        Bad input raises ValueError, and nothing of the call is left behind. An answer that the engine could not complete
+        because the model gave NaN has the finish_reason "error", and the log has a line about it; the other answers are
+        not affected."""
         if self._pump is not None and not self._pump.done():
             raise RuntimeError("streams are running on this LLM: wait for them, or use a stream here too")
         many = _several(prompts)
@@ -138,9 +140,9 @@ class LLM:
             self._abort(answers)
             raise
         self._run(answers, updates)
-        failed = next((answer for answer in answers if answer.errors), None)
-        if failed is not None:
-            raise ValueError(f"prompt {answers.index(failed)}: {failed.errors[0]}")
+        for number, answer in enumerate(answers):
+            if refused := [error for error in answer.errors if not error.startswith(INTERNAL)]:
+                raise ValueError(f"prompt {number}: {refused[0]}")
         return [answer.output for answer in answers]
 
     def chat(

@@ -11,10 +11,8 @@ from typing import Any
 import msgspec
 
 from anabranch.config import EngineConfig
+from anabranch.request import INTERNAL as INTERNAL
 from anabranch.request import Request, Update
-
-INTERNAL = "internal error: "
-"""Begins the error of an Update that is the engine's fault. Any other error is the request's own."""
 
 
 class Message(msgspec.Struct, tag=str.lower):

@@ -8,6 +8,8 @@ from typing import Literal
 from anabranch.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+INTERNAL = "internal error: "
+"""Begins the error of an Update that is the engine's fault. Any other error is the request's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,8 @@ class StepMaker:
         self.joined: set[int] = set()
         """Slots that somebody has taken since their rows were written."""
         self.last_token_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        """The token each slot sampled last: where the next step finds it before the host has read it. The last entry
-        takes what padding rows sample."""
+        """The token each slot sampled last: where the next step finds it before the host has read it; negative where it
+        sampled none (see ops.sample). The last entry takes what padding rows sample."""
 
     def join(self, slot: int) -> None:
         """Another sequence has taken the slot."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,8 @@ from anabranch.engine.sampler import needs_host_tokens
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
 from anabranch.loader.locate import locate
 from anabranch.models.config import ModelConfig, read_config
-from anabranch.request import Request, TokenLogprobs, Update
+from anabranch.ops.sample import NOT_FINITE
+from anabranch.request import INTERNAL, Request, TokenLogprobs, Update
 from anabranch.stages import stage
 
 if TYPE_CHECKING:
@@ -34,6 +36,16 @@ if TYPE_CHECKING:
     from anabranch.engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+NOT_FINITE_TEXT = (
+    f"{INTERNAL}the model's logits are NaN or infinite; damaged weights or an overflow in float16 can be the cause "
+    "(try dtype bfloat16 or float32)"
+)
+NONE_ALLOWED_TEXT = (
+    "no token is allowed: grammar, allowed_token_ids, bad_words, logit_bias and min_tokens together leave none"
+)
+LOG_SECONDS = 10.0
+"""Between two lines about logits that are not finite; those between are counted."""
 
 
 class Engine:
@@ -77,6 +89,7 @@ class Engine:
         self.compiler_thread = ThreadPoolExecutor(1, "grammar")
         self.num_arrived = 0
         self.eos_ids = frozenset(model.eos_ids)
+        self.logged_not_finite = -math.inf
 
     def _longest(self, wanted: int) -> int:
         """The longest request the pool can hold alone, up to `wanted` tokens."""
@@ -216,11 +229,11 @@ class Engine:
     def _read(self, launched: Launched) -> list[Update]:
         """Wait for a step and hand out what it brought."""
         tokens = launched.wait()
+        updates = self._end_without_token(launched, tokens) if tokens and min(tokens) < 0 else []
         self._keep_routed(launched)
         self._keep_prompt_logprobs(launched)
         running = [share[0].id for share in launched.sampling if share[0].finish_reason is None]
         self.metrics.tokens(running, time.monotonic())
-        updates = []
         for row, (share, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
             sequence = share[0]
             known = sequence.tokens
@@ -242,6 +255,29 @@ class Engine:
             if ended is not None and sequence.finish_reason == "error":
                 updates[-1].error = ended
         return updates
+
+    def _end_without_token(self, launched: Launched, tokens: list[int]) -> list[Update]:
+        """Requests for which the step found no token (see ops.sample) end with an error, each for itself."""
+        updates = []
+        for share, token in zip(launched.sampling, tokens, strict=True):
+            sequence = share.sequence
+            if token >= 0 or sequence.finish_reason is not None:
+                continue
+            if token == NOT_FINITE:
+                self.metrics.nonfinite_logits += 1
+                self._log_not_finite(sequence.id)
+            self.scheduler.finish(sequence, "error")
+            self._forget(sequence, "error")
+            error = NOT_FINITE_TEXT if token == NOT_FINITE else NONE_ALLOWED_TEXT
+            updates.append(Update(sequence.id, num_cached=sequence.num_cached, finish_reason="error", error=error))
+        return updates
+
+    def _log_not_finite(self, id: str) -> None:
+        now = time.monotonic()
+        if now - self.logged_not_finite >= LOG_SECONDS:
+            number = self.metrics.nonfinite_logits
+            log.error("request %s: logits are NaN or infinite; it ends with an error (%d so far)", id, number)
+            self.logged_not_finite = now
 
     def _update(self, launched: Launched, row: int, sequence: Sequence, token: int) -> Update:
         params = sequence.request.params

@@ -55,6 +55,8 @@ class Metrics:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
+    nonfinite_logits: int = 0
+    """Requests that ended because their logits were NaN or infinite."""
     finished: Counter[str] = field(default_factory=Counter)
     clocks: dict[str, Clock] = field(default_factory=dict)
     latest: set[str] = field(default_factory=set)
@@ -102,6 +104,7 @@ class Metrics:
             "prompt_tokens": self.prompt_tokens,
             "generation_tokens": self.generation_tokens,
             "finished": dict(self.finished),
+            "nonfinite_logits": self.nonfinite_logits,
             "queue_time_seconds": self.queue_time.as_dict(),
             "time_to_first_token_seconds": self.time_to_first_token.as_dict(),
             "inter_token_latency_seconds": self.inter_token_latency.as_dict(),

@@ -14,7 +14,8 @@ when the batch changes (sampling_plan.Plan), so that a step over the same slots 
 draws are all there is to do, by the device in every step.
 Randomness is a function of (seed, number of tokens generated, token id): nothing else in the batch, no slot and no
 preemption changes what a request draws. Nothing here waits for the device. A request that can be sampled only after
-the host has read its last token says so in `needs_host_tokens`; `accept` brings that token.
+the host has read its last token says so in `needs_host_tokens`; `accept` brings that token. A row of logits with NaN
+or +∞ in it has no token, nor has one in which nothing is allowed: a negative number stands for it (ops.sample).
 
 R rows of a step, V vocabulary, S slots, N some of the rows, E edits of single logits, M words of a bit mask, P rows of
 the penalty table, L rows with log probabilities.
@@ -45,6 +46,7 @@ from anabranch.engine.sampling_plan import (
     Trait,
 )
 from anabranch.ops.mask_logits import pack_mask
+from anabranch.ops.sample import or_reason
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
@@ -179,12 +181,14 @@ class Sampler:
                 raw_LV = logits_RV.clone()
             self._change_logits(plan, logits_RV)
         token_R = self._choose(plan, logits_RV)
+        # Rows without a token count as token 0 here: their requests end with an error once the host has read it.
         if plan.penalty is not None:
-            self._penalties.count(plan.penalty.table_row_N, token_R[plan.penalty.row_N], plan.penalty.one_N)
+            token_N = token_R[plan.penalty.row_N].clamp_(min=0)
+            self._penalties.count(plan.penalty.table_row_N, token_N, plan.penalty.one_N)
         self._position_S.index_add_(0, plan.slot_R, plan.one_R)
         if not plan.asked:
             return Sampled(token_R)
-        token_L = token_R if plan.asked_row_L is None else token_R[plan.asked_row_L]
+        token_L = token_R.clamp(min=0) if plan.asked_row_L is None else token_R[plan.asked_row_L].clamp_(min=0)
         return Sampled(token_R, token_logprobs(raw_LV, token_L, plan.top_n).to_host(), plan.asked)
 
     def kind(self, slots: list[int]) -> Kind:
@@ -378,5 +382,7 @@ class Sampler:
 
 
 def _best(logits_RV: torch.Tensor) -> torch.Tensor:
-    """The first of equal maxima, as argmax, which takes half as long again on a CPU."""
-    return logits_RV.max(-1).indices
+    """The first of equal maxima, as argmax, which takes half as long again on a CPU. Rows without a token give what
+    ops.sample gives for them."""
+    best_R, token_R = logits_RV.max(-1)
+    return or_reason(token_R, best_R)

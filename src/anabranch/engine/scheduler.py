@@ -132,7 +132,8 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        self._commit(sequence)
+        if sequence.finish_reason != "error":  # its keys and values may not be what others should find
+            self._commit(sequence)
         del self.running[sequence]
         self.free_slots.append(sequence.slot)
         sequence.slot = -1

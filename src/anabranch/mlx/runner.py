@@ -251,7 +251,7 @@ class MlxRunner:
             step.launched.sampled = self.sampler.sample(logits_RV, slots)
             step.token_R = step.launched.sampled.token_R
             for slot, token in zip(slots, step.token_R.tolist(), strict=True):
-                self.last_tokens[slot] = token
+                self.last_tokens[slot] = max(token, 0)  # negative: there is none
         else:
             step.token_R = torch.zeros(0, dtype=torch.int64)
         self._finish_experts(step)

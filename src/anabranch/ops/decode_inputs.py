@@ -1,8 +1,8 @@
 """The input of a decode step, worked out on the device from the little that the host knows.
 
 The host uploads three numbers a row: the slot that owns it (−1: padding; such rows come last), its token (−1: the one
-that the slot sampled last, which the host may not have read yet) and its context length with that token. All else
-follows, so that a captured step takes one small copy.
+that the slot sampled last, which the host may not have read yet; 0 if that is negative, see ops.sample) and its context
+length with that token. All else follows, so that a captured step takes one small copy.
 
 R rows, S slots, M page-table width, N columns of it that are wanted.
 """
@@ -34,6 +34,7 @@ BATCHES: dict[str, list[Rows]] = {
 def input_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for label, rows in BATCHES.items():
         last_token_S = torch.randint(1000, (7,), generator=generator)
+        last_token_S[3] = -1
         yield label, {"packed_3R": packed(rows), "last_token_S": last_token_S}
 
 
@@ -45,7 +46,7 @@ def decode_inputs(
     without dimensions). Padding rows have token 0, position 0 and no context; they are not in num_tokens."""
     slot_R, token_R, end_R = packed_3R.long()
     owned_R = slot_R >= 0
-    last_R = last_token_S[slot_R.clamp(min=0)]
+    last_R = last_token_S[slot_R.clamp(min=0)].clamp(min=0)
     token_R = torch.where(owned_R, torch.where(token_R < 0, last_R, token_R), 0)
     end_R = torch.where(owned_R, end_R, 0)
     query_start_R = torch.arange(packed_3R.shape[1] + 1, dtype=torch.int32, device=packed_3R.device)

@@ -11,6 +11,7 @@ import torch
 
 from anabranch.ops.exact import gumbel
 from anabranch.ops.op import Sample, op
+from anabranch.ops.sample import or_reason, spoilt
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
@@ -24,6 +25,10 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     masked = torch.full((4, 50), float("-inf"))
     masked[:, 11] = -3
     yield "all but one forbidden", {"logits_RV": masked.to(dtype), **base}
+    for vocabulary in (50, 8200):
+        logits_RV = spoilt(torch.randn(6, vocabulary, generator=generator)).to(dtype)
+        twice = {name: torch.cat([value, value])[1:7] for name, value in base.items()}
+        yield f"V{vocabulary}, not finite", {"logits_RV": logits_RV, **twice}
     yield "no requests", {"logits_RV": torch.zeros(0, 8), **{name: value[:0] for name, value in base.items()}}
 
 
@@ -31,7 +36,8 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
 def draw(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
 ) -> torch.Tensor:
-    """token_R (int64): what `sample` draws with top_k 0, top_p 1 and min_p 0, always. Temperature 0 is greedy."""
+    """token_R (int64): what `sample` draws with top_k 0, top_p 1 and min_p 0, always. Temperature 0 is greedy. Rows
+    without a token give NOT_FINITE or NONE_ALLOWED, as there."""
     logits = logits_RV.float()
     if logits.shape[0] == 0:
         return logits.new_zeros(0, dtype=torch.int64)
@@ -39,4 +45,5 @@ def draw(
     scale_R1 = 1.0 / temperature_R.float()[:, None]
     token_V = torch.arange(logits.shape[1], device=logits.device)
     noise = gumbel(seed_R[:, None], position_R[:, None], token_V)
-    return torch.where(greedy_R1, logits, logits * scale_R1 + noise).argmax(-1)  # the first of equal maxima
+    token_R = torch.where(greedy_R1, logits, logits * scale_R1 + noise).argmax(-1)  # the first of equal maxima
+    return or_reason(token_R, logits.amax(-1))

@@ -16,6 +16,24 @@ from anabranch.ops.op import Sample, op
 
 TINY = 2.0**-126
 """The smallest normal fp32 number."""
+NOT_FINITE, NONE_ALLOWED = -1, -2
+"""In place of a token: the row holds NaN or +∞; all of the row is −∞."""
+
+
+def or_reason(token_R: torch.Tensor, best_R: torch.Tensor) -> torch.Tensor:
+    """token_R, but NOT_FINITE or NONE_ALLOWED for rows that have no token; best_R is each row's maximum, NaN if the row
+    holds one."""
+    token_R = torch.where(best_R > float("-inf"), token_R, NONE_ALLOWED)
+    return torch.where(best_R < float("inf"), token_R, NOT_FINITE)
+
+
+def spoilt(logits_RV: torch.Tensor) -> torch.Tensor:
+    """Rows without a token, and whole ones between them."""
+    logits_RV[0, -3] = float("nan")
+    logits_RV[1] = float("nan")
+    logits_RV[3, 5] = float("inf")
+    logits_RV[-1] = float("-inf")
+    return logits_RV
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
@@ -43,6 +61,9 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     some = torch.where(allowed, torch.randn(rows, 8200, generator=generator), float("-inf"))
     some[:, 17] = 0
     yield "V8200, most forbidden", {"logits_RV": some.to(dtype), **base}
+    yield "not finite", {"logits_RV": spoilt(torch.randn(rows, 8200, generator=generator)).to(dtype), **base}
+    small = spoilt(torch.randn(rows, vocabulary, generator=generator))
+    yield "not finite, few tokens", {"logits_RV": small.to(dtype), **base, "top_k_R": base["top_k_R"] * 0}
     yield "no requests", {"logits_RV": torch.zeros(0, 8), **{name: value[:0] for name, value in base.items()}}
 
 
@@ -57,7 +78,7 @@ def sample(
     position_R: torch.Tensor,
 ) -> torch.Tensor:
     """token_R (int64), from logits in any float dtype, taken as fp32. Temperature 0 is greedy; a tie goes to the lowest
-    id.
+    id. A row that holds NaN or +∞ gives NOT_FINITE, one that is −∞ throughout NONE_ALLOWED.
 
     Otherwise tokens are ranked by logit, the lowest id first among equals. A token must be among the top_k (0: all),
     the tokens of those before it must not have reached top_p of their probability together (1: all), and it must be at
@@ -81,4 +102,4 @@ def sample(
     noisy = scaled + gumbel(seed_R[:, None], position_R[:, None], token)
     noisy = noisy.masked_fill(~kept, float("-inf"))
     drawn = torch.empty_like(noisy).scatter_(-1, token, noisy).argmax(-1)  # the first of equal maxima
-    return torch.where(greedy, logits.argmax(-1), drawn)
+    return or_reason(torch.where(greedy, logits.argmax(-1), drawn), logits.amax(-1))

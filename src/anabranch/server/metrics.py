@@ -60,6 +60,9 @@ class _Export(Collector):
         yield family(GaugeMetricFamily, "anabranch:ready", "1 while requests are taken.", ready)
         steps = {(name,): self.stats.get("steps", 0)}
         yield family(CounterMetricFamily, "anabranch:steps", "Steps the engine made.", steps)
+        about = "Sequences that ended with an error because their logits were NaN or infinite."
+        nonfinite = {(name,): self.stats.get("nonfinite_logits", 0)}
+        yield family(CounterMetricFamily, "anabranch:nonfinite_logits", about, nonfinite)
         balances = enumerate(self.service.history.experts()["balance_total"])
         balance = {(name, str(layer)): value for layer, value in balances}
         about = "Mean over maximum load of a layer's experts."

@@ -22,7 +22,7 @@ def decode_inputs(
     if _padded(packed_3R):
         return ops.decode_inputs.reference(packed_3R, last_token_S)
     slot_R, token_R, end_R = packed_3R.long().unbind()
-    token_R = torch.where(token_R < 0, last_token_S.index_select(0, slot_R), token_R)
+    token_R = torch.where(token_R < 0, last_token_S.index_select(0, slot_R).clamp_(min=0), token_R)
     num_rows = packed_3R.shape[1]
     query_start_R = torch.arange(num_rows + 1, dtype=torch.int32)
     return token_R, end_R - 1, query_start_R, packed_3R[2], torch.tensor(num_rows, dtype=torch.int32)

@@ -18,7 +18,7 @@ import torch
 
 from anabranch import ops
 from anabranch.ops import exact
-from anabranch.ops.sample import TINY
+from anabranch.ops.sample import NONE_ALLOWED, NOT_FINITE, TINY
 
 STRETCH = 128
 MIN_VOCABULARY = 8192
@@ -238,7 +238,7 @@ def sample(
     position_R: torch.Tensor,
 ) -> torch.Tensor:
     scale_R = 1.0 / temperature_R.float()  # infinity for greedy rows, which do not use it
-    tokens = [0] * logits_RV.shape[0]  # where nothing is allowed
+    tokens = [NONE_ALLOWED] * logits_RV.shape[0]
     random: dict[int, Row] = {}
     finalists: list[Finalists] = []
     weighed: list[int] = []
@@ -247,6 +247,9 @@ def sample(
     for r, (scale, top_k, top_p, min_p, seed, position) in enumerate(zip(*values)):
         row = Row(logits_RV[r].float(), scale, seed, position)
         if row.top == -math.inf:
+            continue
+        if not row.top < math.inf:  # the maximum of a row with NaN is NaN
+            tokens[r] = NOT_FINITE
             continue
         if scale == math.inf:
             tokens[r] = row.best()

@@ -36,7 +36,7 @@ def inputs_kernel(
     owned = slot >= 0
     token = tl.where(token < 0, tl.load(last_token_S + slot, mask=owned & (token < 0), other=0), token)
     end = tl.where(owned, end, 0)
-    tl.store(token_R + row, tl.where(owned, token, 0), mask=there)
+    tl.store(token_R + row, tl.where(owned, tl.maximum(token, 0), 0), mask=there)
     tl.store(position_R + row, tl.maximum(end - 1, 0).to(tl.int64), mask=there)
     tl.store(query_start_R + row, row, mask=row <= num_rows)
     tl.store(context_len_R + row, end, mask=there)

@@ -43,6 +43,8 @@ from anabranch.kernels.triton.exact import (
 )
 from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 from anabranch.kernels.triton.sample_search import before, from_key, is_before, kth_largest, load_step, to_key
+from anabranch.ops.sample import NONE_ALLOWED as NONE_ALLOWED_ID
+from anabranch.ops.sample import NOT_FINITE as NOT_FINITE_ID
 
 STRETCH = 128
 """Tokens that a warp reads at a time."""
@@ -65,6 +67,7 @@ VECTORS = ["temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "position
 """Callers keep them as rows of one tensor, aligned or not: one kernel for both."""
 
 NOBODY = tl.constexpr(1 << 30)
+NOT_FINITE, NONE_ALLOWED = tl.constexpr(NOT_FINITE_ID), tl.constexpr(NONE_ALLOWED_ID)
 WEIGHTLESS = tl.constexpr(-21.6)
 """Relative logits below have no mass."""
 
@@ -91,7 +94,8 @@ def _race(logits, value, id, kept, scale, state, best, token):
 
 @triton.jit
 def _merge(value_C, id_C, num_chunks, CHUNKS: tl.constexpr):
-    """The best of a row's chunks: (value, token), the lowest id among equals; NOBODY if nothing is allowed."""
+    """The best of a row's chunks: (value, token), the lowest id among equals; NOBODY if nothing is allowed, NOT_FINITE,
+    which is below every id, if a chunk holds NaN or infinity."""
     chunk = tl.arange(0, CHUNKS)
     value = tl.load(value_C + chunk, mask=chunk < num_chunks, other=float("-inf"))
     id = tl.load(id_C + chunk, mask=chunk < num_chunks, other=NOBODY)
@@ -117,9 +121,10 @@ def _least(min_p):
 
 @triton.jit
 def _load_tile(row, tile, V, TILE: tl.constexpr, STRETCH: tl.constexpr):
-    """Stretches, one above the other."""
+    """Stretches, one above the other. NaN becomes infinity, which a maximum does not lose."""
     id = tile * TILE + tl.arange(0, TILE // STRETCH)[:, None] * STRETCH + tl.arange(0, STRETCH)[None, :]
-    return id, tl.load(row + id, mask=id < V, other=float("-inf")).to(tl.float32)
+    value = tl.load(row + id, mask=id < V, other=float("-inf")).to(tl.float32)
+    return id, tl.where(value == value, value, float("inf"))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "tiles"], do_not_specialize_on_alignment=VECTORS)
@@ -151,7 +156,10 @@ def scan_kernel(
             place = tile * (TILE // STRETCH) + tl.arange(0, TILE // STRETCH)
             tl.store(peak_RS + row_id * num_stretches + place, peak, mask=place < num_stretches)
         high = tl.max(peak, 0)
-        if temperature == 0:
+        if high == float("inf"):
+            best = high
+            token = NOT_FINITE
+        elif temperature == 0:
             if high > best:
                 best = high
                 token = tl.min(tl.where(value == high, id, NOBODY))
@@ -184,7 +192,7 @@ def gather_kernel(
     if (temperature == 0) | ((top_k == 0) & (top_p >= 1) & (min_p <= 0)):
         return
     best, token = _merge(best_RC + row_id * num_chunks, token_RC + row_id * num_chunks, num_chunks, CHUNKS)
-    if token == NOBODY:
+    if (token == NOBODY) | (token == NOT_FINITE):
         return
     row = logits + row_id.to(tl.int64) * stride
     num_stretches = (V + STRETCH - 1) // STRETCH
@@ -288,7 +296,7 @@ def choose_kernel(
         temperature, top_k = tl.load(temperature_R + row_id), tl.load(top_k_R + row_id)
         top_p, min_p = tl.load(top_p_R + row_id), tl.load(min_p_R + row_id)
         cut = (temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-        if cut & (token != NOBODY):
+        if cut & (token != NOBODY) & (token != NOT_FINITE):
             row = logits + row_id.to(tl.int64) * stride
             num_weighed = tl.where((top_p < 1) & (top_k == 0), num_groups, 0)
             masses, chunk = mass_RG2 + 2 * row_id * num_groups, tl.arange(0, CHUNKS)
@@ -308,7 +316,7 @@ def choose_kernel(
                 row, values, ids, listed, size, token, temperature, seed, position, top_k, top_p, min_p,
                 total, first, low, top, STEP, PIVOTS,
             )  # fmt: skip
-    tl.store(token_R + row_id, tl.where(token == NOBODY, 0, token).to(tl.int64))
+    tl.store(token_R + row_id, tl.where(token == NOBODY, NONE_ALLOWED, token).to(tl.int64))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
