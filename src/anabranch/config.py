@@ -76,7 +76,7 @@ class EngineConfig:
     tune: str = "fast"
     """Where no table of measured tiles fits model and GPU, measure at start: for 15 seconds, or in full; off: never."""
     expert_load_interval: int = 16
-    """Steps between two copies of the expert histogram to the host; 0: no histogram."""
+    """Steps between two copies of the expert histogram, which counts every token, to the host; 0: no histogram."""
     seed: int = 0
 
     def __post_init__(self) -> None:

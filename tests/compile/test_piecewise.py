@@ -106,7 +106,7 @@ def test_what_nobody_reads_any_more_is_let_go(tmp_path: Path) -> None:
 
 
 def breakable(model: Decoder, kv: list[KV], buffers: Buffers, size: int) -> StepInPieces:
-    watch = ExpertWatch(model, CPU)
+    watch = ExpertWatch(model, FakePlatform())
     return BreakableStep(FakePlatform(), None, model, kv, buffers, size, lambda: watch.look(True))
 
 

@@ -101,7 +101,7 @@ class NoModel:
     def idle(self) -> None:
         return None
 
-    def expert_load(self) -> list[list[int]]:
+    def expert_load(self, settled: bool = False) -> list[list[int]]:
         return []
 
     def close(self) -> None:

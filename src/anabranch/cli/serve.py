@@ -22,7 +22,7 @@ RARE_HELP = FLAG_HELP | {
     "num_pages": "KV pages, instead of as many as the memory holds",
     "prefix_cache": "compute what prompts begin alike with only once",
     "async_scheduling": "launch a step before the last one's tokens are read",
-    "expert_load_interval": "steps between two looks at how busy each expert is; 0: none",
+    "expert_load_interval": "steps between two copies of the experts' histogram to the host; 0: nothing is counted",
     "max_body_bytes": "a larger body gets 413",
     "max_header_bytes": "larger headers get 431",
     "header_timeout": "seconds for headers to arrive",

@@ -329,7 +329,7 @@ class Engine:
             "prefix_hits": self.kv.num_hits,
             "preemptions": self.scheduler.num_preemptions,
             "max_model_len": self.config.max_model_len,
-            "expert_load": self.runner.expert_load(),
+            "expert_load": self.runner.expert_load(settled=not self.has_work),
             **self.metrics.as_dict(),
         }
 

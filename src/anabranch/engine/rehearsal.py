@@ -58,6 +58,8 @@ def rehearse(runner: TorchRunner) -> None:
             runner.decode("greedy", steps.padding(size), kv)
         else:
             model(steps.rehearsal(size, size, padded=size <= captured), kv)
+    one_TK = torch.zeros(1, 1, dtype=torch.int32, device=runner.platform.device)
+    runner.experts.count([one_TK] * len(runner.experts.layers))
     rehearse_sampling(runner)
 
 

@@ -115,10 +115,8 @@ class TorchRunner:
         with stage("tune"):
             tune(self.model, platform, config.tune, config.max_num_batched_tokens, shown)
         self.num_active = plan.count_active(self.model.config)
-        self.num_steps = 0
         self.extras: dict[str, Extras] = {}
         """Of requests on their way that have any."""
-        self.load_fetch: Fetch | None = None
         self.decodes: BySize[Kind, Captured[Decoded]] | None = None
         """Captured steps of single tokens, where the platform has graphs."""
         self.prompts: BySize[str, PromptStep] | None = None
@@ -168,7 +166,7 @@ class TorchRunner:
         self.kv = kv_tensors.allocate(self.model.config, num_pages, config.page_size, self.dtype, device)
         self.steps = StepMaker(len(groups), config.max_num_seqs, config.max_model_len, config.page_size, device)
         self.sampler = Sampler(config.max_num_seqs, self.model.config.vocab_size, device, config.seed)
-        self.experts = ExpertWatch(self.model, device)
+        self.experts = ExpertWatch(self.model, self.platform, config.expert_load_interval)
         self.owners: list[Sequence | None] = [None] * config.max_num_seqs
         """Whose sampling state a slot holds."""
         self.recorded: set[int] = set()
@@ -265,22 +263,18 @@ class TorchRunner:
         for share in shares:
             if not share[0].placed:
                 self._place(share[0])
-        interval = self.config.expert_load_interval
-        count = bool(interval) and self.num_steps % interval == 0
-        self.num_steps += 1
         record = bool(self.recorded) and any(share.sequence.slot in self.recorded for share in shares)
 
         rows = self.steps.rows(shares, pages)
-        launched = self._replay(shares, rows, count, record)
+        launched = self._replay(shares, rows, record)
         if launched is None:
-            launched = self._run(shares, rows, count, record)
-        if count:
-            self.load_fetch = self.platform.fetch(self.experts.count_LE)
+            launched = self._run(shares, rows, record)
+        self.experts.end_step()
         return launched
 
-    def _run(self, shares: list[Share], rows: Rows, count: bool, record: bool) -> Launched:
+    def _run(self, shares: list[Share], rows: Rows, record: bool) -> Launched:
         """Any step."""
-        step, hidden_TD, seen = self._forward(rows, count or record)
+        step, hidden_TD, seen = self._forward(rows, self.experts.counts or record)
         launched = Launched(
             shares=shares,
             sampling=shares if rows.logit_rows is None else [share for share in shares if share.samples],
@@ -289,7 +283,9 @@ class TorchRunner:
         if launched.sampling:
             rows_RD = hidden_TD if step.logit_row is None else hidden_TD[step.logit_row]
             self._sample(launched, self.model.logits(rows_RD))
-        self._count(launched, seen, count, record)
+        self.experts.count(seen)
+        if record:
+            self._keep_routed(launched, seen)
         return launched
 
     def _forward(self, rows: Rows, look: bool) -> tuple[Step, torch.Tensor, list[torch.Tensor]]:
@@ -308,7 +304,7 @@ class TorchRunner:
         seen = self.experts.look(look)
         return step, self.model(step, self.kv), seen
 
-    def _replay(self, shares: list[Share], rows: Rows, count: bool, record: bool) -> Launched | None:
+    def _replay(self, shares: list[Share], rows: Rows, record: bool) -> Launched | None:
         """A step of single tokens as a captured graph; None if there is none for it."""
         if self.decodes is None or rows.max_query > 1 or rows.logit_rows is not None:
             return None
@@ -325,7 +321,8 @@ class TorchRunner:
         else:
             launched.sampled = Sampled(decoded.token_R[: len(shares)])
             launched.tokens = self.platform.fetch(launched.sampled.token_R)
-        self._count(launched, decoded.experts, count, record)
+        if record:
+            self._keep_routed(launched, decoded.experts)
         return launched
 
     def decode(self, kind: Kind, packed_3R: torch.Tensor, kv: list[KV]) -> Decoded:
@@ -345,12 +342,11 @@ class TorchRunner:
         self.steps.keep_tokens(slots, launched.sampled.token_R)
         launched.tokens = self.platform.fetch(launched.sampled.token_R)
 
-    def _count(self, launched: Launched, seen: list[torch.Tensor], count: bool, record: bool) -> None:
-        if count and seen:
-            self.experts.count(seen)
-        if record and seen:
+    def _keep_routed(self, launched: Launched, seen: list[torch.Tensor]) -> None:
+        if seen:
             launched.routed = self.platform.fetch(torch.stack(seen, dim=1)[: launched.num_tokens])
 
+        self.experts.count(seen)
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, shares: list[Share]) -> dict[str, list[Logprobs]]:
         """For shares that ask: the log probability of each prompt token after the share's first, and of the one that
         follows the share."""
@@ -402,9 +398,10 @@ class TorchRunner:
         extras = self.extras.get(sequence.id)
         return None if extras is None else extras.verdict(token, allowed)
 
-    def expert_load(self) -> list[list[int]]:
-        """Tokens per MoE layer and expert in the steps that were counted, as of the last copy to the host."""
-        return [] if self.load_fetch is None else self.load_fetch.wait()[:, :-1].tolist()
+    def expert_load(self, settled: bool = False) -> list[list[int]]:
+        """Tokens per MoE layer and expert since the start, as of the last copy to the host; as of now where no step is
+        on its way (`settled`)."""
+        return self.experts.load(settled)
 
     def close(self) -> None:
         """Nothing runs after this."""

@@ -79,7 +79,6 @@ class MlxRunner:
         with stage("weights"):
             self.loaded = self.thread.run(lambda: load(config, self.model, platform, progress))
             count(self.loaded.num_bytes)
-        self.num_steps = 0
         self.extras: dict[str, Extras] = {}
         """Of requests on their way that have any."""
         self.in_flight: InFlight | None = None
@@ -150,10 +149,8 @@ class MlxRunner:
         rows = [self._row(share, pages) for share in shares]
         launched = Launched(shares=shares, sampling=[share for share in shares if share.samples])
         launched.tokens = step = self.in_flight = InFlight(launched, rows, self._finish_on_thread)
-        interval = self.config.expert_load_interval
-        step.counts = bool(interval) and self.num_steps % interval == 0
+        step.counts = bool(self.config.expert_load_interval)
         self.experts.wanted = step.counts or any(s.sequence.request.params.return_routed_experts for s in shares)
-        self.num_steps += 1
 
         last_token: dict[Row, int] = {}
         for share, row in zip(shares, rows, strict=True):
@@ -302,8 +299,8 @@ class MlxRunner:
         extras = self.extras.get(sequence.id)
         return None if extras is None else extras.verdict(token, allowed)
 
-    def expert_load(self) -> list[list[int]]:
-        """Tokens per MoE layer and expert in the steps that were counted."""
+    def expert_load(self, settled: bool = False) -> list[list[int]]:
+        """Tokens per MoE layer and expert since the start."""
         return self.experts.count_LE.tolist()
 
     def check(self) -> None:

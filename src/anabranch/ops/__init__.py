@@ -6,6 +6,7 @@ Never imports `kernels`: kernels register on ops. Shapes are in the names; each 
 from anabranch.ops.activation import add_gated, gated_activation
 from anabranch.ops.attention import attention
 from anabranch.ops.combine import combine
+from anabranch.ops.count_experts import count_experts
 from anabranch.ops.decode_inputs import decode_inputs, decode_pages
 from anabranch.ops.draw import draw
 from anabranch.ops.expert_matmul import expert_matmul
@@ -31,6 +32,7 @@ __all__ = [
     "attention",
     "bind",
     "combine",
+    "count_experts",
     "decode_inputs",
     "decode_pages",
     "draw",

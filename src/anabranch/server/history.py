@@ -61,7 +61,7 @@ class History:
             )
         self._last_at, self._last_counts = now, counts
         load = stats.get("expert_load") or []
-        if load != self._load_last:  # the engine copies its histogram every few steps only
+        if load != self._load_last:  # the engine copies its histogram every few steps
             self._load_before, self._load_last = self._load_last, load
             self.num_loads += 1
         self.stats = stats

@@ -4,6 +4,7 @@ from anabranch.kernels.triton import (
     activation,
     attention,
     cache_keys,
+    count_experts,
     decode_inputs,
     draw,
     expert_sort,
@@ -23,6 +24,7 @@ cache_keys.settle()
 __all__ = [
     "activation",
     "attention",
+    "count_experts",
     "decode_inputs",
     "draw",
     "expert_sort",

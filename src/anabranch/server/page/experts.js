@@ -1,6 +1,6 @@
 // The expert heat map: one row a MoE layer, one column an expert, and beside each row how even its load is.
 //
-// Counts are of the steps the engine looks at (one in several), so shares are what is shown. L layers, E experts.
+// Counts are of all tokens since the start; what is shown are shares of a layer. L layers, E experts.
 
 const RECENT = 10; // seconds
 const TOP = 8; // times an even share: the strongest colour

@@ -1,0 +1,52 @@
+"""The experts' histogram in one launch for all layers, one atomic addition an id: few ids share an address, and the
+memory's own units add.
+
+L MoE layers, T token rows, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch import ops
+from anabranch.kernels.triton.launch import cdiv, dependent_launch
+
+BLOCK = 512
+
+
+@triton.jit(do_not_specialize=["num_ids", "ids_per_layer", "num_experts"])
+def count_kernel(
+    expert_LTK, count_LE, num_ids, ids_per_layer, num_experts, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(expert_LTK + i, mask=i < num_ids, other=-1)
+    place = (i // ids_per_layer) * num_experts + expert
+    one = tl.full((BLOCK,), 1, tl.int64)
+    tl.atomic_add(count_LE + place, one, mask=(expert >= 0) & (expert < num_experts), sem="relaxed")
+
+
+def accepts(expert_LTK: torch.Tensor, count_LE: torch.Tensor) -> bool:
+    return (
+        expert_LTK.dtype == torch.int32
+        and count_LE.dtype == torch.int64
+        and expert_LTK.is_contiguous()
+        and count_LE.is_contiguous()
+        and expert_LTK.numel() < 1 << 31
+    )
+
+
+@ops.count_experts.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+def count_experts(expert_LTK: torch.Tensor, count_LE: torch.Tensor) -> None:
+    num_ids, dependent = expert_LTK.numel(), dependent_launch(expert_LTK.device)
+    if num_ids == 0:
+        return
+    count_kernel[(cdiv(num_ids, BLOCK),)](
+        expert_LTK, count_LE, num_ids, num_ids // expert_LTK.shape[0], count_LE.shape[1],
+        BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **({"launch_pdl": True} if dependent else {}),
+    )  # fmt: skip
