@@ -1,20 +1,24 @@
 """Which platform is chosen, what it must implement, and that a stranger's package can bring one."""
 
 import inspect
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from anabranch import conformance, platforms
+from anabranch import conformance, kernels, platforms
 from anabranch.config import EngineConfig, resolve
 from anabranch.conformance import contract, models, tiny
+from anabranch.engine.engine import make_engine
 from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
 from anabranch.platforms import Memory, cpu
 from anabranch.platforms.cpu import CpuPlatform
 from anabranch.platforms.cuda import CudaPlatform
 from anabranch.platforms.fake import FakePlatform
+from anabranch.request import Request
+from anabranch.sampling_params import SamplingParams
 
 SRC = Path(__file__).parents[2] / "src"
 detect = platforms.current.__wrapped__  # what `current` does the first time
@@ -193,3 +197,29 @@ def test_an_entry_point_that_is_no_platform_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(platforms, "_third_party", lambda: {"odd": Point()})
     with pytest.raises(ValueError, match=r"platform 'odd': .* is not a subclass of anabranch.platforms.Platform"):
         platforms.make("odd")
+
+
+def test_a_platform_whose_kernels_cannot_be_imported_runs_on_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It names Triton's, and Triton is not installed: a warning, and the start goes on."""
+
+    class WithoutTriton(FakePlatform):
+        name = "without-triton"
+        providers = {"triton": "anabranch.kernels.triton", "torch": "anabranch.kernels.torch"}
+
+    for name in [name for name in sys.modules if name.startswith("anabranch.kernels.triton")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(kernels, "triton", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    platform = WithoutTriton()
+    monkeypatch.setattr(platforms, "current", lambda: platform)
+    tiny.write("qwen2_moe", tmp_path)
+    engine = make_engine(EngineConfig(model=str(tmp_path), num_pages=64, max_num_seqs=4, max_model_len=64))
+    assert "kernels of provider 'triton' are not used" in caplog.text
+    engine.add(Request(id="x", prompt_ids=(1, 2, 3), params=SamplingParams(temperature=0, max_tokens=4)))
+    updates = []
+    while engine.has_work:
+        updates += engine.step()
+    assert updates[-1].finish_reason == "length"
+    engine.close()

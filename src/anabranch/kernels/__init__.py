@@ -38,8 +38,12 @@ def bind(platform: Platform) -> None:
 
 def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
     """Compile what `work` would launch, on all cores at once, instead of one by one when it is launched. `work` is run,
-    but its compiled kernels do nothing. Where no kernels are compiled, nothing happens."""
-    if COMPILED not in platform.providers:
+    but its compiled kernels do nothing. Where no compiled kernel is bound, nothing happens: the platform may name the
+    provider, but it cannot be imported, or ANABRANCH_KERNELS chose others."""
+    from anabranch import ops
+
+    bound = any(kernel.provider == COMPILED for op in ops.OPS.values() for kernel in op.bound)
+    if COMPILED not in platform.providers or not bound:
         return
     from anabranch.kernels.triton.versions import precompile_problem
 
