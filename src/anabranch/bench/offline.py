@@ -304,9 +304,13 @@ FIRST = """
 import argparse, json, sys
 from anabranch.bench import offline
 from anabranch.stages import Stages
-llm, start = offline.open_llm(argparse.Namespace(**json.loads(sys.argv[1])), sys.argv[2], Stages.of_process())
-print(json.dumps(start), flush=True)
-llm.close()
+try:
+    llm, start = offline.open_llm(argparse.Namespace(**json.loads(sys.argv[1])), sys.argv[2], Stages.of_process())
+except ValueError as error:
+    print(json.dumps({"refused": str(error)}))
+else:
+    print(json.dumps(start), flush=True)
+    llm.close()
 """
 
 
@@ -318,6 +322,8 @@ def first_start(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     if done.returncode:
         raise ValueError(f"the first start failed with exit code {done.returncode}; what it said stands above")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "refused" in found:
+        raise ValueError(found["refused"])
     return found
 
 

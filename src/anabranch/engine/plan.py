@@ -6,9 +6,12 @@ The same code answers `anabranch plan` and sizes the KV pool. No torch, no devic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from anabranch.models.config import KVGroup, LayerConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from anabranch.config import EngineConfig
 
 Kind = Literal["attention", "router", "routed experts", "shared experts", "dense feed-forward", "embeddings", "norms"]
 
@@ -78,6 +81,13 @@ def pages_needed(group: KVGroup, context: int, page_size: int) -> int:
     """
     pages = -(-context // page_size)
     return min(pages, -(-group.window // page_size) + 1) if group.window else pages
+
+
+def pages_for(config: ModelConfig, num_pages: int, context: int, page_size: int) -> list[int]:
+    """Pages of each KVGroup where the largest has `num_pages`: in the proportion that requests of `context` tokens need
+    them."""
+    needed = [pages_needed(group, context, page_size) for group in config.kv_groups]
+    return [max(2, num_pages * pages // max(needed)) for pages in needed]
 
 
 def request_bytes(config: ModelConfig, context: int, page_size: int, dtype: str) -> int:
@@ -167,3 +177,28 @@ def plan_memory(
         dtype=dtype,
         config=config,
     )
+
+
+def check_memory(
+    config: ModelConfig, options: EngineConfig, dtype: str, *, free: int, total: int, captured_tokens: int
+) -> None:
+    """ValueError if weights, workspace and KV pages do not fit into what is free, before any of it is taken. `options`
+    are resolved. Where the number of pages is given, they and the weights are all that is certain to be needed."""
+    weights = sum(count_weights(config).values()) * DTYPE_BYTES[dtype]
+    if options.num_pages:
+        pages = pages_for(config, options.num_pages, options.max_model_len, options.page_size)
+        kv = sum(n * page_bytes(group, options.page_size, dtype) for n, group in zip(pages, config.kv_groups))
+        workspace, usable = 0, free
+    else:
+        kv = request_bytes(config, options.page_size, options.page_size, dtype)
+        num_tokens = options.max_num_batched_tokens + captured_tokens
+        workspace = workspace_bytes(config, num_tokens, options.max_num_seqs, dtype)
+        usable = min(free, int(total * options.memory_fraction))
+    needed = weights + workspace + kv
+    if needed > usable:
+        raise ValueError(
+            f"the model does not fit: it needs {needed / 1e9:.1f} GB ({weights / 1e9:.1f} GB of weights in {dtype}, "
+            f"{workspace / 1e9:.1f} GB of workspace, {kv / 1e9:.1f} GB of KV pages) and may use {usable / 1e9:.1f} GB "
+            f"({free / 1e9:.1f} of {total / 1e9:.1f} GB are free, memory_fraction is {options.memory_fraction}); use a "
+            "smaller model or dtype, fewer pages, or a machine with more memory: `anabranch plan` tells what would fit"
+        )

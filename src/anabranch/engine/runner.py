@@ -34,7 +34,8 @@ from anabranch.engine.sampling_plan import Kind
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.layers.attention import KV
 from anabranch.layers.step import Step
-from anabranch.loader.load import DTYPES, load_model
+from anabranch.loader.load import DTYPES, load_model, resolve_dtype
+from anabranch.models.config import read_config
 from anabranch.moe.options import MoEOptions
 from anabranch.moe.tuning import tune
 from anabranch.platforms import Fetch, Platform
@@ -103,6 +104,7 @@ class TorchRunner:
     def __init__(self, config: EngineConfig, platform: Platform, progress: Callable[[int, int], None] | None) -> None:
         self.platform = platform
         self.config = config
+        self._check_memory()
         self.model = load_model(
             config.model,
             dtype=config.dtype,
@@ -126,6 +128,18 @@ class TorchRunner:
         self.compiled: CompiledDecoder | None = None
         """For steps of more tokens than any captured one has, where pieces are compiled."""
 
+    def _check_memory(self) -> None:
+        """Refuse what cannot fit before a weight is read or drawn: a host that runs out of memory kills the process."""
+        model, memory = read_config(self.config.model), self.platform.memory()
+        plan.check_memory(
+            model,
+            self.config,
+            _name(resolve_dtype(self.config.dtype, model, self.platform)),
+            free=memory.free + memory.cached,
+            total=memory.total,
+            captured_tokens=self.captured_tokens,
+        )
+
     @property
     def dtype(self) -> torch.dtype:
         return self.model.embed_tokens.weight.dtype
@@ -136,13 +150,13 @@ class TorchRunner:
         config, model = self.config, self.model.config
         useful = [plan.pages_needed(group, config.max_model_len, config.page_size) for group in model.kv_groups]
         if config.num_pages:
-            return [max(2, config.num_pages * pages // max(useful)) for pages in useful]
+            return plan.pages_for(model, config.num_pages, config.max_model_len, config.page_size)
         memory = self.platform.memory()
         found = plan.plan_memory(
             model,
             memory.total,
             fraction=config.memory_fraction,
-            dtype=next(name for name, value in DTYPES.items() if value == self.dtype),
+            dtype=_name(self.dtype),
             page_size=config.page_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
@@ -334,6 +348,7 @@ class TorchRunner:
         slot_R = torch.where(slot_R < 0, self.config.max_num_seqs, slot_R)
         token_R = self.sampler.sample_slots(logits_RV, slot_R, kind)
         self.steps.last_token_S.index_copy_(0, slot_R, token_R)
+        self.experts.count(seen)
         return Decoded(token_R, logits_RV, seen)
 
     def _sample(self, launched: Launched, logits_RV: torch.Tensor) -> None:
@@ -346,7 +361,6 @@ class TorchRunner:
         if seen:
             launched.routed = self.platform.fetch(torch.stack(seen, dim=1)[: launched.num_tokens])
 
-        self.experts.count(seen)
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, shares: list[Share]) -> dict[str, list[Logprobs]]:
         """For shares that ask: the log probability of each prompt token after the share's first, and of the one that
         follows the share."""
@@ -405,3 +419,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """Nothing runs after this."""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, value in DTYPES.items() if value == dtype)

@@ -32,7 +32,8 @@ class AcceleratorPlatform(Platform):
 
     def memory(self) -> Memory:
         free, total = self.api.mem_get_info(self.device)
-        return Memory(free=free, total=total)
+        cached = self.api.memory_reserved(self.device) - self.api.memory_allocated(self.device)
+        return Memory(free=free, total=total, cached=cached)
 
     def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
         return torch.float16 if wanted == torch.bfloat16 and not self.has("bf16") else wanted

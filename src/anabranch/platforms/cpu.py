@@ -32,11 +32,33 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(flags)
 
 
-def cgroup_limit() -> int:
-    """Bytes a container may use; a number larger than any memory if there is no limit."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return int(text) if text.isdigit() else 1 << 62
+def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Memory:
+    """What this process's control groups, from its own to the outermost, leave it; both numbers are larger than any
+    memory where there is no limit. Files that the kernel caches count as free: it gives them up."""
+    lines = own.read_text().splitlines() if own.exists() else []
+    paths = {controllers: path.strip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+    free = total = 1 << 62
+    for base, path, limit_file, usage_file in (
+        (root, paths.get("", ""), "memory.max", "memory.current"),
+        (root / "memory", paths.get("memory", ""), "memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
+    ):
+        for depth in range(len(path.split("/")) + 1):
+            folder = base.joinpath(*path.split("/")[:depth])
+            limit, usage, cache = _number(folder / limit_file), _number(folder / usage_file), 0
+            if limit is None or usage is None:
+                continue
+            for line in (folder / "memory.stat").read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name in ("inactive_file", "total_inactive_file"):
+                    cache = int(value)
+            free, total = min(free, max(0, limit - usage + cache)), min(total, limit)
+    return Memory(free=free, total=total)
+
+
+def _number(file: Path) -> int | None:
+    """None: there is no such file, or it says "max"."""
+    text = file.read_text().strip() if file.exists() else ""
+    return int(text) if text.isdigit() else None
 
 
 class CpuPlatform(Platform):
@@ -60,12 +82,13 @@ class CpuPlatform(Platform):
         return f"{host.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {bf16}"
 
     def memory(self) -> Memory:
-        total = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup_limit())
-        meminfo = Path("/proc/meminfo")
-        if not meminfo.exists():
-            return Memory(free=total, total=total)
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return Memory(free=min(total, int(fields["MemAvailable"].split()[0]) * 1024), total=total)
+        group = cgroup_memory()
+        total = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), group.total)
+        free, meminfo = min(total, group.free), Path("/proc/meminfo")
+        if meminfo.exists():
+            fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+            free = min(free, int(fields["MemAvailable"].split()[0]) * 1024)
+        return Memory(free=free, total=total)
 
     def has(self, capability: str) -> bool:
         if capability == "bf16":

@@ -23,6 +23,8 @@ class Memory:
 
     free: int
     total: int
+    cached: int = 0
+    """Neither free nor in use: kept by this process's allocator for what it allocates next."""
 
 
 class Graph(Protocol):
