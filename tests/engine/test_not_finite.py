@@ -18,7 +18,7 @@ from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
 from tests.models import tiny
 
-SETTINGS = tiny.QWEN3_MOE | {"num_experts": 64, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+SETTINGS = tiny.QWEN3_MOE | {"num_experts": 64, "num_hidden_layers": 2}
 CASE = tiny.Case(name="qwen3_moe", model_type="qwen3_moe", settings=SETTINGS, seed=5)
 OPTIONS: dict[str, Any] = {"num_pages": 128, "page_size": 16, "max_num_seqs": 8, "max_model_len": 64, "tune": "off"}
 OPTIONS |= {"dtype": "float32"}  # batches of different sizes must choose the same experts

@@ -82,7 +82,11 @@ class Workloads:
 
 LARGE = 64
 """The largest batch that decodes for the longer time."""
-NUMBERS = {"max_num_seqs": "requests that run at the same time", "max_num_batched_tokens": "tokens of a step"}
+NUMBERS = {
+    "max_num_seqs": "requests that run at the same time",
+    "max_num_batched_tokens": "tokens of a step",
+    "expert_load_interval": "steps between two copies of the experts' histogram; 0: nothing is counted",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from anabranch.llm import LLM
 
 GROUPS = {
-    "experts": r"experts|gate_up|expert_matmul",
+    "experts": r"(?<!count_)experts|gate_up|expert_matmul",
     "attention": r"attention|attn|flash|fmha|scaled_dot_product",
-    "routing": r"route|expert_sort|topk|top_k",
+    "routing": r"route|expert_sort|topk|top_k|count_experts",
     "norm, rope, KV": r"norm|rope|rotary|kv_store|activation|silu|gelu",
     "sampling": r"sample|argmax|draw|penal|logprob|mask_logits|softmax",
     "dense": r"linear|gemm|gemv|cutlass|nvjet|cublas|splitk|matmul|::mm\b|::addmm\b|::bmm\b",
@@ -122,6 +122,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--bandwidth", type=above_zero(), metavar="TB/S", help="of this machine's memory, for the floors"
     )
     parser.add_argument("--json", metavar="FILE", help="all of it, with the time line of one step")
+    parser.add_argument("--expert-load-interval", type=int, default=16, metavar="N", help="0: nothing is counted")
     add_flags(parser)
     parser.set_defaults(tune="off")
 
@@ -142,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
         max_num_seqs=max(256, options.batch),
         prefix_cache=False,
         show_progress=False,
+        expert_load_interval=options.expert_load_interval,
         **flags(options),  # type: ignore[arg-type]
     ) as llm:
         decode(llm, options.batch, options.context, room)
