@@ -40,10 +40,7 @@ def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
     """Compile what `work` would launch, on all cores at once, instead of one by one when it is launched. `work` is run,
     but its compiled kernels do nothing. Where no compiled kernel is bound, nothing happens: the platform may name the
     provider, but it cannot be imported, or ANABRANCH_KERNELS chose others."""
-    from anabranch import ops
-
-    bound = any(kernel.provider == COMPILED for op in ops.OPS.values() for kernel in op.bound)
-    if COMPILED not in platform.providers or not bound:
+    if COMPILED not in platform.providers or not compiled_kernels_bound():
         return
     from anabranch.kernels.triton.versions import precompile_problem
 
@@ -57,11 +54,16 @@ def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
     precompile(jobs)
 
 
-def compiler_facts(platform: Platform) -> list[str]:
-    """What the installed compiler of kernels supports on this platform, a line each; empty where none is used."""
+def compiled_kernels_bound() -> bool:
+    """Whether some op has a kernel that is compiled when first launched."""
     from anabranch import ops
 
-    if not any(kernel.provider == COMPILED for op in ops.OPS.values() for kernel in op.bound):
+    return any(kernel.provider == COMPILED for op in ops.OPS.values() for kernel in op.bound)
+
+
+def compiler_facts(platform: Platform) -> list[str]:
+    """What the installed compiler of kernels supports on this platform, a line each; empty where none is used."""
+    if not compiled_kernels_bound():
         return []
     from anabranch.kernels.triton import versions
 
