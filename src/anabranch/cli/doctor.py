@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     )
 
     kernels.bind(platform)
-    for line in kernels.compiler_facts(platform):
+    for line in kernels.compiler_facts():
         print(line)
     print("ops (kernels in the order they are tried; a call none accepts takes the reference)")
     for name, op in ops.OPS.items():

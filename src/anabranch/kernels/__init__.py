@@ -61,8 +61,8 @@ def compiled_kernels_bound() -> bool:
     return any(kernel.provider == COMPILED for op in ops.OPS.values() for kernel in op.bound)
 
 
-def compiler_facts(platform: Platform) -> list[str]:
-    """What the installed compiler of kernels supports on this platform, a line each; empty where none is used."""
+def compiler_facts() -> list[str]:
+    """What the installed compiler of kernels supports, a line each; empty where none is used."""
     if not compiled_kernels_bound():
         return []
     from anabranch.kernels.triton import versions

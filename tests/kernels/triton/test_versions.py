@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from anabranch import kernels  # noqa: E402
+from anabranch import kernels, ops  # noqa: E402
 from anabranch.kernels.triton import launch, versions  # noqa: E402
 from tests.conftest import missing_tool  # noqa: E402
 
@@ -26,12 +26,18 @@ OTHERS = ("3.6.0", "3.9.0")
 PLATFORM: Any = SimpleNamespace(name="paper", providers={"triton": "anabranch.kernels.triton"})
 
 
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op has a kernel in Triton, as on a GPU."""
+    monkeypatch.setattr(ops.OPS["route"], "bound", (SimpleNamespace(provider="triton", accepts=None),))
+
+
 def changed(self: Any, key: str, source: Any) -> None:
     """What JITFunction._do_compile might become."""
 
 
 def test_an_unknown_triton_compiles_at_first_launch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bound: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(JITFunction, "_do_compile", changed)
     with caplog.at_level(logging.WARNING):
@@ -39,7 +45,7 @@ def test_an_unknown_triton_compiles_at_first_launch(
     assert "compiled at its first launch" in caplog.text and triton.__version__ in caplog.text
 
 
-def test_a_triton_without_the_parts_that_precompilation_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_without_the_parts_that_precompilation_imports(bound: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name == "anabranch.kernels.triton.precompile"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("anabranch.kernels.triton.precompile", raising=False)
@@ -59,15 +65,11 @@ def test_gluon_runs_on_known_versions_only(monkeypatch: pytest.MonkeyPatch, vers
     assert (found is not None) == known
 
 
-def test_doctor_reports_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch import ops
-
-    bound = (SimpleNamespace(provider="triton", accepts=None),)
-    monkeypatch.setattr(ops.OPS["route"], "bound", bound)
-    assert [line.rstrip().rpartition(" ")[2] for line in kernels.compiler_facts(PLATFORM)] == ["yes", "yes"]
+def test_doctor_reports_both(bound: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [line.rstrip().rpartition(" ")[2] for line in kernels.compiler_facts()] == ["yes", "yes"]
     monkeypatch.setattr("triton.__version__", "3.10.0")
     monkeypatch.setattr(JITFunction, "_do_compile", changed)
-    gluon, ahead = kernels.compiler_facts(PLATFORM)
+    gluon, ahead = kernels.compiler_facts()
     assert "portable ones instead" in gluon and "3.10.0" in gluon and "at first launch" in ahead
 
 
