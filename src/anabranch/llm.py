@@ -111,7 +111,7 @@ class LLM:
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Continue prompts (text, or token ids; one, a list or a generator of them), one answer each, in their order.
-        Bad input raises ValueError, and nothing of the call is left behind. An answer that could not be completed because
+        Bad input raises ValueError, and nothing of the call is left behind. An answer that ended early because
         the model gave NaN has the finish_reason "error" and a line in the log; the other answers are not affected."""
         if self._pump is not None and not self._pump.done():
             raise RuntimeError("streams are running on this LLM: wait for them, or use a stream here too")
