@@ -4,6 +4,7 @@ The bases are written as model authors publish them, and are accepted as they st
 """
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ GEMMA4_TEXT = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
     },
 }
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 BASES: dict[str, dict[str, Any]] = {
     "llama": DENSE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
     "qwen3": DENSE | {"model_type": "qwen3", "head_dim": 16},
@@ -92,6 +94,9 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"head_dim": -16}, "head_dim"),
     ("qwen3", {"use_sliding_window": True, "sliding_window": -4}, "sliding_window"),
     ("mixtral", {"sliding_window": -4}, "sliding_window"),
+    ("mixtral", {"sliding_window": 0}, "sliding_window"),  # transformers masks every token
+    ("qwen2_moe", {"layer_types": ["sliding_attention", "full_attention"]}, "use_sliding_window"),
+    ("gemma4", {"final_logit_softcapping": 0.0}, "final_logit_softcapping"),
     ("mixtral", {"num_local_experts": -6}, "num_local_experts"),
     ("qwen3_moe", {"moe_intermediate_size": -1}, "moe_intermediate_size"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
@@ -108,17 +113,56 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4", {"global_head_dim": 15}, "head_dim"),
     ("qwen2_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
     ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+    ("qwen3_moe", {"num_local_experts": 7}, "num_local_experts"),
+    ("mixtral", {"num_experts": 7}, "num_experts"),
     ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
     ("olmoe", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
     ("gemma4", {"top_k_experts": 7}, "top_k_experts"),
     # what is not built
     ("llama", {"hidden_act": "relu2"}, "hidden_act"),
-    ("gemma4_text", {"hidden_activation": "gelu"}, "hidden_act"),  # the exact gelu is not the tanh one
+    ("gemma4_text", {"hidden_activation": "gelu"}, "hidden_activation"),  # the exact gelu is not the tanh one
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope"),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "foo", "rope_theta": 10_000.0}}, "rope"),
     ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6}}}, "rope"),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "'factor'"),
+    ("llama", {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "factor"}}, "'factor'"),
+    ("llama", {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "low_freq_factor"}}, "'low_freq_factor'"),
+    ("llama", {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "high_freq_factor"}}, "'high_freq_factor'"),
+    ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "'high_freq_factor'"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor",
+    ),
+    # one of the two replaces the other: a base that would be lost is asked for
+    (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}},
+        "rope_theta",
+    ),
+    ("qwen2_moe", {"rope_parameters": GEMMA4_TEXT["rope_parameters"]}, "rope_parameters"),
+    ("qwen3", {"rope_scaling": GEMMA4_TEXT["rope_parameters"]}, "rope_scaling"),
+    ("gemma4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters"),
+    ("gemma4", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "sliding_attention"),
+    ("gemma4", {"rope_parameters": {}}, "rope_parameters"),
+    ("gemma4_text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+    ("llama", {"is_causal": False}, "is_causal"),
+    ("qwen3_moe", {"is_causal": None}, "is_causal"),  # transformers takes null for false
+    ("gemma4", {"is_causal": False}, "is_causal"),
+    ("llama", {"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
+    ("gemma4", {"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
+    ("gemma4", {"per_layer_config": {"7": {"head_dim": 8}}}, "per_layer_config"),
+    ("llama", {"eos_token_id": "2"}, "eos_token_id"),
+    # more than any model has: refused before anything is built
+    ("llama", {"num_hidden_layers": 100_000}, "num_hidden_layers"),
+    ("qwen3_moe", {"num_experts": 100_000}, "num_experts"),
+    ("qwen3_moe", {"num_hidden_layers": 1000, "num_experts": 4000}, "num_experts"),
+    ("gemma4", {"head_dim": 1 << 20}, "head_dim"),
+    ("llama", {"hidden_size": 10**40}, "hidden_size"),
+    ("llama", {"vocab_size": 1 << 40}, "vocab_size"),
+    ("llama", {"intermediate_size": 1 << 40}, "intermediate_size"),
     ("llama", {"torch_dtype": "float8_e4m3fn"}, "dtype"),
     ("qwen3_moe", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("gemma4", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
@@ -142,11 +186,11 @@ def changed(base: str, changes: dict[str, Any]) -> dict[str, Any]:
     return config | {"text_config": inner} if "text_config" in config else inner
 
 
-def refusal(folder: Path) -> str:
+def refusal(folder: Path, file: str = "config.json") -> str:
     with pytest.raises(ValueError) as caught:
         read_config(folder)
     message = str(caught.value)
-    assert "config.json" in message
+    assert f"/{file}: " in message
     assert message == message.strip() and len(message.splitlines()) == 1, f"not one line: {message!r}"
     return message
 
@@ -173,12 +217,46 @@ def test_not_a_json_object(content: bytes, tmp_path: Path) -> None:
     refusal(tmp_path)
 
 
+BRACKETS = [b"[" * 100_000, b'{"a":' * 100_000, b'{"hidden_size": ' + b"[" * 900 + b"]" * 900 + b"}"]
+
+
+@pytest.mark.parametrize("content", BRACKETS, ids=["lists", "objects", "a value"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_nested_brackets(name: str, content: bytes, tmp_path: Path) -> None:
+    write(tmp_path, BASES["llama"])
+    if content is BRACKETS[2]:
+        content = content.replace(b"hidden_size", b"eos_token_id") if name != "config.json" else content
+        content = json.dumps(BASES["llama"]).encode()[:-1] + b", " + content[1:]
+    (tmp_path / name).write_bytes(content)
+    message = refusal(tmp_path, name)
+    assert len(message) < 500
+
+
+def test_long_lists_are_read_in_linear_time(tmp_path: Path) -> None:
+    dense = list(range(1, 2_000_000, 2))
+    write(tmp_path, BASES["qwen3_moe"] | {"num_hidden_layers": 1024, "mlp_only_layers": dense})
+    began = time.process_time()
+    layers = read_config(tmp_path).layers
+    assert [layer.moe is None for layer in layers] == [False, True] * 512
+    assert time.process_time() - began < 5  # 0.2 s; with a search of the list for each layer half a minute
+
+
+@pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
+def test_gemma4_refusal_names_the_sizes(key: str, tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, changed("gemma4", {key: 16})))
+    assert "E2B and E4B" in message and "26B-A4B and 31B" in message
+
+
 def test_no_config(tmp_path: Path) -> None:
     refusal(tmp_path)
 
 
 def test_wrapped_config_is_no_object(tmp_path: Path) -> None:
     assert "text_config" in refusal(write(tmp_path, {"model_type": "gemma4", "text_config": "gemma4_text"}))
+
+
+def test_wrapped_config_is_missing(tmp_path: Path) -> None:
+    assert "text_config" in refusal(write(tmp_path, GEMMA4_TEXT | {"model_type": "gemma4"}))
 
 
 def test_vision_only_bidirectional_attention_is_causal_for_text(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""How positions turn queries and keys: the rope keys of config.json → one RopeConfig.
+
+Which key wins and what an absent one means is as in transformers; what transformers cannot run is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from anabranch.models.keys import Keys, shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions. Angles = position × frequency; `rotary_dim` of `head_dim` dimensions turn."""
+
+    kind: Literal["default", "linear", "llama3", "proportional"] = "default"
+    theta: float = 10_000.0
+    head_dim: int
+    rotary_dim: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+KINDS = ("default", "linear", "llama3", "proportional")
+GEMMA4_ROPES: dict[str, Any] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+
+
+def read_rope(keys: Keys, head_dim: int, default_theta: float) -> RopeConfig:
+    """`rope_scaling` where there is one, else `rope_parameters`: one replaces the other whole, as in transformers.
+    Both fall back on top-level keys."""
+    scaling, parameters = keys.mapping("rope_scaling"), keys.mapping("rope_parameters")
+    name = "rope_scaling" if scaling else "rope_parameters"
+    chosen = Keys({**(scaling or parameters)}, keys.path, name)
+    if any(isinstance(value, dict) for value in chosen.raw.values()):
+        raise chosen.fail("rope parameters of their own for each type of layer are supported in gemma4 only")
+    if chosen.get("rope_theta") is None:
+        chosen.raw["rope_theta"] = keys.get("rope_theta", default=default_theta)
+    theta = chosen.number("rope_theta")
+    lost = parameters.get("rope_theta")
+    if scaling and lost is not None and lost != theta:
+        raise keys.fail(
+            f"'rope_scaling' replaces 'rope_parameters', and its 'rope_theta' = {shown(lost)} would be lost: "
+            "write 'rope_theta' into 'rope_scaling', or everything into one of the two"
+        )
+    # The order of transformers: here the top-level key comes first.
+    original = keys.get("original_max_position_embeddings", default=chosen.get("original_max_position_embeddings"))
+    chosen.raw["original_max_position_embeddings"] = original or keys.get("max_position_embeddings")
+    return _read(keys, chosen, head_dim)
+
+
+def read_rope_of_layer_type(keys: Keys, layer_type: str, head_dim: int) -> RopeConfig:
+    """Gemma 4: `rope_scaling` or `rope_parameters` hold an object for each type of layer, with nothing left out."""
+    name = "rope_scaling" if keys.get("rope_scaling") is not None else "rope_parameters"
+    found = keys.mapping(name) if keys.get(name) is not None else GEMMA4_ROPES
+    parameters = found.get(layer_type)
+    if not isinstance(parameters, dict):
+        raise keys.fail(f"{name!r} must hold an object for {layer_type!r}, not {shown(parameters)}")
+    return _read(keys, Keys({**parameters}, keys.path, name), head_dim)
+
+
+def _read(keys: Keys, found: Keys, head_dim: int) -> RopeConfig:
+    kind = found.get("rope_type", "type", default="default")
+    if kind not in KINDS:
+        raise found.fail(f"rope type {shown(kind)} is not supported (supported: {', '.join(KINDS)})")
+    share = 1.0
+    if kind != "default":
+        found.raw["partial_rotary_factor"] = found.get(
+            "partial_rotary_factor", default=keys.get("partial_rotary_factor", default=1.0)
+        )
+        share = found.number("partial_rotary_factor")
+        if share > 1 or (share < 1 and kind != "proportional"):
+            raise found.fail(f"'partial_rotary_factor' = {share} is not supported with rope type {kind!r}")
+    rope = RopeConfig(
+        kind=kind,
+        theta=found.number("rope_theta"),
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * share) // 2 * 2,
+    )
+    if kind == "default":
+        return rope
+    rope = replace(rope, factor=found.number("factor", default=1.0 if kind == "proportional" else None))
+    if kind != "llama3":
+        return rope
+    low, high = found.number("low_freq_factor"), found.number("high_freq_factor")
+    if high <= low:
+        raise found.fail(f"'high_freq_factor' = {high} must be more than 'low_freq_factor' = {low}")
+    original = found.integer("original_max_position_embeddings")
+    return replace(rope, low_freq_factor=low, high_freq_factor=high, original_max_position=original)
