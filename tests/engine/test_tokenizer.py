@@ -225,6 +225,16 @@ def test_a_truncated_file_says_so(folders: dict, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000], ids=["lists", "objects"])
+def test_nested_brackets_are_refused_in_one_line(folders: dict, name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folders["qwen"] / "tokenizer.json").read_bytes())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=name) as caught:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
 def test_a_pointer_says_so(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n")
     with pytest.raises(ValueError, match="is a Git LFS pointer"):

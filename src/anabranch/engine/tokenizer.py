@@ -23,6 +23,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from anabranch.engine.special_text import Spans, SpecialText
+from anabranch.models.keys import read_json
 
 
 class Tokenizer:
@@ -307,15 +308,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not readable as JSON ({error}); truncated? download it again") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: must hold a JSON object")
-    return raw
+    return read_json(path) if path.is_file() else {}
 
 
 def named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
