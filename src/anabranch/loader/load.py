@@ -7,8 +7,10 @@ here), and only then memory and weights.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,14 +19,16 @@ import torch
 from anabranch import kernels, platforms
 from anabranch.layers.linear import Linear
 from anabranch.loader import dummy, names
-from anabranch.loader.checkpoint import read_checkpoint
+from anabranch.loader.checkpoint import Checkpoint, read_checkpoint
 from anabranch.loader.locate import locate
-from anabranch.loader.read import Progress, read_weights
+from anabranch.loader.read import Progress, own_head, read_weights
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder
 from anabranch.moe.experts import Experts
 from anabranch.moe.options import MoEOptions, apply
 from anabranch.stages import count, stage
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -42,11 +46,14 @@ def load_model(
     with stage("config"):
         folder = locate(str(model), weights=load_format != "dummy")
         config = read_config(folder)
+        checkpoint = None if load_format == "dummy" else read_checkpoint(folder)
+        if config.tie_embeddings and checkpoint is not None:
+            config = _untie(config, checkpoint)
         platform = platform or platforms.current()
         kernels.bind(platform)
         decoder = build(config, platform, resolve_dtype(dtype, config, platform))
         apply(moe or MoEOptions(), decoder)
-        copies = [] if load_format == "dummy" else names.match(decoder, read_checkpoint(folder))
+        copies = [] if checkpoint is None else names.match(decoder, checkpoint)
     with stage("weights"):
         decoder.to_empty(device=platform.device)
         parameters = dict(decoder.named_parameters())
@@ -58,6 +65,20 @@ def load_model(
             count(read_weights(parameters, copies, platform, progress))
         lay_out(decoder, platform)
     return decoder
+
+
+def _untie(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """As transformers does: a head that differs from the embedding is used, whatever `tie_word_embeddings` says."""
+    head = own_head(checkpoint)
+    if head is None:
+        return config
+    log.warning(
+        "%s: tensor %r differs from the embedding, so it is used although config.json says tie_word_embeddings; "
+        "set that to false",
+        head.file,
+        head.name,
+    )
+    return replace(config, tie_embeddings=False)
 
 
 def lay_out(decoder: Decoder, platform: platforms.Platform) -> None:

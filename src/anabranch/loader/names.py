@@ -100,7 +100,7 @@ def _find(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 
 def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> None:
-    ignored = (*model.ignored, "lm_head.") if model.config.tie_embeddings else model.ignored
+    ignored = (*model.ignored, "lm_head.weight") if model.config.tie_embeddings else model.ignored
     surplus = [
         tensor
         for name, tensor in checkpoint.tensors.items()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from anabranch.loader.checkpoint import CheckpointError, TensorInfo
+from anabranch.loader.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from anabranch.loader.names import Copy
 from anabranch.platforms import Platform, Staging
 
@@ -40,6 +40,29 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 Place = tuple[torch.Tensor, tuple[slice, ...]]
 """A view into a parameter, and which part of the checkpoint's tensor fills it."""
+
+
+def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors of a checkpoint are equal, read from their files up to the first difference."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with open(one.file, "rb") as left, open(other.file, "rb") as right:
+        left.seek(one.begin)
+        right.seek(other.begin)
+        for begin in range(0, one.num_bytes, SPAN):
+            size = min(SPAN, one.num_bytes - begin)
+            if left.read(size) != right.read(size):
+                return False
+    return True
+
+
+def own_head(checkpoint: Checkpoint) -> TensorInfo | None:
+    """The checkpoint's `lm_head.weight`, if it has one that differs from the embedding."""
+    head, embedding = (
+        next((tensor for name, tensor in checkpoint.tensors.items() if name.endswith(end)), None)
+        for end in ("lm_head.weight", "embed_tokens.weight")
+    )
+    return None if head is None or embedding is None or same_bytes(head, embedding) else head
 
 
 @dataclass(frozen=True, slots=True)

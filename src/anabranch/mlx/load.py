@@ -21,6 +21,7 @@ from mlx_lm.utils import _get_classes, load_model
 from anabranch.config import EngineConfig
 from anabranch.engine import plan
 from anabranch.loader.checkpoint import read_checkpoint
+from anabranch.loader.read import own_head
 from anabranch.mlx import families, memory, qwen2_moe
 from anabranch.models.config import ModelConfig
 from anabranch.platforms import Platform
@@ -96,6 +97,11 @@ def weight_bytes(folder: Path, raw: dict[str, Any], model: ModelConfig, dtype: s
             " original weights (mlx_lm.convert -q)"
         )
     checkpoint = read_checkpoint(folder)
+    if model.tie_embeddings and (head := own_head(checkpoint)) is not None:
+        raise ValueError(
+            f"{head.file}: tensor {head.name!r} differs from the embedding although config.json says"
+            " tie_word_embeddings; set that to false"
+        )
     fused = next((name for name in checkpoint.tensors if name.endswith(".mlp.experts.gate_up_proj")), None)
     if fused is not None:
         raise ValueError(
