@@ -31,6 +31,11 @@ CHOICES = {
     "tune": ("off", "fast", "full"),
 }
 """Fields of EngineConfig that have one of a few values."""
+GENERATION_CONFIGS = ("auto", "none")
+GENERATION_CONFIG_HELP = (
+    "auto: generation_config.json of the model gives temperature, top_k, top_p, min_p and repetition_penalty where a "
+    "request does not; none: it does not"
+)
 FLAG_HELP = {
     "graph_mode": "whether decode steps are captured as graphs",
     "prefill_graph": "whether other steps are captured: one prompt's whole (full), between attentions, or compiled",
@@ -77,6 +82,9 @@ class EngineConfig:
     """Where no table of measured tiles fits model and GPU, measure at start: for 15 seconds, or in full; off: never."""
     expert_load_interval: int = 16
     """Steps between two copies of the expert histogram, which counts every token, to the host; 0: no histogram."""
+    generation_config: str = "auto"
+    """auto: temperature, top_k, top_p, min_p and repetition_penalty of the model's generation_config.json hold for
+    requests that leave them out; none: they do not. The file's end-of-text tokens hold in both cases."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,7 +99,7 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be an integer of at least {low}, not {value!r}")
-        for name, known in CHOICES.items():
+        for name, known in [*CHOICES.items(), ("generation_config", GENERATION_CONFIGS)]:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
@@ -132,7 +140,7 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
 
 def flags(options: argparse.Namespace) -> dict[str, Any]:
     """What `add_flags` was given on the command line, as fields of EngineConfig."""
-    return {name: getattr(options, name) for name in CHOICES if hasattr(options, name)}
+    return {name: getattr(options, name) for name in (*CHOICES, "generation_config") if hasattr(options, name)}
 
 
 def batch_tokens(total: int) -> int:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch import bundled
 from anabranch.config import EngineConfig
 from anabranch.kernels import compile_server
+from anabranch.models.generation import read_sampling_defaults
 from anabranch.request import INTERNAL, Completion, RequestOutput, TokenLogprobs
 from anabranch.sampling_params import Grammar, SamplingParams
 from anabranch.stages import Stages, stage
@@ -79,6 +80,8 @@ class LLM:
         if show_progress or (self.show_progress and self.stages.ready > LONG_START):
             print(self.stages.table(), file=sys.stderr, flush=True)
         self.tokenizer = self.engine.tokenizer
+        self.sampling_defaults = read_sampling_defaults(self.engine.config.model, config.generation_config)
+        """Fields of SamplingParams that the model's generation_config.json gives."""
         self._ids = itertools.count()
         self._streams: dict[str, asyncio.Queue[Any]] = {}
         self._pump: asyncio.Task[None] | None = None
@@ -100,6 +103,16 @@ class LLM:
         finally:
             compile_server.close()
 
+    @property
+    def default_params(self) -> SamplingParams:
+        """SamplingParams of this model: with the temperature, top_k, top_p, min_p and repetition_penalty of its
+        generation_config.json, unless the option `generation_config` is "none". To change a field, use
+        `dataclasses.replace(llm.default_params, max_tokens=64)`."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def _params(self, params: Any) -> SamplingParams:
+        return self.default_params if params is None else _check_params(params)
+
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def generate(
@@ -111,14 +124,15 @@ class LLM:
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Continue prompts (text, or token ids; one, a list or a generator of them), one answer each, in their order.
-        Bad input raises ValueError, and nothing of the call is left behind. An answer that ended early because
-        the model gave NaN has the finish_reason "error" and a line in the log; the other answers are not affected."""
+        Without `params`, `default_params` are used; those given are taken as they are. Bad input raises ValueError, and
+        nothing of the call is left behind. An answer that the engine could not complete because the model gave NaN has
+        the finish_reason "error", and the log has a line about it; the other answers are not affected."""
         if self._pump is not None and not self._pump.done():
             raise RuntimeError("streams are running on this LLM: wait for them, or use a stream here too")
         many = _several(prompts)
-        chosen = [_check_params(one) for one in params] if isinstance(params, list | tuple) else None
+        chosen = [self._params(one) for one in params] if isinstance(params, list | tuple) else None
         if chosen is None:
-            chosen = [_check_params(params)] * len(many)
+            chosen = [self._params(params)] * len(many)
         if len(chosen) != len(many):
             raise ValueError(f"{len(many)} prompts, but {len(chosen)} SamplingParams: give one, or one for each")
         if len(many) >= MANY_PROMPTS:
@@ -246,7 +260,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """An async iterator of Deltas (index, text, token_ids, completion) as they come. Leaving it early aborts the
         request. Several streams may run at once in one event loop; they share the engine's batches."""
-        return Stream(self, prompt, _check_params(params), options)
+        return Stream(self, prompt, self._params(params), options)
 
     async def _open(self, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> Answer:
         """Add a stream's request between two steps, and see to it that steps are made."""
@@ -366,8 +380,6 @@ def _several(prompts: Any) -> list[Any]:
 
 
 def _check_params(params: Any) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
     if not isinstance(params, SamplingParams):
         hint = "; write SamplingParams(**params)" if isinstance(params, Mapping) else ""
         raise ValueError(

@@ -28,10 +28,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    params = sampling_params(options)
+    sampling_params(options, {})  # refuses what is out of range before anything is loaded
     messages: list[dict[str, Any]] = [{"role": "system", "content": options.system}] if options.system else []
     with open_model(options) as llm:
         llm.render(messages or [{"role": "user", "content": "?"}])  # a model without a template says so at once
+        params = sampling_params(options, llm.sampling_defaults)
         interactive = sys.stdin.isatty()
         if interactive:
             with contextlib.suppress(ImportError):

@@ -11,10 +11,12 @@ import asyncio
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from anabranch import bundled
-from anabranch.config import add_flags, flags
+from anabranch.config import GENERATION_CONFIG_HELP, GENERATION_CONFIGS, add_flags, flags
+from anabranch.models.generation import NAMES
 from anabranch.ranges import at_least
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
@@ -48,26 +50,31 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int, temperature: float) -> None:
-    shown = "%(default)s"
-    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default {shown}")
+    """`temperature` holds where neither the command line nor the model's generation_config.json names one."""
+    parser.set_defaults(default_temperature=temperature)
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="default %(default)s")
     parser.add_argument(
-        "--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy; default {shown}"
+        "--temperature", type=float, metavar="T", help=f"0 is greedy; default: the model's, or {temperature}"
     )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K best tokens; default: all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the best of probability P")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    parser.add_argument("--top-k", type=int, metavar="K", help="only the K best tokens; default: the model's, or all")
+    parser.add_argument("--top-p", type=float, metavar="P", help="only the best of probability P")
+    parser.add_argument("--min-p", type=float, metavar="P")
+    parser.add_argument("--repetition-penalty", type=float, metavar="X")
+    parser.add_argument(
+        "--generation-config",
+        default="auto",
+        choices=GENERATION_CONFIGS,
+        help=f"{GENERATION_CONFIG_HELP} (default auto)",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
 
 
-def sampling_params(options: argparse.Namespace) -> SamplingParams:
+def sampling_params(options: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
+    """`defaults` are the model's own."""
+    given = {name: getattr(options, name) for name in NAMES if getattr(options, name) is not None}
     return SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
+        **{"temperature": options.default_temperature, **defaults, **given},
         seed=options.seed,
         max_tokens=options.max_tokens,
         stop=tuple(options.stop),
@@ -92,7 +99,7 @@ def open_model(options: argparse.Namespace) -> LLM:
 
 
 def run(options: argparse.Namespace) -> int:
-    params = sampling_params(options)
+    sampling_params(options, {})  # refuses what is out of range before anything is loaded
     if options.model is None and os.path.isfile(os.path.join(options.prompt, "config.json")):
         raise ValueError(f"{options.prompt} is a model; give the text to continue behind it")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
@@ -101,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     with open_model(options) as llm:
         loaded = time.perf_counter()
-        count = asyncio.run(show(llm, prompt, params))
+        count = asyncio.run(show(llm, prompt, sampling_params(options, llm.sampling_defaults)))
     print()
     if not options.quiet:
         seconds = time.perf_counter() - loaded

@@ -13,7 +13,17 @@ from dataclasses import fields
 from typing import Any
 
 from anabranch import bundled
-from anabranch.config import AUTO, CHOICES, FLAG_HELP, STREAM_FLAG, STREAM_HELP, STREAM_OPTIONS, EngineConfig
+from anabranch.config import (
+    AUTO,
+    CHOICES,
+    FLAG_HELP,
+    GENERATION_CONFIG_HELP,
+    GENERATION_CONFIGS,
+    STREAM_FLAG,
+    STREAM_HELP,
+    STREAM_OPTIONS,
+    EngineConfig,
+)
 from anabranch.ranges import above_zero, at_least
 
 RARE_HELP = FLAG_HELP | {
@@ -75,6 +85,12 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graph_mode",
                        help="launch every kernel by itself, without captured graphs")  # fmt: skip
+    model.add_argument(
+        "--generation-config",
+        default="auto",
+        choices=GENERATION_CONFIGS,
+        help=f"{GENERATION_CONFIG_HELP} (default auto)",
+    )
     model.add_argument("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
     chat = parser.add_argument_group("chats")
     chat.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
@@ -105,7 +121,7 @@ def _add_rare(rare: Rare) -> None:
     from anabranch.server.settings import Settings
 
     named = {field.name for field in fields(Settings)} | {"model", "dtype", "max_model_len", "memory_fraction", "seed"}
-    named |= {"max_num_seqs", "max_num_batched_tokens", "graph_mode"}
+    named |= {"max_num_seqs", "max_num_batched_tokens", "graph_mode", "generation_config"}
     own = [field for field in fields(Settings) if field.name in RARE_HELP]
     for field in own + [field for field in fields(EngineConfig) if field.name not in named]:
         default: Any = field.default

@@ -26,6 +26,7 @@ from anabranch.engine.sampler import needs_host_tokens
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
 from anabranch.loader.locate import locate
 from anabranch.models.config import ModelConfig, read_config
+from anabranch.models.generation import read_sampling_defaults
 from anabranch.ops.sample import NOT_FINITE
 from anabranch.request import INTERNAL, Request, TokenLogprobs, Update
 from anabranch.stages import stage
@@ -353,6 +354,7 @@ def make_engine(config: EngineConfig, progress: Callable[[int, int], None] | Non
         folder = locate(config.model, weights=config.load_format != "dummy")
         platform = platforms.current()
         model = read_config(folder, quantized=platform.reads_quantized)
+        read_sampling_defaults(folder, config.generation_config)  # refused before weights are read
         config = resolve(replace(config, model=str(folder)), model, platform)
     module, _, name = platform.runner.partition(":")
     runner = getattr(importlib.import_module(module), name)(config, platform, progress)

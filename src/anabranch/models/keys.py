@@ -82,7 +82,7 @@ class Keys:
     def _required(self, names: tuple[str, ...], default: Any) -> Any:
         value = self.get(*names, default=default)
         if value is None:
-            raise self.fail(f"key {names[0]!r} is missing")
+            raise self.fail(f"key {' or '.join(map(repr, names))} is missing")
         return value
 
     def integer(self, *names: str, default: int | None = None, minimum: int = 1) -> int:

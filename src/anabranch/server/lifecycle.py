@@ -32,6 +32,7 @@ from anabranch.engine.tokenizer import Tokenizer
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import read_config
+from anabranch.models.generation import read_sampling_defaults
 from anabranch.server.app import make_app
 from anabranch.server.connection import protocol_for
 from anabranch.server.history import INTERVAL
@@ -281,7 +282,8 @@ def read_model(engine: EngineConfig, settings: Settings) -> Model:
     added = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
     sources = "\n".join(template.sources.values())
     parsers = find_parsers(sources, settings.tool_call_parser, settings.reasoning_parser, added_tokens=added)
-    return Model(folder, read_config(folder), tokenizer, template, parsers)
+    defaults = read_sampling_defaults(folder, engine.generation_config)
+    return Model(folder, read_config(folder), tokenizer, template, parsers, defaults)
 
 
 def model_name(model: str) -> str:

@@ -92,6 +92,7 @@ class ChatAnswer(OpenAIAnswer[ChatCompletion]):
                 raise bad_request(f"top_logprobs must lie in [0, {MAX_TOP_LOGPROBS}]", "top_logprobs")
         params = sampling_params(
             body,
+            service.model.sampling_defaults,
             max_tokens=service.max_model_len,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=grammar(body),

@@ -50,6 +50,7 @@ class CompletionAnswer(OpenAIAnswer[Completion]):
         body, service = self.body, self.service
         params = sampling_params(
             body,
+            service.model.sampling_defaults,
             max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs,
             grammar=grammar(body),

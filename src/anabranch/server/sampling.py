@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from json import dumps
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,10 +24,12 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 OBJECT = {"type": "object"}
 
 
-def sampling_params(body: Sampling, **fixed: Any) -> SamplingParams:
-    """`fixed` are the dialect's: logprobs, grammar, and max_tokens where none was asked for. A request may ask for more
-    tokens than the context leaves: the engine ends the answer there, with finish_reason "length"."""
-    given: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}
+def sampling_params(body: Sampling, defaults: Mapping[str, Any] = MappingProxyType({}), **fixed: Any) -> SamplingParams:
+    """`defaults` are the model's, for fields that the request leaves out. `fixed` are the dialect's: logprobs, grammar,
+    and max_tokens where none was asked for. A request may ask for more tokens than the context leaves: the engine ends
+    the answer there, with finish_reason "length"."""
+    given: dict[str, Any] = {**defaults}
+    given |= {name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}
     given |= {name: tuple(value) for name in LISTS if (value := getattr(body, name)) is not None}
     if body.stop is not None:
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)

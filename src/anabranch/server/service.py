@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -50,6 +50,8 @@ class Model:
     tokenizer: Tokenizer
     template: ChatTemplate
     parsers: Parsers
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of SamplingParams for requests that leave them out."""
 
     @cached_property
     def chat_tokenizer(self) -> Tokenizer:
