@@ -54,6 +54,16 @@ def test_n_completions_differ_and_repeat_with_a_seed(llm: LLM) -> None:
     assert [completion.index for completion in first.completions] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("seed", [2**63 - 1, 2**63 - 2, -(2**63)])
+def test_n_completions_differ_with_the_largest_seeds(llm: LLM, seed: int) -> None:
+    params = SamplingParams(n=3, max_tokens=12, seed=seed)
+    first, again = (llm.generate("once", params)[0] for _ in range(2))
+    texts = [completion.text for completion in first.completions]
+    assert len(set(texts)) == 3 and texts == [completion.text for completion in again.completions]
+    (alone,) = llm.generate("once", replace(params, n=1))
+    assert alone.text == texts[0]
+
+
 def test_a_stop_string_is_not_in_the_text_and_ends_the_request(llm: LLM) -> None:
     (free,) = llm.generate("once", SamplingParams(max_tokens=40, seed=3))
     stop = next(c for c in free.text[10:] if c.isascii())

@@ -54,7 +54,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    """Same seed, same prompt: same tokens, whatever else is in the batch."""
+    """From the same logits a seed draws the same tokens, whatever else is in the batch. The last bits of the logits may
+    depend on what else is in the batch, and then the tokens may too. The i-th of `n` samples draws with seed + i; after
+    2**63 - 1 comes -2**63."""
     n: int = 1
     max_tokens: int = 128
     """At most; what the prompt leaves of the context is a limit too, and ends the answer with "length" as this does."""

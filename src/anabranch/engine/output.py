@@ -101,4 +101,5 @@ def _one_of(params: SamplingParams, index: int) -> SamplingParams:
     """The i-th of n completions: its own seed, so that they differ, and n = 1."""
     if params.n == 1:
         return params
-    return replace(params, n=1, seed=None if params.seed is None else params.seed + index)
+    seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63  # wraps round
+    return replace(params, n=1, seed=seed)
