@@ -66,7 +66,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int, tempe
         choices=GENERATION_CONFIGS,
         help=f"{GENERATION_CONFIG_HELP} (default auto)",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="of the draw: the same seed draws the same tokens from the same logits"
+    )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
 
 

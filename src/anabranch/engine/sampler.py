@@ -13,9 +13,10 @@ A running request owns a slot. Its parameters lie in device tensors by slot; wha
 when the batch changes (sampling_plan.Plan), so that a step over the same slots as the last uploads nothing; or, where
 draws are all there is to do, by the device in every step.
 Randomness is a function of (seed, number of tokens generated, token id): nothing else in the batch, no slot and no
-preemption changes what a request draws. Nothing here waits for the device. A request that can be sampled only after
-the host has read its last token says so in `needs_host_tokens`; `accept` brings that token. A row of logits with NaN
-or +∞ in it has no token, nor has one in which nothing is allowed: a negative number stands for it (ops.sample).
+preemption changes what a request draws from its logits. Nothing here waits for the device. A request that can be
+sampled only after the host has read its last token says so in `needs_host_tokens`; `accept` brings that token. A row of
+logits with NaN or +∞ in it has no token, nor has one in which nothing is allowed: a negative number stands for it
+(ops.sample).
 
 R rows of a step, V vocabulary, S slots, N some of the rows, E edits of single logits, M words of a bit mask, P rows of
 the penalty table, L rows with log probabilities.

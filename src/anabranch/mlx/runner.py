@@ -2,7 +2,7 @@
 
 A share's tokens but the last are computed alone, for their keys and values; the last tokens of all shares that sample
 run together, so that logits are made of nothing else. Sampling is torch's, on the host: logits cross over once a step,
-and the same seed draws the same tokens as on any other platform.
+and from the same logits a seed draws the same tokens as on any other platform.
 
 All that touches MLX runs in one thread of the runner's own (`thread`), while whoever called waits. What a step computes
 is enqueued there, and sampled when somebody asks for it or when the next step needs it.

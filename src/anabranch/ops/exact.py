@@ -1,4 +1,5 @@
-"""Logarithms, probabilities and noise to the last bit, so that a seed draws the same tokens on every device.
+"""Logarithms, probabilities and noise to the last bit, so that from the same logits a seed draws the same
+tokens on every device.
 
 Libraries round their logarithms and exponentials differently, and sums of floats depend on their order. Here is only
 what IEEE 754 leaves no choice in (additions and multiplications of fp32, each rounded by itself, in the order written;

@@ -1,8 +1,8 @@
 """Logits → one token per request, with each request's own parameters. R requests, V vocabulary.
 
-Randomness is a pure function of (seed, position, token id), so that a request draws the same tokens whatever else is
-in the batch, on any device, and no generator state has to be kept. No step of the definition leaves its rounding open
-(see ops.exact): from the same logits, every kernel must draw the same token, always.
+Randomness is a pure function of (seed, position, token id): from the same logits a request draws the same tokens
+whatever else is in the batch, on any device, and no generator state has to be kept. No step of the definition leaves
+its rounding open (see ops.exact): from the same logits, every kernel must draw the same token, always.
 """
 
 from __future__ import annotations
