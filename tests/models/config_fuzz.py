@@ -1,0 +1,418 @@
+"""Variants of config.json, and a judge: ours computes what transformers computes with a variant, or refuses it by name.
+
+A variant is the config of a tiny model with keys dropped, added or changed, in the spelling of the hub or of
+transformers 5. Weights are those of the model that transformers builds from the variant, so shapes always fit what
+transformers understands. The sequence is longer than every window and every original context length.
+"""
+
+import copy
+import json
+import logging
+import random
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from tests.models import tiny
+
+TOLERANCE = 2e-3
+"""Largest difference of a logit (they have a standard deviation of about 1). A key read wrongly moves one by 0.02 and
+more; rounding by 1e-5, unless it tips a router's choice, which the seed avoids in the unchanged models."""
+LENGTH = 61
+MAX_POSITION = 48
+DROP = object()
+FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "llama", "qwen3", "gemma4_text", "gemma4")
+Spelling = Literal["hub", "transformers"]
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "vocab_size": 61,
+    "max_position_embeddings": MAX_POSITION,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 8},
+    "gemma4_text": {"layer_types": [SLIDING, FULL, SLIDING, FULL], "sliding_window": 7},
+    "gemma4": {"layer_types": [SLIDING, FULL, SLIDING, FULL], "sliding_window": 7},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One key set or dropped; `outer`: of the object around `text_config`."""
+
+    key: str
+    value: Any
+    outer: bool = False
+
+    def __str__(self) -> str:
+        shown = "dropped" if self.value is DROP else json.dumps(self.value)
+        return f"{'outer ' if self.outer else ''}{self.key}={shown}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    family: str
+    spelling: Spelling
+    changes: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        return f"{self.family} ({self.spelling}): {', '.join(map(str, self.changes))}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config = copy.deepcopy(base(self.family, self.spelling))
+        inner = config.get("text_config", config)
+        for change in sorted(self.changes, key=lambda change: change.outer):
+            target = config if change.outer else inner
+            if change.value is DROP:
+                target.pop(change.key, None)
+            else:
+                target[change.key] = copy.deepcopy(change.value)
+        return config
+
+
+_BASES: dict[tuple[str, str], dict[str, Any]] = {}
+
+
+def base(family: str, spelling: Spelling) -> dict[str, Any]:
+    """The unchanged config, all keys written out."""
+    if (family, spelling) not in _BASES:
+        config_class, _ = tiny.ARCHITECTURES[family]
+        settings = tiny.BASES[family] | SIZES | OWN.get(family, {})
+        if family == "gemma4":
+            config = config_class(text_config=transformers.Gemma4TextConfig(**settings))
+        else:
+            config = config_class(**settings)
+        raw = json.loads(config.to_json_string())
+        inner = raw.get("text_config", raw)
+        inner.setdefault("dtype", "float32")
+        if "use_sliding_window" in inner:
+            inner["sliding_window"] = 7  # transformers writes 0 or null where it is not used
+        if spelling == "hub":
+            tiny.to_hub_gemma4(inner) if inner["model_type"] == "gemma4_text" else tiny.to_hub_flat(raw)
+        _BASES[family, spelling] = raw
+    return _BASES[family, spelling]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Changes
+# ---------------------------------------------------------------------------------------------------------------------
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FLAT_ROPES: list[Any] = [
+    None,
+    {},
+    {"rope_type": "default"},
+    {"rope_type": "default", "rope_theta": 700.0},
+    {"type": "linear", "factor": 3.0},
+    {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+    {"rope_type": "linear", "factor": 3.0, "rope_theta": 10_000.0},
+    {"rope_type": "linear"},
+    {"rope_type": "linear", "type": "default", "factor": 2.0},
+    {"rope_type": "linear", "factor": 0.5},
+    {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "proportional", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "proportional", "rope_theta": 700.0, "factor": 2.0},
+    {"rope_type": "proportional"},
+    LLAMA3,
+    LLAMA3 | {"original_max_position_embeddings": 16},
+    LLAMA3 | {"original_max_position_embeddings": 32, "rope_theta": 300.0},
+    LLAMA3 | {"original_max_position_embeddings": 32, "high_freq_factor": 1.0},
+    LLAMA3 | {"original_max_position_embeddings": 32, "low_freq_factor": 4.0, "high_freq_factor": 2.0},
+    *(
+        {k: v for k, v in LLAMA3.items() if k != lacking}
+        for lacking in ("factor", "low_freq_factor", "high_freq_factor")
+    ),
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_theta": 300.0},
+    {"factor": 4.0},
+]
+NESTED_ROPES: list[Any] = [
+    {SLIDING: {"rope_type": "default", "rope_theta": 300.0}, FULL: {"rope_type": "default", "rope_theta": 900.0}},
+    {
+        SLIDING: {"rope_type": "default", "rope_theta": 300.0},
+        FULL: {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
+    },
+    {
+        SLIDING: {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0},
+        FULL: {**LLAMA3, "rope_theta": 900.0},
+    },
+    {SLIDING: {"rope_type": "default"}, FULL: {"rope_type": "proportional", "rope_theta": 900.0}},
+    {SLIDING: {"rope_theta": 300.0}, FULL: {"type": "linear", "factor": 2.0, "rope_theta": 900.0}},
+    {FULL: {"rope_type": "default", "rope_theta": 900.0}},
+    {SLIDING: {"rope_type": "default", "rope_theta": 900.0}},
+    {SLIDING: None, FULL: {"rope_type": "default", "rope_theta": 900.0}},
+    {SLIDING: {"rope_type": "linear", "rope_theta": 300.0}, FULL: {"rope_type": "default", "rope_theta": 900.0}},
+]
+ROPES = FLAT_ROPES + NESTED_ROPES
+ROPE_KEYS = (
+    "rope_scaling",
+    "rope_parameters",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
+)
+
+SWITCH: list[Any] = [True, False, None, DROP]
+VALUES: dict[str, list[Any]] = {
+    "rope_scaling": [DROP, *ROPES],
+    "rope_parameters": [DROP, *ROPES],
+    "rope_theta": [DROP, None, 500.0, 1_000_000],
+    "partial_rotary_factor": [0.5, 1.0, None],
+    "original_max_position_embeddings": [16, 4096],
+    "max_position_embeddings": [DROP, 24, 4096],
+    "hidden_act": [DROP, None, "silu", "gelu_pytorch_tanh", "gelu", "relu", "swish"],
+    "hidden_activation": [DROP, None, "silu", "gelu_pytorch_tanh", "gelu"],
+    "is_causal": [True, False, None],
+    "tie_word_embeddings": SWITCH,
+    "head_dim": [DROP, None, 0, 4, 8, 12, 7],
+    "num_attention_heads": [DROP, 2, 8],
+    "num_key_value_heads": [DROP, None, 1, 2, 4],
+    "num_hidden_layers": [1, 2, 5],
+    "hidden_size": [DROP, 24, 32],
+    "intermediate_size": [12, "20"],
+    "vocab_size": [97],
+    "sliding_window": [DROP, None, 0, 1, 5, 200],
+    "use_sliding_window": SWITCH,
+    "max_window_layers": [DROP, None, 0, 1, 2],
+    "layer_types": [
+        DROP,
+        None,
+        [FULL] * 4,
+        [SLIDING] * 4,
+        [FULL, SLIDING, FULL, SLIDING],
+        [SLIDING, SLIDING, FULL, FULL],
+        [SLIDING, FULL],
+        ["chunked_attention", FULL, FULL, FULL],
+    ],
+    "attention_bias": SWITCH,
+    "qkv_bias": SWITCH,
+    "mlp_bias": SWITCH,
+    "rms_norm_eps": [DROP, None, 1e-2, 1],
+    "norm_topk_prob": SWITCH,
+    "num_experts": [DROP, None, 0, 3, 7],
+    "num_local_experts": [DROP, None, 3, 7],
+    "num_experts_per_tok": [DROP, 1, 3],
+    "top_k_experts": [DROP, 1, 3],
+    "moe_intermediate_size": [12],
+    "shared_expert_intermediate_size": [12],
+    "mlp_only_layers": [DROP, None, [], [0], [1, 2], [0, 1, 2, 3], [-1], [9], ["1"]],
+    "decoder_sparse_step": [DROP, None, 1, 2, 3, 9],
+    "clip_qkv": [DROP, None, 0.3, 0],
+    "final_logit_softcapping": [DROP, None, 0.5, 0.0, 30],
+    "attention_k_eq_v": SWITCH,
+    "global_head_dim": [DROP, None, 4, 12, 16],
+    "num_global_key_value_heads": [DROP, None, 1, 2, 4],
+    "per_layer_config": [
+        DROP,
+        None,
+        {},
+        {"1": {"head_dim": 12}, "3": {"head_dim": 12}},
+        {"01": {"head_dim": 12}, "03": {"head_dim": 12}},
+        {"1": {"num_key_value_heads": 1}, "3": {"num_key_value_heads": 1}},
+        {"0": {"intermediate_size": 12}},
+        {"0": {"sliding_window": 3}, "2": {"sliding_window": 3}},
+        {"0": {"rms_norm_eps": 0.1}},
+        {"1": {"skip": ["mlp"]}},
+    ],
+    "enable_moe_block": SWITCH,
+    "use_double_wide_mlp": SWITCH,
+    "num_kv_shared_layers": [DROP, None, 0, 1, 2],
+    "hidden_size_per_layer_input": [DROP, None, 0, 8],
+    "vocab_size_per_layer_input": [DROP, 7],
+    "use_bidirectional_attention": [None, "vision", "all", True, False],
+    "dtype": [DROP, "bfloat16"],
+    "torch_dtype": ["bfloat16", "float16"],
+    "text_config": [None, {}, {"hidden_size": 24, "rope_theta": 300.0, "hidden_act": "gelu_pytorch_tanh"}],
+    # keys that other families obey, or that matter in training only
+    "attention_dropout": [0.3],
+    "router_jitter_noise": [0.3],
+    "output_router_logits": [True],
+    "pretraining_tp": [2],
+    "attention_chunk_size": [5],
+    "attn_logit_softcapping": [1.0],
+    "query_pre_attn_scalar": [3],
+    "attention_multiplier": [0.1],
+    "logits_scaling": [3.0],
+    "embedding_multiplier": [3.0],
+    "residual_multiplier": [0.3],
+    "layer_norm_eps": [0.1],
+    "use_qk_norm": [True, False],
+    "no_rope_layers": [[0, 1, 0, 1]],
+    "sliding_window_pattern": [2],
+    "sliding_window_size": [3],
+    "rope_local_base_freq": [300.0],
+    "rotary_pct": [0.5],
+    "num_shared_experts": [1],
+    "first_k_dense_replace": [2],
+    "routed_scaling_factor": [2.0],
+    "scoring_func": ["sigmoid"],
+    "cache_implementation": ["hybrid"],
+    "temperature": [0.3],
+    "pad_token_id": [3, None],
+    "chunk_size_feed_forward": [3],
+    "is_decoder": [False],
+    "is_encoder_decoder": [True],
+}
+OUTER: dict[str, list[Any]] = {
+    "tie_word_embeddings": SWITCH,
+    "text_config": [DROP, None, {}],
+    "is_causal": [False],
+    "rope_scaling": [{"type": "linear", "factor": 3.0}, NESTED_ROPES[0]],
+    "rope_parameters": NESTED_ROPES[:2],
+    "rope_theta": [300.0],
+    "hidden_activation": ["silu"],
+    "final_logit_softcapping": [0.5],
+    "hidden_size": [24],
+    "sliding_window": [3],
+    "rms_norm_eps": [0.1],
+    "attention_k_eq_v": [False],
+    "per_layer_config": [{"1": {"head_dim": 12}, "3": {"head_dim": 12}}],
+    "dtype": ["bfloat16"],
+    "use_bidirectional_attention": ["all"],
+    "hidden_size_per_layer_input": [8],
+}
+SWITCHES_THAT_MATTER = (("use_sliding_window", True), ("tie_word_embeddings", True))
+
+
+def changes(family: str) -> list[Change]:
+    found = [Change(key=key, value=value) for key, values in VALUES.items() for value in values]
+    if family == "gemma4":
+        found += [Change(key=key, value=value, outer=True) for key, values in OUTER.items() for value in values]
+    return found
+
+
+def singles(family: str) -> Iterator[Variant]:
+    """Every change by itself: rope keys in both spellings, others in one or the other."""
+    spellings: tuple[Spelling, Spelling] = ("hub", "transformers")
+    for number, change in enumerate(changes(family)):
+        for spelling in spellings if change.key in ROPE_KEYS else [spellings[number % 2]]:
+            yield Variant(family=family, spelling=spelling, changes=(change,))
+
+
+def combinations(family: str, count: int, seed: int) -> Iterator[Variant]:
+    """`count` variants of two to four changes; half of them are combinations of rope keys."""
+    draw = random.Random(f"{family} {seed}")
+    everything = changes(family)
+    of_rope = [change for change in everything if change.key in ROPE_KEYS]
+    for _ in range(count):
+        source = of_rope if draw.random() < 0.5 else everything
+        chosen = {(c.key, c.outer): c for c in draw.sample(source, draw.randint(2, 4))}
+        if draw.random() < 0.3:
+            key, value = draw.choice(SWITCHES_THAT_MATTER)
+            chosen.setdefault((key, False), Change(key=key, value=value))
+        yield Variant(family=family, spelling=draw.choice(("hub", "transformers")), changes=tuple(chosen.values()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The judge
+# ---------------------------------------------------------------------------------------------------------------------
+
+Verdict = Literal["equal", "refused", "transformers fails", "different", "wrong refusal"]
+
+
+def judge(variant: Variant, folder: Path) -> tuple[Verdict, str]:
+    """What became of a variant; the last two are faults. `folder` is written over."""
+    from anabranch.models.config import ConfigError, read_config
+
+    config = variant.config
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        read_config(folder)
+    except ConfigError as error:
+        message = str(error)
+        if len(message.splitlines()) != 1 or not any(named(change, message) for change in variant.changes):
+            return "wrong refusal", message
+        return "refused", message
+    except Exception as error:  # anything else would be a traceback
+        return "wrong refusal", repr(error)
+    try:
+        expected = by_transformers(variant.family, folder)
+    except Exception as error:  # of any kind: what transformers cannot run is not compared
+        return "transformers fails", repr(error)
+    try:
+        logits = by_ours(folder)
+    except ValueError as error:  # tensors that do not fit what we read: said aloud, though late
+        return "wrong refusal", str(error)
+    difference = (logits - expected).abs().amax().item()
+    return ("equal" if difference <= TOLERANCE else "different"), f"{difference:.1e}"
+
+
+def named(change: Change, message: str) -> bool:
+    return f"'{change.key}'" in message or (change.key in ROPE_KEYS and "rope" in message)
+
+
+def tokens() -> list[int]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, SIZES["vocab_size"], (LENGTH,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def by_transformers(family: str, folder: Path) -> torch.Tensor:
+    """Logits of transformers' model of config.json, whose weights are written beside it."""
+    with quiet():
+        config = transformers.AutoConfig.from_pretrained(folder)
+        config._attn_implementation = "eager"
+        config._experts_implementation = "eager"
+        _, model_class = tiny.ARCHITECTURES[family]
+        model = model_class(config).float().eval()
+        tiny.randomise(model, seed=3)
+        logits = model(input_ids=torch.tensor([tokens()]), use_cache=False)[0][0].float()
+    if not logits.isfinite().all():
+        raise ValueError("logits are not finite")
+    weights = model.state_dict()
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        del weights["lm_head.weight"]
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    return logits
+
+
+def by_ours(folder: Path) -> torch.Tensor:
+    from anabranch.engine.single import SingleSequence
+    from anabranch.loader.load import load_model
+
+    model = load_model(folder, dtype="float32")
+    return SingleSequence(model, max_length=LENGTH).forward(tokens())
+
+
+class quiet:
+    """transformers warns of most variants."""
+
+    def __enter__(self) -> None:
+        self.level = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity(logging.CRITICAL)
+        self.warnings = warnings.catch_warnings()
+        self.warnings.__enter__()
+        warnings.simplefilter("ignore")
+
+    def __exit__(self, *_: object) -> None:
+        self.warnings.__exit__(None, None, None)
+        transformers.logging.set_verbosity(self.level)
+
+
+FAULTS = ("different", "wrong refusal")
+
+
+def faults(variants: Iterable[Variant], folder: Path) -> tuple[Counter[Verdict], list[str]]:
+    """How variants were judged, and a line for each fault."""
+    verdicts: Counter[Verdict] = Counter()
+    found = []
+    for variant in variants:
+        verdict, detail = judge(variant, folder)
+        verdicts[verdict] += 1
+        if verdict in FAULTS:
+            found.append(f"{verdict}: {variant}: {detail}")
+    return verdicts, found
