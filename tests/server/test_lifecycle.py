@@ -227,7 +227,7 @@ def test_loading_is_told_and_can_be_ended(model: Path, monkeypatch: pytest.Monke
 # -- the engine's end --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", CRASH, EXIT, HANG])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", CRASH, EXIT, HANG])
 def test_an_engine_that_ends(model: Path, how: str, slow_steps: None) -> None:
     settings = {"step_timeout": 4.0} if how == HANG else {}
     with running(model, make_engine=ENGINE, engine=SMALL, **settings) as server:
@@ -236,8 +236,8 @@ def test_an_engine_that_ends(model: Path, how: str, slow_steps: None) -> None:
         with ThreadPoolExecutor(2) as pool:
             whole = pool.submit(server.post, "/v1/completions", LONG)
             server.until(lambda: server.stats()["running"] == 2)
-            if how == "SIGKILL":
-                os.kill(engine, signal.SIGKILL)
+            if how.startswith("SIG"):
+                os.kill(engine, signal.Signals[how])
                 other = whole
             else:
                 other = pool.submit(server.post, "/v1/completions", {"prompt": how, "max_tokens": 5})
@@ -250,21 +250,27 @@ def test_an_engine_that_ends(model: Path, how: str, slow_steps: None) -> None:
         assert gone(engine)
         log = server.log()
         assert "ending with exit code 1" in log
-        assert {"SIGKILL": "process ended", CRASH: "the step failed", EXIT: "process ended", HANG: "one step for"}[
-            how
-        ] in log
+        words = {CRASH: "the step failed", EXIT: "process ended with exit code 7", HANG: "one step for"}
+        cause = words.get(how, f"process was killed by {how}")
+        assert cause in log
+        if how != HANG:
+            assert cause in error["message"] and cause in other.result().json()["error"]["message"]
 
 
 def test_ready_is_no_more_when_the_engine_is_gone(model: Path) -> None:
     with running(model, make_engine=ENGINE, engine=SMALL) as server:
         seen: list[int] = []
+        text = ""
         os.kill(server.engine.pid, signal.SIGKILL)
         while server.process.poll() is None:
             try:
-                seen.append(server.get("/health/ready").status_code)
+                answer = server.get("/health/ready")
             except httpx.HTTPError:
                 break
+            seen.append(answer.status_code)
+            text = answer.text
         assert 503 in seen and seen == sorted(seen), seen  # never 200 again
+        assert "killed by SIGKILL" in text
         assert server.process.wait(QUICK) == 1
 
 

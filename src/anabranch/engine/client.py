@@ -31,22 +31,29 @@ STOP_SECONDS = 6.0  # for an orderly end, before the kill; more than the worker'
 
 
 class EngineDead(RuntimeError):
-    """The engine's process is gone. `reason` is one line; the message adds the exit code and the end of its stderr."""
+    """The engine's process is gone. `reason` is one line, the message adds the end of its stderr."""
 
     def __init__(self, reason: str, exit_code: int | None = None, stderr: str = "") -> None:
         self.reason, self.exit_code, self.stderr = reason, exit_code, stderr
-        code = "" if exit_code is None else f" (exit code {exit_code}{_signal_name(exit_code)})"
-        super().__init__(f"{reason}{code}" + (f"\nits last lines:\n{stderr}" if stderr else ""))
+        super().__init__(reason + (f"\nits last lines:\n{stderr}" if stderr else ""))
 
 
 class EngineBusy(RuntimeError):
     """Too many messages wait for an engine that does not take them: try again later."""
 
 
-def _signal_name(exit_code: int) -> str:
-    with contextlib.suppress(ValueError):
-        return f", {signal.Signals(-exit_code).name}"
-    return ""
+def how_it_ended(exit_code: int | None) -> str:
+    """The end of the engine's process in words, with its signal or exit code."""
+    if exit_code is None:
+        return "the engine's process ended"
+    if exit_code >= 0:
+        return f"the engine's process ended with exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-exit_code}"
+    hint = " (by an operator, or by the system because memory ran out)" if -exit_code == signal.SIGKILL else ""
+    return f"the engine's process was killed by {name}{hint}"
 
 
 class Stream:
@@ -399,7 +406,7 @@ class EngineClient:
         elif self._closing:
             return EngineDead("the engine is closed" if self._buried.is_set() else "the engine is closing")
         else:
-            reason = "the engine's process ended"
+            reason = how_it_ended(self._exit_code)
         return EngineDead(reason, self._exit_code, "\n".join(self._process.last_lines))
 
 

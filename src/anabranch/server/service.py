@@ -97,7 +97,7 @@ class Service:
         if self.phase != "ready":
             raise unavailable(f"not ready: {self.reason}", f"server_{self.phase}")
         if not self.client.alive:  # before the watchdog has noticed
-            raise unavailable("not ready: the engine has ended", "server_dead")
+            raise unavailable(f"not ready: {self.client.dead_reason}", "server_dead")
 
     @property
     def model(self) -> Model:
