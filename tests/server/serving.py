@@ -124,7 +124,13 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    model: Path | None, *flags: str, key: str | None = None, ready: bool = True, make_engine: str = "", **settings: Any
+    model: Path | None,
+    *flags: str,
+    key: str | None = None,
+    ready: bool = True,
+    make_engine: str = "",
+    max_open_files: int = 0,
+    **settings: Any,
 ) -> Iterator[Running]:
     """`anabranch serve`, or the same with an engine of the test's; without a model, the bundled one."""
     if make_engine:
@@ -140,6 +146,8 @@ def running(
         command = [sys.executable, "-m", "anabranch.cli.main", "serve"]
         command += [*([str(model)] if model else []), "--port", "0", *flags]
         command += ["--api-key", key] if key else []
+    if max_open_files:
+        command = ["/bin/sh", "-c", f'ulimit -n {max_open_files} && exec "$@"', "sh", *command]
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         stderr = Path(folder) / "stderr"
         environment = os.environ | {

@@ -33,6 +33,7 @@ RARE_HELP = FLAG_HELP | {
     "prefix_cache": "compute what prompts begin alike with only once",
     "async_scheduling": "launch a step before the last one's tokens are read",
     "expert_load_interval": "steps between two copies of the experts' histogram to the host; 0: nothing is counted",
+    "max_connections": "connections open at once; the next gets 503",
     "max_body_bytes": "a larger body gets 413",
     "max_header_bytes": "larger headers get 431",
     "header_timeout": "seconds for headers to arrive",
@@ -135,8 +136,8 @@ def _add_rare(rare: Rare) -> None:
             if field.name == "shared_expert":
                 rare.add(STREAM_FLAG, STREAM_HELP, **STREAM_OPTIONS)
         else:
-            kind = type(default)
-            read = at_least(1) if kind is int and default == AUTO else kind
+            kind = int if default is None else type(default)
+            read = at_least(1) if kind is int and default in (None, AUTO) else kind
             rare.add(flag, text, type=read, default=default, metavar="N" if kind is int else "S")
 
 

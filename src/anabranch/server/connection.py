@@ -1,30 +1,61 @@
-"""uvicorn's HTTP/1.1 connection with limits: headers must come in time and in bounds, refused bodies end, and a client
-that takes nothing is cut off. Errors below HTTP's own level have the same envelope as all others.
+"""uvicorn's HTTP/1.1 connection with limits: only so many are open, headers must come in time and in bounds, refused
+bodies end, and a client that takes nothing is cut off. Errors below HTTP's own level have the same envelope as all
+others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import sys
+import time
 from typing import Any
 from uuid import uuid4
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from anabranch.server.errors import ApiError
+from anabranch.server.errors import ApiError, unavailable
 from anabranch.server.settings import Settings
+
+log = logging.getLogger("anabranch.server")
 
 DRAIN_SECONDS = 5.0  # for a client to finish sending what was refused: cut off, it would miss the answer
 MAX_DRAIN = 256 * 2**20  # bytes of it
 
 
-def protocol_for(settings: Settings) -> type[H11Protocol]:
-    return type("Connection", (Connection,), {"settings": settings})
+LOG_SECONDS = 10.0  # between two lines about the same trouble
+
+
+class Seldom:
+    """Warnings that clients can cause at will: one every LOG_SECONDS, with the number of those left out."""
+
+    def __init__(self) -> None:
+        self.next = 0.0
+        self.num_left_out = 0
+
+    def warn(self, message: str) -> None:
+        if (now := time.monotonic()) < self.next:
+            self.num_left_out += 1
+            return
+        log.warning("%s%s", message, f" ({self.num_left_out} times more before)" if self.num_left_out else "")
+        self.next, self.num_left_out = now + LOG_SECONDS, 0
+
+
+def protocol_for(settings: Settings, max_connections: int) -> type[H11Protocol]:
+    """The class of a server's connections."""
+    return type(
+        "LimitedConnection",
+        (Connection,),
+        {"settings": settings, "max_connections": max_connections, "full": Seldom()},
+    )
 
 
 class Connection(H11Protocol):
     settings: Settings
+    max_connections: int
+    full: Seldom
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,8 +66,22 @@ class Connection(H11Protocol):
         self._num_drained = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self.max_connections:
+            self._turn_away(transport)
+            return
         super().connection_made(transport)
         self._time("headers", self.settings.header_timeout)
+
+    def _turn_away(self, transport: asyncio.Transport) -> None:
+        """Answer 503 without waiting for a request, and close."""
+        error = unavailable(f"all {self.max_connections} connections are in use; try again later", "connections")
+        self.full.warn(f"{error.message.partition(';')[0]} (--max-connections): new ones get 503")
+        head = [f"HTTP/1.1 {error.status} {STATUS_PHRASES[error.status].decode()}"]
+        headers = self._error_headers(body := error.encoded()) + list(error.headers.items())
+        head += [f"{name}: {value}" for name, value in headers]
+        transport.set_protocol(asyncio.Protocol())  # nothing more that happens here is this connection's
+        transport.write("\r\n".join([*head, "", ""]).encode() + body)
+        transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._time("")
@@ -109,12 +154,7 @@ class Connection(H11Protocol):
     def _refuse(self, error: ApiError) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = error.encoded()
-            headers = [
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("connection", "close"),
-                ("x-request-id", f"req-{uuid4().hex}"),
-            ]
+            headers = self._error_headers(body)
             start = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
             for event in (start, h11.Data(data=body), h11.EndOfMessage()):
                 if (output := self.conn.send(event)) is not None:
@@ -123,10 +163,20 @@ class Connection(H11Protocol):
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
             # Closed at once, with input unread, the system would reset the connection and the answer could be lost.
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has reset it meanwhile
+                self.transport.write_eof()
             self._time("refused", DRAIN_SECONDS)
         else:
             self.transport.close()
+
+    @staticmethod
+    def _error_headers(body: bytes) -> list[tuple[str, str]]:
+        return [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+            ("x-request-id", f"req-{uuid4().hex}"),
+        ]
 
     def pause_writing(self) -> None:
         super().pause_writing()

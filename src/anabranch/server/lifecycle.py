@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -33,8 +34,9 @@ from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import read_config
 from anabranch.models.generation import read_sampling_defaults
+from anabranch.server import open_files
 from anabranch.server.app import make_app
-from anabranch.server.connection import protocol_for
+from anabranch.server.connection import Seldom, protocol_for
 from anabranch.server.history import INTERVAL
 from anabranch.server.parsers import find_parsers
 from anabranch.server.service import Model, Service
@@ -47,6 +49,7 @@ MAKE_ENGINE = "anabranch.engine.engine:make_engine"
 GRACE = 1.0  # seconds in which answers and health still go out after the engine's death
 LAST_WRITES = 5  # seconds for connections to take what was written, at the end
 WATCH = 0.25  # seconds between two looks at the engine
+BACKLOG = 2048  # connections that the system holds until they are accepted
 
 
 def serve(settings: Settings, engine: EngineConfig, make_engine: str = MAKE_ENGINE) -> int:
@@ -78,11 +81,13 @@ def listen(settings: Settings) -> Iterator[socket.socket]:
 class Server:
     def __init__(self, settings: Settings, engine: EngineConfig, make_engine: str) -> None:
         self.settings, self.engine, self.make_engine = settings, engine, make_engine
+        self.max_connections = open_files.max_connections(settings.max_connections, open_files.raise_limit())
         self.service = Service(settings, engine, settings.served_model_name or (model_name(engine.model),))
         self.http = _Http(
             uvicorn.Config(
                 traced(make_app(self.service)),
-                http=protocol_for(settings),
+                http=protocol_for(settings, self.max_connections),
+                backlog=open_files.AT_ONCE,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -94,6 +99,7 @@ class Server:
             )
         )
         self.client: EngineClient | None = None
+        self.socket_errors = Seldom()
         self.signals: list[int] = []
         self.told = asyncio.Event()
         """A signal has come."""
@@ -103,6 +109,7 @@ class Server:
 
     async def run(self, sock: socket.socket) -> int:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_loop_error)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         http = asyncio.create_task(self.http.serve(sockets=[sock]))
@@ -122,6 +129,14 @@ class Server:
     def _on_signal(self, number: int) -> None:
         self.signals.append(number)
         (self.told_again if self.told.is_set() else self.told).set()
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What no task waits for. Sockets fail because of clients and of limits: one line and seldom, no traceback."""
+        error = context.get("exception")
+        if isinstance(error, OSError):
+            self.socket_errors.warn(f"{context.get('message')}: {error.strerror or error}")
+        else:
+            loop.default_exception_handler(context)
 
     async def _live(self) -> int:
         loading = asyncio.create_task(self._load())
@@ -173,11 +188,12 @@ class Server:
         key = "key needed" if settings.api_key else "no key"
         log.info("listening on http://%s:%d (%s); model %s", host, port, key, ", ".join(self.service.names))
         log.info(
-            "limits: body %d bytes, headers %d bytes, %d sequences running and %d waiting",
+            "limits: body %d bytes, headers %d bytes, %d sequences running and %d waiting, %d connections",
             settings.max_body_bytes,
             settings.max_header_bytes,
             self.engine.max_num_seqs,
             settings.max_queue,
+            self.max_connections,
         )
 
     def _say_ready(self) -> None:
@@ -273,6 +289,11 @@ class _Http(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are ours: uvicorn would close the port before the drain."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)  # uvicorn's one number is both this and how many are accepted in a row
 
 
 def read_model(engine: EngineConfig, settings: Settings) -> Model:

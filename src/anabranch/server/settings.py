@@ -26,6 +26,8 @@ class Settings:
 
     max_queue: int = 1024
     """Sequences that may wait beyond those that run; the next gets 429."""
+    max_connections: int | None = None
+    """Open at once; the next gets 503. None: as many as open files allow, up to 8192."""
     max_body_bytes: int = 16 * MIB
     max_header_bytes: int = 32 * 1024
     header_timeout: float = 10.0
@@ -47,6 +49,8 @@ class Settings:
         for name in ("max_body_bytes", "max_header_bytes"):
             if getattr(self, name) < 1024:
                 raise ValueError(f"{name} must be at least 1024, not {getattr(self, name)}")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise ValueError(f"max_connections must be at least 1, not {self.max_connections}")
         if self.max_queue < 0:
             raise ValueError(f"max_queue must be at least 0, not {self.max_queue}")
         timeouts = (name for name in self.__slots__ if name.endswith("_timeout"))

@@ -1,0 +1,38 @@
+"""Open files: the process's limit raised, and how many connections fit under it. Knows no socket."""
+
+from __future__ import annotations
+
+import sys
+
+WANTED = 65536  # more is of no use, and a limit of a billion makes some programs slow
+FILES = 64  # that the process has open beside its connections
+AT_ONCE = 64  # connections accepted before the first of them is counted
+MOST = 8192  # connections by default
+FEWEST = 16
+
+
+def raise_limit() -> int:
+    """Raise this process's limit of open files, and that of processes it starts, as far as allowed; the limit now."""
+    if sys.platform == "win32":
+        return WANTED
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = WANTED if hard == unlimited else min(hard, WANTED)
+    if soft != unlimited and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return WANTED if soft == unlimited else soft
+
+
+def max_connections(wanted: int | None, limit: int) -> int:
+    """The connections that may be open at once; None: as many as fit, up to MOST. ValueError if they do not fit."""
+    fitting = limit - FILES - AT_ONCE
+    if fitting < (wanted or FEWEST):
+        needed = (wanted or FEWEST) + FILES + AT_ONCE
+        raise ValueError(
+            f"{wanted or FEWEST} connections need {needed} open files and the limit is {limit}: "
+            f"raise it with `ulimit -n {needed}`" + (", or lower --max-connections" if wanted else "")
+        )
+    return wanted or min(MOST, fitting)
