@@ -1,4 +1,4 @@
-"""Connections of a real server: how fast a kept one answers, how many there may be, which hosts and framing are taken."""
+"""Connections of a real server: how fast a kept one answers, how many there may be, which hosts are answered."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from anabranch.server import open_files
+from anabranch.server.hosts import Hosts
+from anabranch.server.settings import Settings
 from tests.server.serving import QUICK, Running, running
 
 
@@ -45,11 +48,100 @@ def test_a_kept_connection_answers_at_once(server: Running) -> None:
     assert statistics.median(seconds) < 0.02, seconds
 
 
+# -- which requests are taken ------------------------------------------------------------------------------------------
+
+
+def ask(server: Running, *lines: str, body: bytes = b"") -> tuple[int, bytes]:
+    """The status and all the server says to a request of these lines; until it hangs up, if it does within a second."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), QUICK) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        said = connection.recv(65536)
+        connection.settimeout(1.0)
+        with contextlib.suppress(TimeoutError):
+            while piece := connection.recv(65536):
+                said += piece
+            said += b"closed"
+    return int(said.split()[1]), said
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("box.localhost", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("192.168.1.7", 200),
+        ("evil.example", 403),
+        ("evil.example:8000", 403),
+        ("localhost.evil.example", 403),
+        ("evillocalhost", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_a_server_without_a_key_answers_to_known_hosts(server: Running, host: str, status: int) -> None:
+    """What a page of another site sends after DNS rebinding has its own name as Host."""
+    for path in ("/v1/models", "/"):
+        found, said = ask(server, f"GET {path} HTTP/1.1", f"host: {host}", "connection: close")
+        assert found == status, said
+    if status == 403:
+        assert b"host_not_allowed" in said and b"--allowed-hosts" in said
+    assert ask(server, "GET /health HTTP/1.1", f"host: {host}", "connection: close")[0] == 200
+
+
+def test_which_hosts_are_known() -> None:
+    def allowed(header: str, **settings: Any) -> bool:
+        return Hosts(Settings(**settings)).allow(header)
+
+    assert allowed("box.example:8000", allowed_hosts=("other", "Box.example"))
+    assert not allowed("other.example", allowed_hosts=("box.example",))
+    assert allowed("anything", allowed_hosts=("*",)) and allowed("anything", api_key=("k",))
+    assert not allowed("anything", api_key=("k",), allowed_hosts=("box",))
+    everywhere: dict[str, Any] = {"host": "0.0.0.0", "allow_no_api_key": True}
+    assert allowed(socket.gethostname(), **everywhere) and not allowed("evil.example", **everywhere)
+    assert allowed("box.example", host="box.example", allow_no_api_key=True)
+    with pytest.raises(ValueError, match="allowed_hosts"):
+        Settings(allowed_hosts=("http://box",))
+
+
+def test_other_sites_are_not_let_in_by_headers(server: Running) -> None:
+    """A page of another site asks first (a preflight), and without leave it may neither send JSON nor read answers."""
+    for headers in ({}, {"access-control-request-method": "POST"}):
+        answer = server.request("OPTIONS", "/v1/completions", headers={"origin": "http://evil.example", **headers})
+        assert answer.status_code == 405
+    answer = server.get("/v1/models", headers={"origin": "http://evil.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control-")]
+    assert server.post("/v1/completions", headers={"content-type": "text/plain"}, content="{}").status_code == 415
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        ("content-length: 6", "transfer-encoding: chunked"),
+        ("transfer-encoding: chunked", "Content-Length: 6"),
+        ("content-length: 6", "content-length: 7"),
+        ("content-length: 6, 7",),
+        ("content-length: -6",),
+        ("content-length: +6",),
+        ("transfer-encoding: gzip, chunked",),
+    ],
+)
+def test_two_lengths_of_one_body(server: Running, lengths: tuple[str, ...]) -> None:
+    """What a proxy could take for two requests is refused, and nothing more is read from the connection."""
+    body = b"0\r\n\r\nGET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    head = ("POST /tokenize HTTP/1.1", "host: localhost", "content-type: application/json", *lengths)
+    status, said = ask(server, *head, body=body)
+    assert status in (400, 501) and said.endswith(b"closed") and said.count(b"HTTP/1.1 ") == 1, said
+
+
 # -- how many ----------------------------------------------------------------------------------------------------------
 
 
 def test_more_connections_than_open_files_allow(model: Path) -> None:
-    """Clients that open connections and send half a header: 503 for those beyond the limit, a short log, and no work."""
+    """Clients that open connections and send half a header: 503 beyond the limit, a short log, and no work."""
     with running(model, "--num-pages", "200", max_open_files=300) as server, contextlib.ExitStack() as stack:
         limit = int(server.wait_for(r"(\d+) connections\n")[1])
         assert limit == 300 - open_files.FILES - open_files.AT_ONCE

@@ -86,7 +86,7 @@ def leave(server: Running, path: str, body: dict[str, Any], wait: Any) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     with socket.create_connection((host, int(port)), timeout=QUICK) as connection:
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         wait(connection)
 

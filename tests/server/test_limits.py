@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from anabranch.config import EngineConfig
+from anabranch.server import page
 from anabranch.server.app import make_app
-from anabranch.server.guard import OPEN
+from anabranch.server.guard import HEALTH, OPEN
 from anabranch.server.service import Service
 from anabranch.server.settings import Settings
 from tests.server.serving import QUICK, Running, running
@@ -74,12 +75,14 @@ def routes() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_route_but_health_needs_the_key(server: Running) -> None:
+def test_every_route_but_health_and_the_pages_files_needs_the_key(server: Running) -> None:
     asked = [*routes(), ("GET", "/nowhere"), ("POST", "/v1/nothing"), ("GET", "//health"), ("GET", "/health/ready/")]
-    with httpx.Client(base_url=server.url, timeout=QUICK) as client:
+    asked += [("GET", "/page/"), ("GET", "/page/../v1/models"), ("GET", "/page/__init__.py"), ("GET", "//")]
+    with httpx.Client(timeout=QUICK) as client:
         for method, path in asked:
+            url = server.url + path  # not a base_url: httpx would take //health for a host
             if path in OPEN:
-                assert client.request(method, path).status_code == 200
+                assert client.request(method, url).status_code == 200
                 continue
             for headers in (
                 {},
@@ -91,12 +94,16 @@ def test_every_route_but_health_needs_the_key(server: Running) -> None:
                 {"x-api-key": ""},
                 {"x-api-key": KEY[:-1]},
             ):
-                answer = client.request(method, path, headers=headers)
+                answer = client.request(method, url, headers=headers)
                 assert answer.status_code == 401, (method, path, headers)
                 if method != "HEAD":
                     assert error(answer, 401)["code"] == "invalid_api_key"
                 assert KEY not in answer.text
-    assert {"/health", "/health/live", "/health/ready"} == OPEN
+    assert {"/health", "/health/live", "/health/ready"} == HEALTH
+    files = {file.name for file in Path(page.__file__).parent.iterdir() if file.suffix in (".html", ".css", ".js")}
+    assert HEALTH | {"/"} | {f"/page/{name}" for name in files - {"index.html"}} == OPEN
+    challenge = httpx.get(server.url + "/v1/models").headers["www-authenticate"]
+    assert challenge.startswith("Bearer") and "Basic" not in challenge  # browsers ask for a password where it is
 
 
 def test_the_key_opens_as_clients_send_it(server: Running) -> None:

@@ -66,7 +66,7 @@ async def ask(
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
         writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         pieces: list[bytes] = []
         while num_pieces is None or len(pieces) < num_pieces:

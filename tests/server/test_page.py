@@ -408,11 +408,7 @@ def test_the_policy_lets_nothing_else_in(browser: Browser, server: Running) -> N
 
 def test_it_asks_for_the_key_it_needs(browser: Browser, endless: Path) -> None:
     with running(endless, "--num-pages", "300", key="sesame") as server, browser.tab() as tab:
-        # As a browser that has lost the password it once had: the page is there, its requests are refused.
-        tab.call("Network.setExtraHTTPHeaders", headers=server.headers)
         tab.open(server.url)
-        tab.until("document.querySelector('#status').textContent === 'ready'")
-        tab.call("Network.setExtraHTTPHeaders", headers={})
         tab.until("document.querySelector('#ask-key').open")
         assert tab.js("document.activeElement.id") == "key"
         tab.type("wrong")
@@ -424,6 +420,7 @@ def test_it_asks_for_the_key_it_needs(browser: Browser, endless: Path) -> None:
         tab.type("sesame")
         tab.press("Enter")
         tab.until("!document.querySelector('#ask-key').open")
+        tab.until("document.querySelector('#status').textContent === 'ready'")
         ask(tab, PROMPT, 5)
         tab.until(f"{IDLE} && {ANSWER}.length")
         assert not [url for url in tab.urls if "sesame" in url]

@@ -66,6 +66,8 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
         "--api-key", action="append", default=[], metavar="KEY", help="may be repeated; ANABRANCH_API_KEY"
     )
     http.add_argument("--allow-no-api-key", action="store_true", help="serve other machines without a key")
+    http.add_argument("--allowed-hosts", type=names, default=(), metavar="NAME,...",
+                      help="host names to answer to without a key, beside localhost and addresses; *: any")  # fmt: skip
     http.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model")
     model = parser.add_argument_group("the model")
     model.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
@@ -105,6 +107,10 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     )
     life.add_argument("--metrics-compat", default="", choices=["vllm"], help="vLLM's metric names too")
     life.add_argument("--log-format", default="text", choices=["text", "json"], help="default text")
+
+
+def names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
 
 
 class Rare:

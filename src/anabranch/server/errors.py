@@ -18,6 +18,7 @@ CONTEXT_WORDS = "This model's maximum context length is"
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",

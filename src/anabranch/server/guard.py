@@ -1,7 +1,8 @@
-"""The door in front of every route: request id, size of headers, key, envelope of errors, one line in the log.
+"""The check in front of every route: request id, headers, Host, key, envelope of errors, one line in the log.
 
-Denies by default: a route that is added later needs the key without being told. Health is the exception, because those
-who ask for it (load balancers) have no key.
+Denies by default: a route that is added later needs the key without being told. Health is an exception, because load
+balancers have no key, and so are the page's own files (page.PATHS): they hold nothing but what every copy of Anabranch
+holds, and the page asks a person for the key that its requests need.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from anabranch.server import page
 from anabranch.server.body import ClientGone
-from anabranch.server.errors import ApiError, internal
+from anabranch.server.errors import ApiError, bad_request, internal
+from anabranch.server.hosts import Hosts
 from anabranch.server.settings import Settings
 
 log = logging.getLogger("anabranch.server.access")
 
-OPEN = frozenset(("/health", "/health/live", "/health/ready"))
+HEALTH = frozenset(("/health", "/health/live", "/health/ready"))
+OPEN = HEALTH | page.PATHS
 CLIENT_GONE = 499  # nobody receives it; the log and the metrics do
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -35,6 +39,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Settings, encode_error: Callable[[ApiError, str, str], bytes]) -> None:
         self.app, self.encode_error = app, encode_error
         self.max_header_bytes = settings.max_header_bytes
+        self.hosts = Hosts(settings)
         self.keys = [_digest(key.encode()) for key in settings.api_key]
         self.responses: Counter[tuple[str, int]] = Counter()
         """By route (its pattern, not the path asked for: labels must stay few) and status."""
@@ -82,7 +87,7 @@ class Guard:
             self.responses[route, status] += 1
             noted |= {"id": request_id, "method": scope["method"], "route": route, "status": status}
             noted["seconds"] = round(time.monotonic() - began, 4)
-            quiet = route in OPEN or route == "/metrics" or route.startswith(("/debug/", "/page/"))
+            quiet = route in HEALTH or route == "/metrics" or route.startswith(("/debug/", "/page/"))
             log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": noted})
 
     def _check(self, path: str, headers: list[tuple[bytes, bytes]]) -> None:
@@ -90,6 +95,8 @@ class Guard:
         if size > self.max_header_bytes:
             message = f"the headers have {size} bytes; the limit is {self.max_header_bytes}"
             raise ApiError(431, message, code="headers", headers={"connection": "close"})
+        self._check_framing(headers)
+        self._check_host(path, headers)
         if not self.keys or path in OPEN:
             return
         given = [key for name, value in headers for key in _keys(name, value)]
@@ -101,8 +108,26 @@ class Guard:
                 401,
                 f"{what}: send it as `Authorization: Bearer KEY`",
                 code="invalid_api_key",
-                headers={"www-authenticate": 'Bearer, Basic realm="anabranch: any name, the API key as password"'},
+                # Not Basic, though it is taken: a browser would ask for a password before the page can ask for the key.
+                headers={"www-authenticate": 'Bearer realm="anabranch"'},
             )
+
+    def _check_framing(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """A proxy in front may believe the other of two lengths, and take the rest for another request."""
+        names = {name for name, _ in headers}
+        if b"content-length" in names and b"transfer-encoding" in names:
+            error = bad_request("Content-Length and Transfer-Encoding contradict each other: send one", code="framing")
+            error.headers["connection"] = "close"
+            raise error
+
+    def _check_host(self, path: str, headers: list[tuple[bytes, bytes]]) -> None:
+        for name, value in headers:
+            if name == b"host" and path not in HEALTH and not self.hosts.allow(host := value.decode("latin-1")):
+                message = (
+                    f"the Host {host[:200]!r} is not known here: reach the server by its address or as localhost, "
+                )
+                message += "or let the operator name it with --allowed-hosts, or set an API key"
+                raise ApiError(403, message, code="host_not_allowed")
 
 
 def _keys(name: bytes, value: bytes) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 MIB = 2**20
@@ -18,6 +19,9 @@ class Settings:
     """Any of them opens every route; health needs none."""
     allow_no_api_key: bool = False
     """Serve other machines without a key."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in the Host header that are taken besides addresses, localhost and `host`; "*": any. Checked where there is
+    no key, or where names are given: see `hosts`."""
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -70,6 +74,9 @@ class Settings:
         for key in self.api_key:
             if not key.strip() or not key.isascii():
                 raise ValueError("an API key must be ASCII and not empty; is the variable it comes from set?")
+        for name in self.allowed_hosts:
+            if not re.fullmatch(r"\*|[\w.-]+", name):
+                raise ValueError(f"allowed_hosts: {name!r} is no host name; give names without a port, or *")
         if not self.api_key and not self.allow_no_api_key and not is_loopback(self.host):
             raise ValueError(
                 f"refusing to serve {self.host} without a key: everyone who reaches this machine could use the model. "

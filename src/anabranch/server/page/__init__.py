@@ -7,6 +7,8 @@
     chat.js, text.js        the conversation; an answer's markdown as elements
     charts.js, experts.js   small charts of our own; layers × experts
 
+The files are sent without a key (guard.OPEN); the page asks for it when its first request is refused.
+
 No build step, nothing from elsewhere: the policy below lets a browser talk to this server only, and run and show only
 what these files hold. The page knows the same routes every client knows, and /debug/stats and /debug/experts.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastapi import APIRouter, Response
+from fastapi.routing import APIRoute
 
 router = APIRouter()
 
@@ -45,3 +48,6 @@ def _add(file: Path) -> None:
 for _file in sorted(FOLDER.iterdir()):
     if _file.suffix in KINDS:
         _add(_file)
+
+PATHS = frozenset(route.path for route in router.routes if isinstance(route, APIRoute))
+"""Of the files, each exactly as it is asked for."""

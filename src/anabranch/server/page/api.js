@@ -15,7 +15,7 @@ export async function request(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = { ...options.headers };
-    // Without a key of our own the browser sends what it asked the person for itself, if it did.
+    // Without a key of our own the browser sends what a proxy in front made it ask the person for, if one did.
     if (key) headers.authorization = `Bearer ${key}`;
     const response = await fetch(path, { ...options, headers, credentials: key ? "omit" : "same-origin" });
     if (response.ok) return response;
