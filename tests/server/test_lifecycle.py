@@ -224,6 +224,39 @@ def test_loading_is_told_and_can_be_ended(model: Path, monkeypatch: pytest.Monke
         assert server.end() == 0 and gone(engine)
 
 
+def ends_within(server: Running, seconds: float) -> None:
+    """SIGTERM, and exit code 0 within the time."""
+    began = time.monotonic()
+    assert server.end() == 0, server.log()
+    assert time.monotonic() - began < seconds
+    assert "Traceback" not in server.log()
+
+
+def test_a_template_that_does_not_end_holds_nothing_up(model: Path, tmp_path: Path) -> None:
+    folder = copy_of(model, tmp_path / "endless")
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    (folder / "chat_template.jinja").write_text(loops + "{% endfor %}" * 3)
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    with running(folder, "--num-pages", "200", "--shutdown-timeout", "6") as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/chat/completions", chat)
+        server.until(lambda: server.stats()["in_flight"] == 1)
+        ends_within(server, 6.0)
+        assert answer.result().status_code == 503
+        assert answer.result().json()["error"]["code"] == "server_draining"
+
+
+def test_a_file_that_cannot_be_read_to_its_end_holds_nothing_up(model: Path, tmp_path: Path) -> None:
+    """A pipe without a writer in place of the weights."""
+    folder = copy_of(model, tmp_path / "pipe")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with running(folder, "--shutdown-timeout", "6", ready=False) as server:
+        server.url = f"http://127.0.0.1:{server.wait_for('listening on http://127.0.0.1:([0-9]+)')[1]}"
+        assert server.get("/health/ready").status_code == 503
+        time.sleep(0.5)
+        ends_within(server, 6.0)
+
+
 # -- the engine's end --------------------------------------------------------------------------------------------------
 
 

@@ -232,9 +232,9 @@ class EngineClient:
         await self._buried.wait()
         return self._death().reason
 
-    async def close(self, drain: bool = False, timeout: float = 30.0) -> None:
+    async def close(self, drain: bool = False, timeout: float = 30.0, patience: float = STOP_SECONDS) -> None:
         """End the engine; with `drain`, requests in flight may finish within `timeout` seconds. New ones are refused.
-        What is left is aborted; a process that does not end by itself is killed."""
+        What is left is aborted; a process that has not ended by itself after `patience` seconds is killed."""
         self._closing = True
         if drain and self._streams:
             with contextlib.suppress(TimeoutError):
@@ -245,7 +245,7 @@ class EngineClient:
         if not self._buried.is_set():
             self._send(messages.Stop())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STOP_SECONDS):
+                async with asyncio.timeout(min(patience, STOP_SECONDS)):
                     await self._buried.wait()
         await self._kill()
 

@@ -7,6 +7,7 @@ holds, and the page asks a person for the key that its requests need.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anabranch.server import page
 from anabranch.server.body import ClientGone
-from anabranch.server.errors import ApiError, bad_request, internal
+from anabranch.server.errors import ApiError, bad_request, internal, unavailable
 from anabranch.server.hosts import Hosts
 from anabranch.server.settings import Settings
 
@@ -76,6 +77,10 @@ class Guard:
             await respond(error)
         except ClientGone:
             status = CLIENT_GONE
+        except asyncio.CancelledError:  # by uvicorn, at the end of the process: not worth a traceback
+            noted["error"] = "server_draining"
+            if not status:
+                await respond(unavailable("the server is shutting down", "server_draining"))
         except Exception:
             log.exception("request %s: %s %s", request_id, scope["method"], _route(scope))
             if not status or status == 500:  # FastAPI's own handler may have answered

@@ -47,7 +47,8 @@ log = logging.getLogger("anabranch.server")
 
 MAKE_ENGINE = "anabranch.engine.engine:make_engine"
 GRACE = 1.0  # seconds in which answers and health still go out after the engine's death
-LAST_WRITES = 5  # seconds for connections to take what was written, at the end
+LAST_WRITES = 5.0  # seconds for connections to take what was written, at the end
+END = 2.0  # seconds of the shutdown timeout that are kept for ending what has not finished
 WATCH = 0.25  # seconds between two looks at the engine
 BACKLOG = 2048  # connections that the system holds until they are accepted
 
@@ -57,7 +58,14 @@ def serve(settings: Settings, engine: EngineConfig, make_engine: str = MAKE_ENGI
     if engine.max_num_batched_tokens == AUTO:
         engine = replace(engine, max_num_batched_tokens=SERVED_TOKENS)
     with listen(settings) as sock:
-        return asyncio.run(Server(settings, engine, make_engine).run(sock))
+        server = Server(settings, engine, make_engine)
+        code = asyncio.run(server.run(sock))
+    if num_busy := server.service.num_busy_threads:
+        log.warning("ending without %d threads that do not finish", num_busy)
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)  # a thread that comes back from a library while the interpreter goes down can abort the process
+    return code
 
 
 @contextlib.contextmanager
@@ -95,12 +103,13 @@ class Server:
                 server_header=False,
                 h11_max_incomplete_event_size=settings.max_header_bytes,
                 timeout_keep_alive=int(settings.keep_alive_timeout),
-                timeout_graceful_shutdown=LAST_WRITES,
             )
         )
         self.client: EngineClient | None = None
         self.socket_errors = Seldom()
         self.signals: list[int] = []
+        self.deadline = float("inf")
+        """time.monotonic() when the process must have ended."""
         self.told = asyncio.Event()
         """A signal has come."""
         self.told_again = asyncio.Event()
@@ -117,17 +126,22 @@ class Server:
         try:
             return await self._live()
         finally:
+            self.http.config.timeout_graceful_shutdown = min(LAST_WRITES, self._left() / 2)  # type: ignore[assignment]
             self.http.should_exit = True
             await http
             if self.client is not None:
-                await self.client.close()
-            for threads in (self.service.threads, self.service.large_threads):
-                threads.shutdown(wait=False, cancel_futures=True)
+                await self.client.close(patience=self._left())
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
+    def _left(self) -> float:
+        """Seconds for the next thing to end by itself."""
+        return max(END / 2, self.deadline - time.monotonic())
+
     def _on_signal(self, number: int) -> None:
         self.signals.append(number)
+        timeout = self.settings.shutdown_timeout if len(self.signals) == 1 else END
+        self.deadline = min(self.deadline, time.monotonic() + timeout)
         (self.told_again if self.told.is_set() else self.told).set()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -163,7 +177,9 @@ class Server:
         """The model folder's small files here, the weights in the engine's process."""
         began = time.monotonic()
         self.stages.append(("reading the model folder", began))
-        model = await asyncio.to_thread(read_model, self.engine, self.settings)
+        model = await asyncio.get_running_loop().run_in_executor(
+            self.service.threads, read_model, self.engine, self.settings
+        )
         self.stages.append(("starting the engine's process", time.monotonic()))
         client = await EngineClient.start(
             self.engine, self.make_engine, timeout=self.settings.start_timeout, on_stage=self._on_stage
@@ -230,6 +246,7 @@ class Server:
     async def _drain(self, death: asyncio.Task[str]) -> int:
         """Nothing new is taken; what runs may finish."""
         name, timeout = signal.Signals(self.signals[0]).name, self.settings.shutdown_timeout
+        timeout = max(timeout - END, timeout / 2)
         log.info("%s: waiting up to %g s for %d sequences", name, timeout, self.service.num_admitted)
         self.service.leave("draining", "the server is shutting down")
         drained = asyncio.create_task(self._until_idle())
@@ -246,7 +263,8 @@ class Server:
             for task in (drained, again):
                 task.cancel()
         assert self.client is not None
-        await self.client.close()  # what still runs ends with an error that says so
+        self.service.cut_off()
+        await self.client.close(patience=self._left() / 2)  # what still runs ends with an error that says so
         return 128 + self.signals[1] if len(self.signals) > 1 else 0
 
     async def _until_idle(self) -> None:

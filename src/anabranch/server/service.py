@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field
@@ -33,12 +32,14 @@ from anabranch.server.errors import CONTEXT_WORDS, ApiError, bad_request, contex
 from anabranch.server.history import History
 from anabranch.server.parsers import Parsers
 from anabranch.server.settings import Settings
+from anabranch.server.threads import Threads, release_memory
 
 Result = TypeVar("Result")
 Phase = Literal["loading", "ready", "draining", "dead"]
 
 THREADS = 4  # that render and tokenise; the second mostly lets go of the interpreter
-LARGE = 200_000  # characters: what has more waits for a thread of its own kind, and holds up nobody else
+SMALL = 65_536  # bytes of a body: decoding these takes a few ms at most
+LARGE = 200_000  # bytes: what has more waits for a thread of its own kind, and does not delay smaller requests
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,10 @@ class Service:
         self.num_admitted = 0
         """Sequences on their way: being prepared, waiting or running."""
         self.history = History()
-        self.threads = ThreadPoolExecutor(THREADS, "prepare")
-        self.large_threads = ThreadPoolExecutor(1, "prepare-large")
+        self.threads = Threads(THREADS, "prepare")
+        self.large_threads = Threads(1, "prepare-large")
+        self._working: set[asyncio.Future[Any]] = set()
+        self._cut_off = False
         self._model: Model | None = None
         self._client: EngineClient | None = None
 
@@ -92,6 +95,16 @@ class Service:
 
     def leave(self, phase: Literal["draining", "dead"], reason: str) -> None:
         self.phase, self.reason = phase, reason
+
+    def cut_off(self) -> None:
+        """End what waits for a thread: 503 for its request. The thread itself cannot be stopped."""
+        self._cut_off = True
+        for future in list(self._working):
+            future.cancel()
+
+    @property
+    def num_busy_threads(self) -> int:
+        return self.threads.num_busy + self.large_threads.num_busy
 
     def check_ready(self) -> None:
         if self.phase != "ready":
@@ -145,18 +158,36 @@ class Service:
 
     # -- before the engine ---------------------------------------------------------------------------------------------
 
-    async def prepare(self, work: Callable[[], Result], param: str, num_characters: int) -> Result:
-        """Rendering and tokenising, off the event loop and within a deadline. ValueError is the request's fault."""
+    async def run(self, work: Callable[[], Result], num_bytes: int) -> Result:
+        """Work in proportion to a request's size: here if that is small, else in a thread, off the event loop."""
+        return work() if num_bytes <= SMALL else await self._in_thread(work, num_bytes)
+
+    async def prepare(self, work: Callable[[], Result], param: str, num_bytes: int) -> Result:
+        """Read, render and tokenise, in a thread and within a deadline. ValueError is the request's fault."""
         timeout = self.settings.prepare_timeout
-        threads = self.large_threads if num_characters > LARGE else self.threads
-        future = asyncio.get_running_loop().run_in_executor(threads, work)
         try:
             async with asyncio.timeout(timeout):
-                return await future
+                return await self._in_thread(work, num_bytes)
         except TimeoutError:
             raise bad_request(f"the prompt could not be prepared within {timeout:g} s; shorten it", param) from None
         except ValueError as error:
             raise bad_request(str(error), param) from None
+
+    async def _in_thread(self, work: Callable[[], Result], num_bytes: int) -> Result:
+        loop = asyncio.get_running_loop()
+        if num_bytes > LARGE:
+            future = loop.run_in_executor(self.large_threads, _do_large, work)
+        else:
+            future = loop.run_in_executor(self.threads, work)
+        self._working.add(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._cut_off:
+                raise unavailable("the server is shutting down", "server_draining") from None
+            raise
+        finally:
+            self._working.discard(future)
 
     def encode(self, text: str, add_special_tokens: bool, param: str, plain: Spans = ()) -> list[int]:
         """For `prepare`; `param` is the field that errors name. Text that cannot fit, however it is cut into tokens, is
@@ -276,3 +307,11 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _do_large(work: Callable[[], Result]) -> Result:
+    """In a thread."""
+    try:
+        return work()
+    finally:
+        release_memory()

@@ -1,0 +1,65 @@
+"""A pool of daemon threads: work that never ends cannot hold up the end of the process.
+
+`concurrent.futures.ThreadPoolExecutor` waits for its threads when the interpreter exits, and asyncio for those of its
+default executor. A chat template that loops and a read from a pipe cannot be stopped, so here nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+Job = tuple[Future[Any], Callable[[], Any]]
+
+
+class Threads(Executor):
+    def __init__(self, num_threads: int, name: str) -> None:
+        self.num_threads, self.name = num_threads, name
+        self.num_started = 0
+        self.num_busy = 0
+        """Threads that work; at the end of the process, those that do not finish."""
+        self._jobs: SimpleQueue[Job] = SimpleQueue()
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        future: Future[Result] = Future()
+        self._jobs.put((future, lambda: fn(*args, **kwargs)))
+        with self._lock:
+            if self.num_started < self.num_threads:
+                self.num_started += 1
+                threading.Thread(target=self._run, name=f"{self.name}-{self.num_started}", daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            self._do(*self._jobs.get())
+
+    def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:
+        """A function of its own: nothing of a job is kept until the next one comes."""
+        if not future.set_running_or_notify_cancel():
+            return
+        with self._lock:
+            self.num_busy += 1
+        try:
+            result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        finally:
+            with self._lock:
+                self.num_busy -= 1
+
+
+def release_memory() -> None:
+    """Give back to the system what was freed: glibc keeps what a thread has freed for that thread."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries give it back themselves
+        if trim is not None:
+            trim(0)
