@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -11,17 +12,21 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from anabranch.config import EngineConfig
 from anabranch.server import open_files
 from anabranch.server.hosts import Hosts
-from anabranch.server.settings import Settings
+from anabranch.server.service import LARGE, SMALL, Service
+from anabranch.server.settings import MIB, Settings
 from tests.server.serving import QUICK, Running, running
 
 
@@ -135,6 +140,59 @@ def test_two_lengths_of_one_body(server: Running, lengths: tuple[str, ...]) -> N
     head = ("POST /tokenize HTTP/1.1", "host: localhost", "content-type: application/json", *lengths)
     status, said = ask(server, *head, body=body)
     assert status in (400, 501) and said.endswith(b"closed") and said.count(b"HTTP/1.1 ") == 1, said
+
+
+# -- large bodies ------------------------------------------------------------------------------------------------------
+
+
+def post(server: Running, path: str, body: str) -> httpx.Response:
+    return server.post(path, content=body, headers={"content-type": "application/json"})
+
+
+def test_a_body_is_limited_to_what_the_context_can_need(server: Running) -> None:
+    """Decoding 15 MB of small objects takes a second in which nothing else is served."""
+    limit = int(server.wait_for(r"limits: body (\d+) bytes")[1])
+    context = int(server.wait_for(r"context (\d+) tokens")[1])
+    assert limit == 2 * MIB + 32 * context
+    objects = '{"messages": [{"role": "user", "content": "x"}], "metadata": {"a": [' + "{}," * 5_000_000 + "{}]}}"
+    refused = post(server, "/v1/chat/completions", objects)
+    assert refused.status_code == 413 and str(limit) in refused.json()["error"]["message"]
+    largest = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
+    largest += " " * (limit - len(largest))
+    assert post(server, "/v1/chat/completions", largest).status_code == 200
+    assert post(server, "/v1/chat/completions", largest + " ").status_code == 413
+    assert Settings().body_limit(10**9) == 16 * MIB
+    assert Settings(max_body_bytes=5000).body_limit(10**9) == 5000
+
+
+def test_large_bodies_are_worked_on_in_threads() -> None:
+    async def names() -> list[str]:
+        service = Service(Settings(), EngineConfig(model="x"), ("x",))
+        sizes = (SMALL, SMALL + 1, LARGE + 1)
+        return [(await service.run(threading.current_thread, size)).name for size in sizes]
+
+    assert asyncio.run(names()) == ["MainThread", "prepare-1", "prepare-large-1"]
+
+
+def test_tokenize_is_limited_and_gives_memory_back(server: Running) -> None:
+    """16 MB of text once took 1.1 GB, which stayed."""
+    process = psutil.Process(server.process.pid)
+    text = "ab " * 66_000  # what may be counted though it is longer than the context
+    server.post("/tokenize", {"prompt": text})
+    before = process.memory_info().rss
+    counted = server.post("/tokenize", {"messages": [{"role": "user", "content": text}]}).json()
+    assert counted["count"] > counted["max_model_len"]
+    assert server.post("/detokenize", {"tokens": counted["tokens"][:60_000]}).status_code == 200
+    long = "ab " * 600_000
+    for path, body in (
+        ("/tokenize", {"messages": [{"role": "user", "content": long}]}),
+        ("/tokenize", {"prompt": long}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": long}]}),
+    ):
+        answer = server.post(path, body)
+        assert answer.status_code == 400 and "maximum context length" in answer.text, answer.text[:300]
+    assert server.post("/detokenize", {"tokens": [1] * 100_000}).json()["error"]["param"] == "tokens"
+    server.until(lambda: process.memory_info().rss - before < 30 * MIB, "memory stays")
 
 
 # -- how many ----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ RARE_HELP = FLAG_HELP | {
     "async_scheduling": "launch a step before the last one's tokens are read",
     "expert_load_interval": "steps between two copies of the experts' histogram to the host; 0: nothing is counted",
     "max_connections": "connections open at once; the next gets 503",
-    "max_body_bytes": "a larger body gets 413",
+    "max_body_bytes": "a larger body gets 413; auto: 2 MiB + 32 bytes per token of context, at most 16 MiB",
     "max_header_bytes": "larger headers get 431",
     "header_timeout": "seconds for headers to arrive",
     "body_timeout": "seconds for a body to arrive",

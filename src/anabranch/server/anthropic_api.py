@@ -43,7 +43,9 @@ async def messages(request: Request) -> Response:
     service.check_model(body.model)
     log = request.state.log
     log["stream"] = body.stream
-    answer = MessagesAnswer(service, body, log)
+    num_bytes = request.state.num_bytes
+    chat = ChatAnswer(service, await service.run(lambda: chat_completion(body), num_bytes), log, num_bytes)
+    answer = MessagesAnswer(chat, shows_thinking(body))
     if not body.stream:
         return await stream.whole(request, answer.whole())
 
@@ -58,23 +60,22 @@ async def count_tokens(request: Request) -> Response:
     body = await read_json(request, CountTokens)
     service: Service = request.app.state.service
     service.check_model(body.model)
-    model, chat = service.model, read_chat(chat_completion(body))
-    chat.check()
 
     def work() -> int:
-        rendered = render(model, chat)
-        return len(model.tokenizer.encode(rendered.text, False, rendered.plain))
+        chat = read_chat(chat_completion(body))
+        chat.check()
+        rendered = render(service.model, chat)
+        return len(service.count(rendered.text, False, "messages", rendered.plain))
 
-    return json_response({"input_tokens": await service.prepare(work, "messages", chat.num_characters)})
+    return json_response({"input_tokens": await service.prepare(work, "messages", request.state.num_bytes)})
 
 
 class MessagesAnswer:
     """One request's way from body to answer."""
 
-    def __init__(self, service: Service, body: Messages, log: dict[str, Any]) -> None:
-        self.service = service
-        self.chat = ChatAnswer(service, chat_completion(body), log)
-        self.reply = Reply(f"msg_{uuid4().hex}", service.names[0], shows_thinking(body))
+    def __init__(self, chat: ChatAnswer, shows_thinking: bool) -> None:
+        self.service, self.chat = chat.service, chat
+        self.reply = Reply(f"msg_{uuid4().hex}", self.service.names[0], shows_thinking)
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.events():

@@ -43,10 +43,6 @@ class Chat:
     add_generation_prompt: bool = True
 
     @property
-    def num_characters(self) -> int:
-        return sum(len(message["content"]) for message in self.messages)
-
-    @property
     def offered(self) -> tuple[ToolSpec, ...]:
         """The tools the answer may call."""
         if self.tool_choice == "none":
@@ -129,19 +125,15 @@ class Prepared:
         return Turn(reader, chat.parallel_tool_calls)
 
 
-async def prepare(service: Service, chat: Chat, params: SamplingParams) -> Prepared:
-    """Render, tokenise, and bind an answer that must be a tool call to its grammar."""
+def prepare(service: Service, chat: Chat, params: SamplingParams) -> Prepared:
+    """Render, tokenise, and bind an answer that must be a tool call to its grammar. For `Service.prepare`."""
     model = service.model
     chat.check()
     if chat.tool_choice not in ("none", "auto") and params.grammar is not None:
         raise bad_request("tool_choice asks for a tool call, response_format for other text: give one", "tool_choice")
-
-    def work() -> Prepared:
-        rendered = render(model, chat)
-        prompt, prompt_ids = rendered.text, service.encode(rendered.text, False, "messages", rendered.plain)
-        return Prepared(prompt, prompt_ids, replace(params, grammar=_grammar(model, chat, params, prompt)), chat, model)
-
-    return await service.prepare(work, "messages", chat.num_characters)
+    rendered = render(model, chat)
+    prompt, prompt_ids = rendered.text, service.encode(rendered.text, False, "messages", rendered.plain)
+    return Prepared(prompt, prompt_ids, replace(params, grammar=_grammar(model, chat, params, prompt)), chat, model)
 
 
 def _grammar(model: Model, chat: Chat, params: SamplingParams, prompt: str) -> Grammar | None:

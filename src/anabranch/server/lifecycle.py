@@ -200,22 +200,21 @@ class Server:
         host, port = sock.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         self.address = f"http://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
-        settings = self.settings
-        key = "key needed" if settings.api_key else "no key"
+        key = "key needed" if self.settings.api_key else "no key"
         log.info("listening on http://%s:%d (%s); model %s", host, port, key, ", ".join(self.service.names))
-        log.info(
-            "limits: body %d bytes, headers %d bytes, %d sequences running and %d waiting, %d connections",
-            settings.max_body_bytes,
-            settings.max_header_bytes,
-            self.engine.max_num_seqs,
-            settings.max_queue,
-            self.max_connections,
-        )
 
     def _say_ready(self) -> None:
         for (name, at), (_, until) in zip(self.stages, self.stages[1:]):
             log.info("  %-30s %7.2f s", name, until - at)
         total = self.stages[-1][1] - self.stages[0][1]
+        log.info(
+            "limits: body %d bytes, headers %d bytes, %d sequences running and %d waiting, %d connections",
+            self.service.max_body_bytes,
+            self.settings.max_header_bytes,
+            self.engine.max_num_seqs,
+            self.settings.max_queue,
+            self.max_connections,
+        )
         log.info("ready after %.2f s; context %d tokens", total, self.service.max_model_len)
         log.info("open %s in a browser, or: %s", self.address, self._example())
 

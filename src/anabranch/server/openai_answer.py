@@ -36,8 +36,9 @@ class OpenAIAnswer(ABC, Generic[Body]):
     """Of the body: what errors about the prompt name."""
     num_prompts = 1
 
-    def __init__(self, service: Service, body: Body, log: dict[str, Any]) -> None:
-        self.service, self.body, self.log = service, body, log
+    def __init__(self, service: Service, body: Body, log: dict[str, Any], num_bytes: int = 0) -> None:
+        """`num_bytes` is the size of the request's body."""
+        self.service, self.body, self.log, self.num_bytes = service, body, log, num_bytes
         self.id = f"{self.id_prefix}-{uuid4().hex}"  # not the request's: a client may send the same one twice
         self.created = int(time.time())
         self.n = body.n or 1

@@ -18,6 +18,8 @@ from anabranch.server.stream import json_response
 
 router = APIRouter()
 
+MAX_DETOKENIZED = 65_536  # tokens, where the context is shorter
+
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": protocol.ChatCompletion,
     "/v1/completions": protocol.Completion,
@@ -46,7 +48,7 @@ async def _answer(request: Request, body: Any, kind: type[ChatAnswer] | type[Com
         raise bad_request("stream_options needs stream: true", "stream_options")
     log = request.state.log
     log["stream"] = body.stream
-    answer = kind(service, body, log)
+    answer = kind(service, body, log, request.state.num_bytes)
     if body.stream:
         return await stream.events(request, answer.chunks())
     return await stream.whole(request, answer.whole())
@@ -84,20 +86,19 @@ async def tokenize(request: Request) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give a prompt or messages, one of them", "prompt")
-    tokenizer, text = service.model.tokenizer, body.prompt
-    chat = read_chat(body) if body.messages is not None else None
 
-    def work() -> list[int]:
-        if chat is not None:
-            rendered = render(service.model, chat)
-            return tokenizer.encode(rendered.text, bool(body.add_special_tokens), rendered.plain)
-        return tokenizer.encode(text or "", body.add_special_tokens is not False)
+    def work() -> dict[str, Any]:
+        if body.messages is not None:
+            rendered = render(service.model, read_chat(body))
+            tokens = service.count(rendered.text, bool(body.add_special_tokens), "messages", rendered.plain)
+        else:
+            tokens = service.count(body.prompt or "", body.add_special_tokens is not False, "prompt")
+        tokenizer = service.model.tokenizer
+        texts = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
 
-    where, size = ("prompt", len(text or "")) if chat is None else ("messages", chat.num_characters)
-    tokens = await service.prepare(work, where, size)
-    reply: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
-    reply["token_strs"] = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
-    return json_response(reply)
+    where = "prompt" if body.messages is None else "messages"
+    return json_response(await service.prepare(work, where, request.state.num_bytes))
 
 
 @router.post("/detokenize", summary="The text of tokens")
@@ -107,10 +108,12 @@ async def detokenize(request: Request) -> Response:
     service.check_model(body.model)
     model = service.model
     vocabulary = model.config.vocab_size
+    if len(body.tokens) > (limit := max(service.max_model_len, MAX_DETOKENIZED)):
+        raise bad_request(f"tokens: {len(body.tokens)} tokens; at most {limit} go into one request", "tokens")
     if body.tokens and (largest := max(body.tokens)) >= vocabulary:
         raise bad_request(f"tokens: {largest} is not in the vocabulary [0, {vocabulary})", "tokens")
 
     def work() -> str:
         return model.tokenizer.decode(body.tokens, body.skip_special_tokens)
 
-    return json_response({"prompt": await service.prepare(work, "tokens", len(body.tokens))})
+    return json_response({"prompt": await service.prepare(work, "tokens", request.state.num_bytes)})

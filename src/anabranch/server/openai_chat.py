@@ -9,7 +9,7 @@ import msgspec
 from anabranch.engine.output import Delta
 from anabranch.request import Completion
 from anabranch.server import logprobs
-from anabranch.server.chat import Chat, Conversation, Turn, prepare
+from anabranch.server.chat import Chat, Conversation, Prepared, Turn, prepare
 from anabranch.server.errors import bad_request
 from anabranch.server.openai_answer import Choice, OpenAIAnswer, routed_experts
 from anabranch.server.parsers import Content, Named, Part, Reasoning, ToolCallArguments, ToolCallBegin
@@ -90,14 +90,18 @@ class ChatAnswer(OpenAIAnswer[ChatCompletion]):
                 raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
             if not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
                 raise bad_request(f"top_logprobs must lie in [0, {MAX_TOP_LOGPROBS}]", "top_logprobs")
-        params = sampling_params(
-            body,
-            service.model.sampling_defaults,
-            max_tokens=service.max_model_len,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            grammar=grammar(body),
-        )
-        self.prepared = await prepare(service, read_chat(body), params)
+
+        def work() -> Prepared:
+            params = sampling_params(
+                body,
+                service.model.sampling_defaults,
+                max_tokens=service.max_model_len,
+                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                grammar=grammar(body),
+            )
+            return prepare(service, read_chat(body), params)
+
+        self.prepared = await service.prepare(work, "messages", self.num_bytes)
         self.add(self.id, self.prepared.prompt_ids, self.prepared.params, service.model.chat_tokenizer)
         self.turns = [self.prepared.turn() for _ in self.answers[0].requests]
         self.log["prompt_tokens"] = len(self.prepared.prompt_ids)

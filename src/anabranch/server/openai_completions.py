@@ -6,6 +6,7 @@ from typing import Any
 
 from anabranch.engine.output import Delta
 from anabranch.request import Completion as Finished
+from anabranch.sampling_params import SamplingParams
 from anabranch.server import logprobs
 from anabranch.server.errors import bad_request
 from anabranch.server.openai_answer import Choice, OpenAIAnswer, routed_experts
@@ -16,7 +17,7 @@ from anabranch.server.service import Service
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 
 
-def read_prompts(prompt: str | list[Any], service: Service) -> list[str | list[int]]:
+def list_prompts(prompt: str | list[Any]) -> list[Any]:
     """A text, token ids, or a list of either → a list. Long lists are refused before they are looked through."""
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
@@ -24,6 +25,11 @@ def read_prompts(prompt: str | list[Any], service: Service) -> list[str | list[i
         prompts = [prompt] if not prompt or isinstance(prompt[0], int | float) else prompt
     if len(prompts) > MAX_PROMPTS:
         raise bad_request(f"prompt: {len(prompts)} prompts; at most {MAX_PROMPTS} go into one request", "prompt")
+    return prompts
+
+
+def check_prompts(prompts: list[Any], service: Service) -> None:
+    """400 for what is neither text nor token ids; takes as long as there are tokens."""
     for number, one in enumerate(prompts):
         if isinstance(one, str) and one:
             continue
@@ -33,38 +39,38 @@ def read_prompts(prompt: str | list[Any], service: Service) -> list[str | list[i
         service.check_length(len(one), "prompt")
         if not all(type(token) is int and 0 <= token < 2**31 for token in one):
             raise bad_request(f"prompt[{number}]: token ids must be integers from 0 on", "prompt")
-    return prompts
 
 
 class CompletionAnswer(OpenAIAnswer[Completion]):
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     prompt_field = "prompt"
 
-    def __init__(self, service: Service, body: Completion, log: dict[str, Any]) -> None:
-        super().__init__(service, body, log)
-        self.prompts = read_prompts(body.prompt, service)
+    def __init__(self, service: Service, body: Completion, log: dict[str, Any], num_bytes: int = 0) -> None:
+        super().__init__(service, body, log, num_bytes)
+        self.prompts = list_prompts(body.prompt)
         self.num_prompts = len(self.prompts)
         self.formats: dict[int, logprobs.CompletionLogprobs] = {}
 
     async def prepare(self) -> None:
         body, service = self.body, self.service
-        params = sampling_params(
-            body,
-            service.model.sampling_defaults,
-            max_tokens=DEFAULT_MAX_TOKENS,
-            logprobs=body.logprobs,
-            grammar=grammar(body),
-            **({"prompt_logprobs": body.logprobs} if body.echo and body.prompt_logprobs is None else {}),
-        )
 
-        def encode() -> list[list[int]]:
-            return [
+        def work() -> tuple[SamplingParams, list[list[int]]]:
+            params = sampling_params(
+                body,
+                service.model.sampling_defaults,
+                max_tokens=DEFAULT_MAX_TOKENS,
+                logprobs=body.logprobs,
+                grammar=grammar(body),
+                **({"prompt_logprobs": body.logprobs} if body.echo and body.prompt_logprobs is None else {}),
+            )
+            check_prompts(self.prompts, service)
+            return params, [
                 service.encode(one, body.add_special_tokens, "prompt") if isinstance(one, str) else one
                 for one in self.prompts
             ]
 
-        size = sum(len(one) for one in self.prompts if isinstance(one, str))
-        for number, ids in enumerate(await service.prepare(encode, "prompt", size)):
+        params, prompts = await service.prepare(work, "prompt", self.num_bytes)
+        for number, ids in enumerate(prompts):
             self.add(f"{self.id}-{number}", ids, params, service.model.tokenizer)
 
     def prompt_text(self, number: int) -> str:

@@ -39,6 +39,7 @@ Phase = Literal["loading", "ready", "draining", "dead"]
 
 THREADS = 4  # that render and tokenise; the second mostly lets go of the interpreter
 SMALL = 65_536  # bytes of a body: decoding these takes a few ms at most
+MAX_COUNTED = 200_000  # characters whose tokens are counted even if no context could hold them
 LARGE = 200_000  # bytes: what has more waits for a thread of its own kind, and does not delay smaller requests
 
 
@@ -128,6 +129,10 @@ class Service:
     def max_model_len(self) -> int:
         return int(self.client.ready_stats["max_model_len"])
 
+    @property
+    def max_body_bytes(self) -> int:
+        return self.settings.body_limit(0 if self._client is None else self.max_model_len)
+
     # -- who is let in -------------------------------------------------------------------------------------------------
 
     def check_model(self, name: str | None) -> None:
@@ -192,16 +197,25 @@ class Service:
     def encode(self, text: str, add_special_tokens: bool, param: str, plain: Spans = ()) -> list[int]:
         """For `prepare`; `param` is the field that errors name. Text that cannot fit, however it is cut into tokens, is
         refused without cutting it."""
-        limit = self.max_model_len
-        if len(text) > limit * self.model.longest_token:
-            raise context_length(
-                f"{CONTEXT_WORDS} {limit} tokens. However, the prompt has {len(text)} characters, which are more "
-                "tokens than that in any case. Shorten the prompt.",
-                param,
-            )
+        self.check_characters(len(text), param)
         ids = self.model.tokenizer.encode(text, add_special_tokens, plain)
         self.check_length(len(ids), param)
         return ids
+
+    def count(self, text: str, add_special_tokens: bool, param: str, plain: Spans = ()) -> list[int]:
+        """`encode` for those who want to know how long a text is: it may be longer than the context, to a degree."""
+        if len(text) > MAX_COUNTED:
+            self.check_characters(len(text), param)
+        return self.model.tokenizer.encode(text, add_special_tokens, plain)
+
+    def check_characters(self, num_characters: int, param: str) -> None:
+        limit = self.max_model_len
+        if num_characters > limit * self.model.longest_token:
+            raise context_length(
+                f"{CONTEXT_WORDS} {limit} tokens. However, the prompt has {num_characters} characters, which are more "
+                "tokens than that in any case. Shorten the prompt.",
+                param,
+            )
 
     def check_length(self, num_tokens: int, param: str) -> None:
         limit = self.max_model_len

@@ -7,6 +7,9 @@ import re
 from dataclasses import dataclass
 
 MIB = 2**20
+BODY_BASE = 2 * MIB  # bytes for what is no prompt: tools, schemas, lists of token ids
+BODY_PER_TOKEN = 32  # bytes; text has 4 or 5 a token, Chinese as \\u escapes 12, token ids 7
+BODY_MOST = 16 * MIB  # by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,8 @@ class Settings:
     """Sequences that may wait beyond those that run; the next gets 429."""
     max_connections: int | None = None
     """Open at once; the next gets 503. None: as many as open files allow, up to 8192."""
-    max_body_bytes: int = 16 * MIB
+    max_body_bytes: int | None = None
+    """A larger one gets 413. None: what a prompt as long as the context can need, see `body_limit`."""
     max_header_bytes: int = 32 * 1024
     header_timeout: float = 10.0
     """Seconds for a request's headers to arrive, from their first byte (or from the connection's beginning)."""
@@ -51,8 +55,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_header_bytes"):
-            if getattr(self, name) < 1024:
-                raise ValueError(f"{name} must be at least 1024, not {getattr(self, name)}")
+            if (size := getattr(self, name)) is not None and size < 1024:
+                raise ValueError(f"{name} must be at least 1024, not {size}")
         if self.max_connections is not None and self.max_connections < 1:
             raise ValueError(f"max_connections must be at least 1, not {self.max_connections}")
         if self.max_queue < 0:
@@ -82,6 +86,12 @@ class Settings:
                 f"refusing to serve {self.host} without a key: everyone who reaches this machine could use the model. "
                 "Give --api-key (or ANABRANCH_API_KEY), or stay with --host 127.0.0.1, or say --allow-no-api-key"
             )
+
+    def body_limit(self, max_model_len: int) -> int:
+        """Bytes of the largest body that is taken, with this many tokens of context."""
+        if self.max_body_bytes is not None:
+            return self.max_body_bytes
+        return min(BODY_BASE + BODY_PER_TOKEN * max_model_len, BODY_MOST)
 
 
 def is_loopback(host: str) -> bool:
