@@ -12,10 +12,13 @@ for package in ("mlx_lm", "fastapi", "uvicorn", "msgspec", "zmq", "prometheus_cl
     pytest.importorskip(package, reason="needs an environment of its own: make test-mlx")
 openai = pytest.importorskip("openai")
 
+from mlx_lm import convert
+from transformers import PreTrainedTokenizerFast
+
 from anabranch import bundled
 from anabranch.llm import LLM, SamplingParams
 from tests.mlx.engines import on_platform
-from tests.server.serving import QUICK, running
+from tests.server.serving import QUICK, running, write_model
 
 QUESTIONS = ["Tell me a story about a fox who shares berries.", "What is a river?", "Why do we sleep?"]
 
@@ -49,4 +52,18 @@ def test_the_server_answers_chats_on_mlx(monkeypatch: pytest.MonkeyPatch) -> Non
         server.until_idle()
         maps = Path(f"/proc/{server.engine.pid}/maps")
         assert not maps.exists() or "libmlx" in maps.read_text(), "it was not MLX that answered"
+        assert server.end() == 0
+
+
+def test_the_server_takes_weights_that_mlx_has_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, packed = write_model(tmp_path / "source"), tmp_path / "packed"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), eos_token="<|end|>")
+    tokenizer.save_pretrained(source)  # convert wants one that transformers can load
+    convert(str(source), str(packed), quantize=True, q_group_size=32, q_bits=4)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with on_platform("mlx"), LLM(str(packed), num_pages=256, max_num_seqs=4) as llm:
+        expected = llm.generate(["A river"], [greedy])[0].text
+    monkeypatch.setenv("ANABRANCH_PLATFORM", "mlx")
+    with running(packed, "--max-num-seqs", "4", "--num-pages", "256") as server:
+        assert server.complete("A river") == expected
         assert server.end() == 0

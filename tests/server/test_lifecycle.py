@@ -19,6 +19,9 @@ import httpx
 import psutil
 import pytest
 
+from anabranch.config import EngineConfig
+from anabranch.server.lifecycle import read_model
+from anabranch.server.settings import Settings
 from tests.server.faulty_engine import BUG, CRASH, EXIT, HANG, LEAK
 from tests.server.serving import QUICK, Running, Unharmed, running
 
@@ -403,6 +406,19 @@ def test_a_model_folder_that_is_not_whole(model: Path, tmp_path: Path, file: str
     assert code == 1
     last = said.strip().splitlines()[-1]
     assert last.startswith("anabranch serve: ") and all(word in last for word in words), said
+
+
+def test_packed_weights_are_left_to_the_platform(model: Path, tmp_path: Path) -> None:
+    """MLX reads them; the server's own process does not know the platform, and the engine of any other refuses."""
+    folder = copy_of(model, tmp_path / "packed")
+    config(quantization_config={"bits": 4, "group_size": 32})(folder / "config.json")
+    assert read_model(EngineConfig(model=str(folder)), Settings()).config.vocab_size
+    code, said = start(str(folder))
+    last = said.strip().splitlines()[-1]
+    assert code == 1 and last.startswith("anabranch serve: ") and "'quantization_config'" in last, said
+    config(num_experts_per_tok=13)(folder / "config.json")
+    with pytest.raises(ValueError, match="13"):
+        read_model(EngineConfig(model=str(folder)), Settings())
 
 
 def test_other_mistakes_of_a_command_line(model: Path, tmp_path: Path) -> None:

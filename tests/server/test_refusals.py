@@ -283,7 +283,8 @@ def test_a_huge_prompt_holds_nobody_up(server: Running) -> None:
         for one in refused:  # by its characters, not by counting tokens
             assert f"{len(huge)} characters" in check(one.result(), 400, "context_length_exceeded")
     assert served > 4
-    check(server.post("/tokenize", {"prompt": "x" * 4_000_001}), 400, param="prompt")
+    check(server.post("/tokenize", {"prompt": "x" * 1_000_000}), 400, "context_length_exceeded")
+    check(server.post("/tokenize", {"prompt": "x" * 4_000_001}), 413, "body_too_large")
 
 
 def test_grammars_that_cannot_be(server: Running) -> None:

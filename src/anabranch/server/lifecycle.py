@@ -314,8 +314,14 @@ class _Http(uvicorn.Server):
 
 
 def read_model(engine: EngineConfig, settings: Settings) -> Model:
+    """What the server needs of the model folder; ValueError for what is wrong with its files."""
     has_weights = engine.load_format != "dummy"
     folder = locate(engine.model, weights=has_weights)
+    try:
+        config = read_config(folder)
+    except ValueError:  # of packed weights: whether they can be read is for the platform's runner to say
+        config = read_config(folder, quantized=True)
+        has_weights = False
     if has_weights:
         read_checkpoint(folder)  # headers only: a file that is not whole is told before a process is started
     template = ChatTemplate(folder, settings.chat_template)
@@ -324,7 +330,7 @@ def read_model(engine: EngineConfig, settings: Settings) -> Model:
     sources = "\n".join(template.sources.values())
     parsers = find_parsers(sources, settings.tool_call_parser, settings.reasoning_parser, added_tokens=added)
     defaults = read_sampling_defaults(folder, engine.generation_config)
-    return Model(folder, read_config(folder), tokenizer, template, parsers, defaults)
+    return Model(folder, config, tokenizer, template, parsers, defaults)
 
 
 def model_name(model: str) -> str:

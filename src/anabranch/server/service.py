@@ -39,7 +39,7 @@ Phase = Literal["loading", "ready", "draining", "dead"]
 
 THREADS = 4  # that render and tokenise; the second mostly lets go of the interpreter
 SMALL = 65_536  # bytes of a body: decoding these takes a few ms at most
-MAX_COUNTED = 200_000  # characters whose tokens are counted even if no context could hold them
+MAX_COUNTED = 500_000  # characters whose tokens are counted even if no context could hold them
 LARGE = 200_000  # bytes: what has more waits for a thread of its own kind, and does not delay smaller requests
 
 
