@@ -10,6 +10,7 @@ import re
 import resource
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
@@ -140,6 +141,39 @@ def test_two_lengths_of_one_body(server: Running, lengths: tuple[str, ...]) -> N
     head = ("POST /tokenize HTTP/1.1", "host: localhost", "content-type: application/json", *lengths)
     status, said = ask(server, *head, body=body)
     assert status in (400, 501) and said.endswith(b"closed") and said.count(b"HTTP/1.1 ") == 1, said
+
+
+def test_what_clients_do_leaves_no_traceback(server: Running) -> None:
+    """Resets at every point of a request, and what is not HTTP."""
+    host, port = server.url.removeprefix("http://").split(":")
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    body = json.dumps({"prompt": "A river", "max_tokens": 500, "ignore_eos": True, "stream": True})
+    whole = f"{head}content-length: {len(body)}\r\n\r\n{body}"
+    chunked = f"{head}transfer-encoding: chunked\r\n\r\n"
+    for data in (
+        *(whole[:size] for size in (0, 10, len(head), len(whole) - 5, len(whole))),
+        *(chunked + part for part in ("5\r\n{", "zz\r\n", "ffffffffffffffffffffff\r\n")),
+        whole + whole,
+        "\x16\x03\x01\r\n\r\n",
+        "GET /\x00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        "GET /v1/models%ff%00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        "GET / HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+        "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        "CONNECT x:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        "GET /debug/stats?since=nan HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        f"{head}expect: 100-continue\r\ncontent-length: 10\r\n\r\n",
+    ):
+        for answered in (False, True):
+            with socket.create_connection((host, int(port)), QUICK) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close: a reset
+                connection.sendall(data.encode("latin-1"))
+                if answered:
+                    connection.settimeout(0.05)
+                    with contextlib.suppress(TimeoutError):
+                        connection.recv(100)
+    server.until_idle()
+    assert "Traceback" not in server.log(), server.log()
+    assert "ERROR" not in server.log(), server.log()
 
 
 # -- large bodies ------------------------------------------------------------------------------------------------------

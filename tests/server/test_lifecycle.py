@@ -197,6 +197,20 @@ def test_the_drain_has_an_end(model: Path, slow_steps: None) -> None:
         assert server.end() == 0
         assert stream.last()["error"]["code"] == "server_draining"
         assert gone(engine) and "cut off" in server.log()
+        assert "Traceback" not in server.log()
+
+
+def test_a_client_that_reads_nothing_does_not_hold_up_the_end(model: Path) -> None:
+    with running(model, "--num-pages", "300", "--shutdown-timeout", "3") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps(LONG | {"stream": True, "n": 4, "logprobs": 5, "prompt": ["A"] * 8}).encode()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect((host, int(port)))
+            head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            server.until(lambda: server.stats()["generation_tokens"] > 400)
+            ends_within(server, 6.0)
 
 
 def test_a_second_signal_does_not_wait(model: Path, slow_steps: None) -> None:
