@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 MIB = 2**20
 BODY_BASE = 2 * MIB  # bytes for what is no prompt: tools, schemas, lists of token ids
-BODY_PER_TOKEN = 32  # bytes; text has 4 or 5 a token, Chinese as \\u escapes 12, token ids 7
+BODY_PER_TOKEN = 32  # bytes; text has 4 or 5 a token, Chinese as \u escapes 12, token ids 7
 BODY_MOST = 16 * MIB  # by default
 
 
