@@ -25,6 +25,7 @@ import pytest
 
 from anabranch.config import EngineConfig
 from anabranch.server import open_files
+from anabranch.server.errors import ApiError
 from anabranch.server.hosts import Hosts
 from anabranch.server.service import LARGE, SMALL, Service
 from anabranch.server.settings import MIB, Settings
@@ -206,6 +207,26 @@ def test_large_bodies_are_worked_on_in_threads() -> None:
         return [(await service.run(threading.current_thread, size)).name for size in sizes]
 
     assert asyncio.run(names()) == ["MainThread", "prepare-1", "prepare-large-1"]
+
+
+def test_a_thread_that_does_not_end_is_not_waited_for() -> None:
+    async def run() -> None:
+        service = Service(Settings(prepare_timeout=0.1), EngineConfig(model="x"), ("x",))
+        ending = threading.Event()
+        with pytest.raises(ApiError) as caught:
+            await service.prepare(ending.wait, "messages", LARGE + 1)
+        assert caught.value.status == 400 and service.num_busy_threads == 1
+        with pytest.raises(ApiError) as caught:  # the only thread for large bodies is taken
+            await service.run(lambda: None, LARGE + 1)
+        assert caught.value.status == 503
+        waiting = asyncio.create_task(service.prepare(ending.wait, "messages", 1))
+        await asyncio.sleep(0.02)
+        service.cut_off()
+        with pytest.raises(ApiError, match="shutting down"):
+            await waiting
+        ending.set()
+
+    asyncio.run(run())
 
 
 def test_tokenize_is_limited_and_gives_memory_back(server: Running) -> None:

@@ -165,7 +165,13 @@ class Service:
 
     async def run(self, work: Callable[[], Result], num_bytes: int) -> Result:
         """Work in proportion to a request's size: here if that is small, else in a thread, off the event loop."""
-        return work() if num_bytes <= SMALL else await self._in_thread(work, num_bytes)
+        if num_bytes <= SMALL:
+            return work()
+        try:
+            async with asyncio.timeout(self.settings.prepare_timeout):
+                return await self._in_thread(work, num_bytes)
+        except TimeoutError:
+            raise unavailable("all threads are busy with other large requests; try again later", "busy") from None
 
     async def prepare(self, work: Callable[[], Result], param: str, num_bytes: int) -> Result:
         """Read, render and tokenise, in a thread and within a deadline. ValueError is the request's fault."""
