@@ -6,7 +6,7 @@ Plain data: no torch, no tokenizer. It crosses process borders as it is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_LOGPROBS = 256
@@ -17,7 +17,7 @@ LARGEST = 2**63 - 1  # that a message between processes carries
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """Text the output must match: exactly one of the fields."""
+    """Text the output must match: exactly one of json_schema, regex, lark and choice."""
 
     json_schema: str | None = None
     """A JSON schema as JSON text; "{}" allows any JSON value."""
@@ -26,8 +26,12 @@ class Grammar:
     """A context-free grammar in llguidance's Lark dialect."""
     choice: tuple[str, ...] | None = None
 
+    open_objects: bool = False
+    """Of JSON schemas: objects may have keys beside the properties they list. Else only those that say
+    additionalProperties do."""
+
     def __post_init__(self) -> None:
-        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        given = [name for name in ("json_schema", "regex", "lark", "choice") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"grammar: give exactly one of json_schema, regex, lark, choice, not {given or 'none'}")
         for name in ("json_schema", "regex", "lark"):
@@ -39,6 +43,7 @@ class Grammar:
             if not choice or not all(isinstance(c, str) and c for c in choice):
                 raise ValueError(f"grammar: choice must be a list of non-empty strings, not {self.choice!r}")
             object.__setattr__(self, "choice", choice)
+        _flag("grammar: open_objects", self.open_objects)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,13 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -46,6 +48,11 @@ EOS, TURN = TOKENIZER.token_to_id("<eos>"), TOKENIZER.token_to_id("<turn>")
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(TOKENIZER, PADDED, [EOS, TURN])
+
+
+def trial_process(compiler: GrammarCompiler) -> psutil.Process:
+    assert compiler._trial._process is not None
+    return psutil.Process(compiler._trial._process.process.pid)
 
 
 def allowed(matcher: Matcher) -> set[int]:
@@ -246,7 +253,7 @@ REFUSED = {
         "json_schema is not JSON: Extra data",
     ),
     "a number JSON lacks": (Grammar(json_schema='{"multipleOf": NaN}'), "json_schema is not JSON: Out of range"),
-    "no schema": (Grammar(json_schema="[]"), "json_schema cannot be used: Expecting object schema"),
+    "no schema": (Grammar(json_schema="[]"), "json_schema cannot be used: schema must be an object"),
     "unknown type": (Grammar(json_schema='{"type": "nope"}'), "json_schema cannot be used: Invalid type: nope"),
     "open group": (Grammar(regex="(a"), "(?s)regex cannot be used: .*unclosed group"),
     "look-ahead": (Grammar(regex="a(?=b)"), "(?s)regex cannot be used: .*look-around"),
@@ -315,13 +322,17 @@ def test_a_hard_grammar_takes_little_time_a_step(case: str, compiler: GrammarCom
     assert step - begin < 10 and longest < 0.5
 
 
-def test_a_compilation_that_takes_too_long_is_left(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Grammar(json_schema='{"type": "integer", "multipleOf": 49999}')  # tenths of a second
-    monkeypatch.setattr(grammar_file, "COMPILE_SECONDS", 0.01)
-    with pytest.raises(ValueError, match="json_schema is too complex: not compiled within 0.01 seconds"):
+    with closing(GrammarCompiler(TOKENIZER, PADDED, [EOS])) as compiler:
+        monkeypatch.setattr(grammar_file, "COMPILE_SECONDS", 0.01)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="json_schema is too complex: not compiled within 0.01 seconds"):
+                compiler.compile(slow)
+        assert not trial_process(compiler).children()
+    with closing(GrammarCompiler(TOKENIZER, PADDED, [EOS])) as compiler:
+        monkeypatch.setattr(grammar_file, "COMPILE_SECONDS", 60)
         compiler.compile(slow)
-    monkeypatch.setattr(grammar_file, "COMPILE_SECONDS", 60)
-    compiler.compile(slow)
 
 
 def test_any_json_value(compiler: GrammarCompiler) -> None:
@@ -348,7 +359,7 @@ def test_the_cache_is_bounded_and_keeps_what_is_used(
     for grammar in grammars:
         fresh.compile(grammar)
         fresh.compile(grammars[0])
-    assert list(fresh._compiled) == [grammars[3], grammars[4], grammars[0]]
+    assert list(fresh._known) == [grammars[3], grammars[4], grammars[0]]
 
 
 def test_tokenizers_that_cannot_serve(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import Running, running
+from tests.server.serving import NAME, Running, running
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -312,6 +312,64 @@ def test_grammars_that_cannot_be(server: Running) -> None:
                 check(client.post(CHAT, json={"messages": HELLO, "max_tokens": 9, "stream": stream, **extra}), 400)
                 assert time.monotonic() - began < 20, extra  # two seconds of compiling, on a machine that does more
                 other.result()
+
+
+def chained(wrap: Callable[[Any], Any]) -> dict[str, Any]:
+    definitions = {f"d{i}": wrap({"$ref": f"#/$defs/d{i + 1}"}) for i in range(900)}
+    return {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**definitions, "d900": {}}}
+
+
+def test_deep_grammars_are_refused_and_nothing_ends(server: Running) -> None:
+    """Each of these was the end of the engine."""
+    chain = chained(lambda inner: inner)
+    function = {"type": "function", "function": {"name": "f", "parameters": chain}}
+    rules = "\n".join(["start: r0", *(f'r{i}: "a" r{i + 1}' for i in range(3000)), 'r3000: "b"'])
+    cases: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": chained(wrap)}}}
+        for wrap in (
+            lambda inner: inner,
+            lambda inner: {"anyOf": [inner, {"type": "null"}]},
+            lambda inner: {"type": "array", "items": inner},
+            lambda inner: {"allOf": [inner, {"type": ["object", "string"]}]},
+        )
+    ]
+    cases += [{"tools": [function], "tool_choice": "required"}, {"guided_grammar": rules}]
+    engine = server.engine.pid
+    body = {"prompt": "A river", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=server.url, timeout=60) as client, client.stream("POST", COMPLETION, json=body) as long:
+        for extra in cases:
+            check(client.post(CHAT, json={"messages": HELLO, "max_tokens": 9, **extra}), 400)
+        message = {"messages": HELLO, "max_tokens": 9, "tools": [{"name": "f", "input_schema": chain}]}
+        answer = client.post("/v1/messages", json={**message, "model": NAME, "tool_choice": {"type": "any"}})
+        assert answer.status_code == 400, answer.text
+        assert '"finish_reason":"length"' in long.read().decode()
+    assert server.engine.pid == engine
+
+
+def test_a_grammar_that_is_too_complex_is_over_when_it_is_refused(server: Running) -> None:
+    """It took two seconds, and then a core and gigabytes for as long as it liked; the next grammar waited for it."""
+    patterns = [{"type": "string", "pattern": f".*[a-z]{{{i % 7}}}x{i}.*"} for i in range(200)]
+
+    def bad(seed: int) -> float:
+        schema = {"allOf": [*patterns, {"type": "string", "pattern": f"x{seed}"}]}
+        check(server.post(COMPLETION, {"prompt": "x", "max_tokens": 4, "guided_json": schema}), 400)
+        return time.monotonic()
+
+    server.complete(guided_regex="[a-z]{20}")
+    memory = server.engine.memory_info().rss
+    with ThreadPoolExecutor(3) as pool:
+        over = [pool.submit(bad, seed) for seed in range(3)]
+        time.sleep(0.3)
+        server.complete(guided_regex="[a-z]{12}[0-9]")
+        free = time.monotonic()
+        assert free < min(future.result() for future in over)
+    (trial,) = server.engine.children()
+    assert trial.children() == [] and server.engine.memory_info().rss - memory < 100 << 20
+
+
+def test_constraints_that_leave_no_token(server: Running) -> None:
+    body = {"prompt": "x", "max_tokens": 4}
+    check(server.post(COMPLETION, {**body, "allowed_token_ids": []}), 400, param="allowed_token_ids")
 
 
 def test_detokenize(server: Running) -> None:

@@ -13,8 +13,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from anabranch import platforms
@@ -29,6 +30,7 @@ from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.generation import read_sampling_defaults
 from anabranch.ops.sample import NOT_FINITE
 from anabranch.request import INTERNAL, Request, TokenLogprobs, Update
+from anabranch.sampling_params import Grammar
 from anabranch.stages import stage
 
 if TYPE_CHECKING:
@@ -47,6 +49,10 @@ NONE_ALLOWED_TEXT = (
 )
 LOG_SECONDS = 10.0
 """Between two lines about logits that are not finite; those between are counted."""
+NUM_AT_ONCE = 8
+"""Grammars that are compiled at the same time: the others wait."""
+COMPILING_SECONDS = 0.01
+"""An engine that has nothing to do but wait for a grammar looks up this often for other requests."""
 
 
 class Engine:
@@ -87,7 +93,8 @@ class Engine:
         self.in_flight: Launched | None = None
         self.compiling: list[tuple[Future[Matcher], Sequence]] = []
         self.compiler: GrammarCompiler | None = None
-        self.compiler_thread = ThreadPoolExecutor(1, "grammar")
+        self.compiler_lock = Lock()
+        self.compiler_threads = ThreadPoolExecutor(NUM_AT_ONCE, "grammar")
         self.num_arrived = 0
         self.eos_ids = frozenset(model.eos_ids)
         self.logged_not_finite = -math.inf
@@ -112,7 +119,7 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         sequence = Sequence(request, self.num_arrived, needs_host_tokens(params, bad_word_ids), stop_ids)
         if request.params.grammar is not None:
-            self.compiling.append((self.compiler_thread.submit(self._compile, request), sequence))
+            self.compiling.append((self._matcher(request.params.grammar), sequence))
         else:
             self.scheduler.add(sequence)
         if bad_word_ids:
@@ -159,13 +166,21 @@ class Engine:
         pages = " + ".join(str(pool.num_pages) for pool in self.kv.pools)
         return f"{pages} pages of {self.config.page_size} tokens"
 
-    def _compile(self, request: Request) -> Matcher:
+    def _matcher(self, grammar: Grammar) -> Future[Matcher]:
+        """To be copied: requests that wait for the same grammar wait for the same matcher."""
+        for future, sequence in self.compiling:
+            if sequence.request.params.grammar == grammar:
+                return future
+        return self.compiler_threads.submit(self._compile, grammar)
+
+    def _compile(self, grammar: Grammar) -> Matcher:
         from anabranch.engine.grammar import GrammarCompiler
 
-        assert self.tokenizer is not None and request.params.grammar is not None
-        if self.compiler is None:
-            self.compiler = GrammarCompiler(self.tokenizer.backend, self.model.vocab_size, self.model.eos_ids)
-        return self.compiler.compile(request.params.grammar)
+        assert self.tokenizer is not None
+        with self.compiler_lock:
+            if self.compiler is None:
+                self.compiler = GrammarCompiler(self.tokenizer.backend, self.model.vocab_size, self.model.eos_ids)
+        return self.compiler.compile(grammar)
 
     def abort(self, id: str) -> None:
         """Forget a request, wherever it is; unknown ids are ignored."""
@@ -209,14 +224,16 @@ class Engine:
         """Requests whose grammar is ready join the queue; a grammar that does not compile fails its request alone."""
         failed: list[Update] = []
         waiting = []
+        if not self.scheduler.has_work and self.in_flight is None:
+            wait([future for future, _ in self.compiling], COMPILING_SECONDS, FIRST_COMPLETED)
         for future, sequence in self.compiling:
-            if not future.done() and self.scheduler.has_work:
+            if not future.done():
                 waiting.append((future, sequence))
             elif (error := future.exception()) is not None:
                 failed.append(Update(id=sequence.id, finish_reason="error", error=_why_refused(error)))
                 self._forget(sequence, "error")
             else:
-                self.runner.extras.setdefault(sequence.id, Extras()).matcher = future.result()
+                self.runner.extras.setdefault(sequence.id, Extras()).matcher = future.result().copy()
                 self.scheduler.add(sequence)
         self.compiling = waiting
         return failed
@@ -337,7 +354,9 @@ class Engine:
     def close(self) -> None:
         for id in list(self.sequences):
             self.abort(id)
-        self.compiler_thread.shutdown(wait=False, cancel_futures=True)
+        self.compiler_threads.shutdown(wait=False, cancel_futures=True)
+        if self.compiler is not None:
+            self.compiler.close()
         self.runner.close()
 
 

@@ -3,22 +3,27 @@
 The work is llguidance's; it is imported when the first compiler is made. Text in, bit masks out: this file knows
 nothing of requests, batches or devices. A mask's layout is that of ops.mask_logits. A regex is in Rust's syntax and
 matches the whole text; its \\d is any digit of Unicode.
+
+A grammar is compiled twice: in a process that may die of it (grammar_trial), and, if it did not, here.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from copy import copy
-from decimal import Decimal, InvalidOperation
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from anabranch.engine.grammar_process import Trial, make_matcher, reason, with_stack
+from anabranch.engine.grammar_trial import GrammarTrial, exceeded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -26,19 +31,23 @@ if TYPE_CHECKING:
     from anabranch.sampling_params import Grammar
 
 NUM_CACHED = 128
-"""Compiled grammars that are kept; their Matchers share what llguidance learns about the vocabulary on the way."""
+"""Grammars that are kept, refused ones too. Matchers of one share what llguidance learns about the vocabulary."""
+BYTES_CACHED = 512 << 20
+"""What they may take together."""
 
-# What a grammar may cost. llguidance's own limits hold a step to tens of milliseconds; those on compilation are made
-# tighter here, because some schemas within its defaults take seconds.
+# What compiling a grammar may take, in a process of its own: see grammar_process.
 COMPILE_SECONDS = 2.0
+"""Of processor time."""
+WAIT_SECONDS = 0.5
+"""For a processor, beside that."""
+COMPILE_BYTES = 256 << 20
+COMPILE_STACK = 64 << 20
+"""Here, where an overflow would be the engine's end: eight times what was enough there."""
 MAX_TEXT = 1_000_000  # characters
-LIMITS = {"initial_lexer_fuel": 300_000, "max_grammar_size": 30_000, "verbose_errors": False}
-# A multipleOf costs a lexer state for every remainder, outside all of llguidance's limits: 10⁸ would take all memory.
-MAX_REMAINDERS = 50_000
 
 
 class GrammarCompiler:
-    """For one tokenizer. Making it takes about a second for a vocabulary of 150,000."""
+    """For one tokenizer. Making it takes about a second for a vocabulary of 150,000. Threads may share it."""
 
     def __init__(self, tokenizer: Backend | str | Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """`tokenizer`: the tokenizers library's, or the folder of a tokenizer.json. `vocab_size`: of the logits."""
@@ -52,46 +61,90 @@ class GrammarCompiler:
         plain = copy(tokenizer)
         plain.no_padding()
         plain.no_truncation()
+        text = plain.to_str()
+        self._trial = GrammarTrial(text, vocab_size, eos_ids)  # gets ready while this process does the same
         try:
-            self._tokenizer = llguidance.LLTokenizer(plain.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids))
+            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
         except ValueError as error:
+            self._trial.close()
             raise ValueError(f"structured output does not work with this tokenizer: {error}") from None
         self.vocab_size = vocab_size
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Grammar, Future[Compiled | Refused]] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A fresh matcher; ValueError with the reason if there can be none."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = self._compiled[grammar] = self._compile(grammar)
-            if len(self._compiled) > NUM_CACHED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return Matcher(compiled.deep_copy(), self.vocab_size)
+        with self._lock:
+            future = self._known.get(grammar)
+            mine = future is None
+            if future is None:
+                future = self._known[grammar] = Future()
+            self._known.move_to_end(grammar)
+        if mine:
+            try:
+                found = self._compile(grammar)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(found)
+            self._forget_some(grammar, future)
+        found = future.result()
+        if isinstance(found, Refused):
+            raise ValueError(f"grammar: {found.reason}")
+        return Matcher(found.matcher.deep_copy(), self.vocab_size)
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _forget_some(self, grammar: Grammar, future: Future[Compiled | Refused]) -> None:
+        """Keep the cache small, and nothing in it that may be otherwise another time."""
+        with self._lock:
+            if future.exception() is not None or future.result().passing:
+                self._known.pop(grammar, None)
+            while len(self._known) > NUM_CACHED or sum(map(_size, self._known.values())) > BYTES_CACHED:
+                self._known.popitem(last=False)
+
+    def _compile(self, grammar: Grammar) -> Compiled | Refused:
         kind, text = _text(grammar)
         if len(text) > MAX_TEXT:
-            raise ValueError(f"grammar: {kind} has {len(text)} characters; at most {MAX_TEXT} are allowed")
-        source = _source(kind, text)
-        compiled: list[Any] = []
+            return Refused(f"{kind} has {len(text)} characters; at most {MAX_TEXT} are allowed")
+        trial = Trial(
+            kind=kind,
+            text=text,
+            open_objects=grammar.open_objects,
+            seconds=COMPILE_SECONDS,
+            wall_seconds=COMPILE_SECONDS + WAIT_SECONDS,
+            memory=COMPILE_BYTES,
+        )
+        outcome = self._trial.run(trial)
+        if outcome["signal"]:
+            return Refused(f"{kind} {exceeded(trial, outcome)}", passing=outcome["signal"] == signal.SIGALRM)
+        if outcome["error"] is not None:
+            return Refused(outcome["error"])
+        matcher = with_stack(COMPILE_STACK, "grammar", make_matcher, self._tokenizer, outcome["source"])
+        if matcher.is_error():
+            return Refused(f"{kind} cannot be used: {reason(matcher)}")
+        return Compiled(matcher, outcome["memory"])
 
-        def work() -> None:
-            llguidance = _llguidance()
-            limits = llguidance.LLParserLimits(**LIMITS)
-            matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
-            matcher.compute_bitmask()  # some grammars show only here that they are too large
-            compiled.append(matcher)
+    def close(self) -> None:
+        """End the process that tries grammars out; what it is busy with is refused."""
+        self._trial.close()
 
-        # llguidance cannot be interrupted, but lets other threads run: one that takes too long is left to end alone.
-        thread = threading.Thread(target=work, name="grammar", daemon=True)
-        thread.start()
-        thread.join(COMPILE_SECONDS)
-        if not compiled:
-            raise ValueError(f"grammar: {kind} is too complex: not compiled within {COMPILE_SECONDS:g} seconds")
-        if compiled[0].is_error():
-            raise ValueError(f"grammar: {kind} cannot be used: {_reason(compiled[0])}")
-        return compiled[0]
+
+class Compiled(NamedTuple):
+    matcher: Any
+    """llguidance's, at its beginning."""
+    memory: int
+    """Bytes, roughly."""
+    passing: bool = False
+
+
+class Refused(NamedTuple):
+    reason: str
+    passing: bool = False
+    """There was no processor for it; another time there may be."""
+
+
+def _size(future: Future[Compiled | Refused]) -> int:
+    found = future.result() if future.done() and future.exception() is None else None
+    return found.memory if isinstance(found, Compiled) else 0
 
 
 class Matcher:
@@ -99,8 +152,15 @@ class Matcher:
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
+        self.vocab_size = vocab_size
         self.num_words = (vocab_size + 31) // 32
         self.num_accepted = 0
+
+    def copy(self) -> Matcher:
+        """Another that stands where this one does."""
+        copy = Matcher(self._matcher.deep_copy(), self.vocab_size)
+        copy.num_accepted = self.num_accepted
+        return copy
 
     def mask(self, row_M: torch.Tensor | None = None) -> torch.Tensor:
         """The tokens that may come next, as bits; written into `row_M` (int32, on the host) if given.
@@ -127,7 +187,7 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        return _reason(self._matcher) if self._matcher.is_error() else ""
+        return reason(self._matcher) if self._matcher.is_error() else ""
 
 
 def fill_masks(matchers: Sequence[Matcher], mask_NM: torch.Tensor) -> None:
@@ -155,11 +215,6 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _reason(matcher: Any) -> str:
-    text: str = matcher.get_error()
-    return text.replace("<non-verbose/>", "").strip()
-
-
 def _text(grammar: Grammar) -> tuple[str, str]:
     """Which field of the grammar is given, and its text."""
     if grammar.choice is not None:
@@ -170,61 +225,3 @@ def _text(grammar: Grammar) -> tuple[str, str]:
         if text is not None:
             return kind, text
     raise AssertionError(grammar)
-
-
-def _source(kind: str, text: str) -> str:
-    """The grammar in llguidance's own form."""
-    matcher = _llguidance().LLMatcher
-    source: str
-    if kind == "regex":
-        source = matcher.grammar_from_regex(text)
-    elif kind == "json_schema":
-        try:
-            schema = json.loads(text)
-            text = json.dumps(schema, allow_nan=False)  # llguidance pastes it into a larger JSON text as it is
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"grammar: json_schema is not JSON: {error}") from None
-        _check_remainders(kind, _multiples(schema))
-        try:  # oneOf as anyOf: "and no other of them" cannot be said by a grammar
-            source = matcher.grammar_from_json_schema(
-                "{}" if schema is True else text, defaults={"coerce_one_of": True}
-            )
-        except ValueError as error:
-            raise ValueError(f"grammar: json_schema cannot be used: {error}") from None
-    else:
-        if kind == "lark":  # may have JSON schemas inside
-            spelled_out = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
-            _check_remainders(kind, re.findall(r'"multipleOf"\s*:\s*([-+.\deE]+)', spelled_out))
-        source = matcher.grammar_from_lark(text)
-    return source
-
-
-def _multiples(schema: object) -> Iterator[object]:
-    """All values of multipleOf."""
-    todo = [schema]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict):
-            if "multipleOf" in value:
-                yield value["multipleOf"]
-            todo += value.values()
-        elif isinstance(value, list):
-            todo += value
-
-
-def _check_remainders(kind: str, multiples: Iterable[object]) -> None:
-    total = 0
-    for multiple in multiples:
-        try:
-            digits = Decimal(str(multiple)).as_tuple().digits
-        except InvalidOperation:
-            continue  # not a number: llguidance refuses it
-        number = int("".join(map(str, digits)))
-        for factor in (2, 5):  # of the base ten: only a number's last digits tell the remainder
-            while number and number % factor == 0:
-                number //= factor
-        total += number
-    if total > MAX_REMAINDERS:
-        raise ValueError(
-            f"grammar: {kind} is too complex: multipleOf needs {total} remainders, at most {MAX_REMAINDERS} are allowed"
-        )

@@ -63,6 +63,7 @@ class StructuredOutputs(Body, kw_only=True):
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 class Sampling(Body, kw_only=True):

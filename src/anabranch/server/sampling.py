@@ -97,9 +97,15 @@ def _response_schema(wanted: ResponseFormat) -> Any:
     return wanted.json_schema.schema
 
 
-def _grammar(json: Any = None, json_object: bool | None = None, grammar: str | None = None, **rest: Any) -> Grammar:
+def _grammar(
+    json: Any = None,
+    json_object: bool | None = None,
+    grammar: str | None = None,
+    disable_additional_properties: bool | None = None,
+    **rest: Any,
+) -> Grammar:
     """From the fields of structured_outputs."""
     schema = OBJECT if json is None and json_object else json
     if schema is not None and not isinstance(schema, str):
         schema = dumps(schema)
-    return Grammar(json_schema=schema, lark=grammar, **rest)
+    return Grammar(json_schema=schema, lark=grammar, open_objects=disable_additional_properties is False, **rest)

@@ -103,7 +103,8 @@ class Parsers:
             return grammar
         rules = Rules(self.added_tokens)
         answer = rules.of(grammar)
-        return Grammar(lark=rules.source(f"{self.thinking.grammar(rules, prompt)} {answer}"))
+        source = rules.source(f"{self.thinking.grammar(rules, prompt)} {answer}")
+        return Grammar(lark=source, open_objects=grammar.open_objects)
 
 
 def find_parsers(

@@ -35,9 +35,7 @@ class Rules:
         return self._name("T", expression)
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        # oneOf as anyOf, as for all schemas here: "and no other of them" cannot be said by a grammar.
-        text = json.dumps({**schema, "x-guidance": {"coerce_one_of": True}}, allow_nan=False)
-        return self.rule(f"%json {text}")
+        return self.rule(f"%json {json.dumps(schema, allow_nan=False)}")
 
     def arguments(self, tool: ToolSpec) -> str:
         return self.json(arguments_schema(tool))

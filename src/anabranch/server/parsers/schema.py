@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from anabranch.engine.json_schema import prepare
 from anabranch.server.parsers.lark import Rules, arguments_schema
 from anabranch.server.parsers.parts import ToolSpec
 
@@ -95,6 +96,10 @@ class ToolSchema:
     def __init__(self, tool: ToolSpec) -> None:
         self.name = tool.name
         self.root = arguments_schema(tool)
+        try:
+            prepare(self.root)  # its depth and its oneOf; objects are closed in these notations anyway
+        except ValueError as error:
+            raise self.refuse(str(error)) from None
         self._rules: dict[int, tuple[Schema, str]] = {}
         """By a schema's identity; the schema is kept so that no other gets its identity."""
 
