@@ -49,7 +49,7 @@ OTHERS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "bad_words": ([[""], [1], [None], 5, None, {"a"}], ["x", ["x y"], ()]),
     "stop_token_ids": (NO_IDS, [[0, 10**6], (), [3, 3]]),
-    "allowed_token_ids": (NO_IDS, [[0, 10**6], ()]),
+    "allowed_token_ids": ([*(ids for ids in NO_IDS if ids is not None), [], ()], [[0, 10**6], None]),
     "logit_bias": (
         [{-1: 1.0}, {1.0: 1.0}, {"1": 1.0}, {True: 1.0}, [(1, 1.0)], None, 5, *({1: value} for value in NO_BIAS)],
         [{1: 100, 2: -100.0}, {}],

@@ -73,8 +73,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     bad_words: tuple[str, ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    """Empty: all."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """None: all."""
     logprobs: int | None = None
     """So many best alternatives of each generated token beside its own; 0: its own alone."""
     prompt_logprobs: int | None = None
@@ -82,8 +82,13 @@ class SamplingParams:
     return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             object.__setattr__(self, name, _sequence(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            allowed = _sequence("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise ValueError("allowed_token_ids must have at least one token id; leave it out to allow all")
+            object.__setattr__(self, "allowed_token_ids", allowed)
         _number("temperature", self.temperature, 0, 100)
         _integer("top_k", self.top_k, -1, LARGEST)
         _number("top_p", self.top_p, 0, 1, open_low=True)
@@ -110,7 +115,7 @@ class SamplingParams:
         if not all(isinstance(word, str) and word for word in self.bad_words):
             raise ValueError(f"bad_words must be non-empty strings, not {self.bad_words!r}")
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name):
+            for token in getattr(self, name) or ():
                 _integer(name, token, 0)
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")

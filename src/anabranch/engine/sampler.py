@@ -71,7 +71,7 @@ def needs_host_tokens(params: SamplingParams, bad_word_ids: Sequence[Sequence[in
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """What SamplingParams cannot check without a model. Stop ids outside the vocabulary merely never occur."""
-    for name, tokens in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias)):
+    for name, tokens in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", params.logit_bias)):
         largest = max(tokens, default=0)
         if largest >= vocab_size:
             raise ValueError(f"{name}: token id {largest} is not in the model's vocabulary of {vocab_size}")
