@@ -370,6 +370,22 @@ def test_a_grammar_that_is_too_complex_is_over_when_it_is_refused(server: Runnin
 def test_constraints_that_leave_no_token(server: Running) -> None:
     body = {"prompt": "x", "max_tokens": 4}
     check(server.post(COMPLETION, {**body, "allowed_token_ids": []}), 400, param="allowed_token_ids")
+    a, b = (server.post("/tokenize", {"prompt": letter}).json()["tokens"] for letter in "ab")
+    assert len(a) == len(b) == 1
+    for extra, param, after in (
+        ({"guided_regex": "[a]+", "bad_words": ["a"]}, "bad_words", 0),
+        ({"guided_regex": "abab", "bad_words": ["ba"]}, "bad_words", 2),
+        ({"guided_regex": "ba", "bad_words": ["x"], "allowed_token_ids": b}, "bad_words", 1),
+        ({"guided_regex": "a", "allowed_token_ids": b}, "allowed_token_ids", 0),
+        ({"guided_json": {"const": True}, "allowed_token_ids": [*a, *b]}, "allowed_token_ids", 0),
+        ({"allowed_token_ids": b, "bad_words": ["b"]}, "bad_words", 0),
+    ):
+        message = check(server.post(COMPLETION, {**body, **extra}), 400, param=param)
+        assert f"no token is allowed after {after} generated tokens" in message
+        others = {"guided_regex": "grammar", "guided_json": "grammar"}
+        assert all(others.get(name, name) in message for name in extra), message
+        streamed = server.post(COMPLETION, {**body, **extra, "stream": True}).text
+        assert '"finish_reason":"stop"' not in streamed and "no token is allowed" in streamed
 
 
 def test_detokenize(server: Running) -> None:

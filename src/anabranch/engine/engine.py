@@ -44,9 +44,8 @@ NOT_FINITE_TEXT = (
     f"{INTERNAL}the model's logits are NaN or infinite; damaged weights or an overflow in float16 can be the cause "
     "(try dtype bfloat16 or float32)"
 )
-NONE_ALLOWED_TEXT = (
-    "no token is allowed: grammar, allowed_token_ids, bad_words, logit_bias and min_tokens together leave none"
-)
+CONSTRAINTS = ("bad_words", "allowed_token_ids", "min_tokens", "grammar")
+"""The parameters that forbid tokens."""
 LOG_SECONDS = 10.0
 """Between two lines about logits that are not finite; those between are counted."""
 NUM_AT_ONCE = 8
@@ -284,11 +283,20 @@ class Engine:
             if token == NOT_FINITE:
                 self.metrics.nonfinite_logits += 1
                 self._log_not_finite(sequence.id)
+            error = NOT_FINITE_TEXT if token == NOT_FINITE else self._contradiction(sequence)
             self.scheduler.finish(sequence, "error")
             self._forget(sequence, "error")
-            error = NOT_FINITE_TEXT if token == NOT_FINITE else NONE_ALLOWED_TEXT
             updates.append(Update(sequence.id, num_cached=sequence.num_cached, finish_reason="error", error=error))
         return updates
+
+    def _contradiction(self, sequence: Sequence) -> str:
+        """Which of the request's constraints leave no token together."""
+        extras, params = self.runner.extras.get(sequence.id), sequence.request.params
+        if extras is not None and extras.matcher is not None and extras.matcher.error:
+            return f"grammar: {extras.matcher.error}"
+        first, *others = [name for name in CONSTRAINTS if getattr(params, name)] or ["logits"]
+        against = f"contradicts {' and '.join(others)}, " if others else ""
+        return f"{first}: {against}no token is allowed after {len(sequence.output)} generated tokens"
 
     def _log_not_finite(self, id: str) -> None:
         now = time.monotonic()
