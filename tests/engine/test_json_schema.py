@@ -148,6 +148,8 @@ WHITE = {
 @pytest.mark.parametrize("text", WHITE)
 def test_whitespace_is_bounded(text: str, compiler: GrammarCompiler) -> None:
     assert takes(compiler, POINT, text) == WHITE[text]
+    compact = {**POINT, "x-guidance": {"whitespace_flexible": False}}
+    assert takes(compiler, compact, text) == (text == '{"x":1,"y":2}')
 
 
 class Cat(BaseModel):

@@ -7,11 +7,12 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from anabranch.llm import LLM, SamplingParams
 from tests.server.serving import NAME, QUICK, Running, Unharmed, running
@@ -223,6 +224,55 @@ def test_routed_experts_are_a_numpy_array(server: Running) -> None:
     (choice,) = server.post("/v1/completions", body).json()["choices"]
     array = numpy.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
     assert array.shape == (len("A river") + 5 - 1, 4, 4) and array.min() >= 0 and array.max() < 12
+
+
+class Gate(BaseModel):
+    kind: Literal["gate"] = "gate"
+    open: bool
+
+
+class Mill(BaseModel):
+    kind: Literal["mill"] = "mill"
+    wheels: Annotated[int, Field(ge=1, le=9)]
+
+
+class Bank(BaseModel):
+    side: Literal["left", "right"]
+    on_it: Annotated[list[Annotated[Gate | Mill, Field(discriminator="kind")]], Field(max_length=2)]
+
+
+def test_schemas_as_clients_send_them(client: Any) -> None:
+    """None of them says additionalProperties, which is how keys were invented until max_tokens."""
+    schema = Bank.model_json_schema()
+    assert "additionalProperties" not in json.dumps(schema) and "oneOf" in schema["properties"]["on_it"]["items"]
+    tool = {"type": "function", "function": {"name": "Bank", "description": "a bank", "parameters": schema}}
+    bodies: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "Bank", "schema": schema}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "Bank", "schema": schema, "strict": False},
+            }
+        },
+        {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "Bank"}}},  # instructor
+        {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
+        {"extra_body": {"guided_json": schema}},
+    ]
+    for seed, body in enumerate(bodies * 2):
+        answer = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=400, seed=seed, **body)
+        message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+        assert reason in ("stop", "tool_calls"), message
+        text = message.tool_calls[0].function.arguments if message.tool_calls else message.content
+        Bank.model_validate_json(text)
+        assert set(json.loads(text)) == {"side", "on_it"}
+
+    parsed = client.chat.completions.parse(model=NAME, messages=CHAT, max_tokens=400, seed=1, response_format=Tied)
+    assert parsed.choices[0].message.parsed.bank in ("left", "right")
+
+
+class Tied(BaseModel):
+    bank: Literal["left", "right"]
+    knots: Annotated[int, Field(ge=0, le=9)] | None
 
 
 def test_structured_output(client: Any) -> None:

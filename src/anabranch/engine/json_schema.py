@@ -36,4 +36,8 @@ def for_llguidance(schema: Any, open_objects: bool = False) -> Any:
         return schema
     options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
     given = schema.get("x-guidance", {})
-    return {**schema, "x-guidance": {**options, **given} if isinstance(given, dict) else given}
+    if not isinstance(given, dict):
+        return schema
+    if given.get("whitespace_flexible") is False:  # none at all; a pattern would count for more
+        del options["whitespace_pattern"]
+    return {**schema, "x-guidance": {**options, **given}}
