@@ -63,7 +63,10 @@ class Rules:
                 raise ValueError(f"grammar: json_schema is not JSON: {error}") from None
             if schema is not True and not isinstance(schema, dict):
                 raise ValueError("grammar: json_schema must be an object")
-            return self.json({} if schema is True else schema)
+            try:
+                return self.json({} if schema is True else schema)
+            except RecursionError:
+                raise ValueError("grammar: json_schema is nested too deeply") from None
         if grammar.regex is not None:
             return self.terminal(f"/{_in_slashes(grammar.regex)}/")
         if grammar.choice is not None:
