@@ -140,6 +140,7 @@ def test_the_process_may_die(compiler: GrammarCompiler) -> None:
 
 
 def test_the_process_ends_with_its_compiler() -> None:
+    gc.collect()
     files, known = psutil.Process().num_fds(), set(psutil.Process().children(recursive=True))
     closed, forgotten = (GrammarCompiler(TOKENIZER, PADDED, [EOS]) for _ in range(2))
     forgotten.compile(Grammar(regex="a"))

@@ -266,7 +266,7 @@ def main() -> None:
     except Exception as error:
         tokenizer, refused = None, f"{type(error).__name__}: {error}"
     del setup
-    with suppress(BrokenPipeError):
+    with suppress(ConnectionError):  # the engine has gone; the children go with this process
         control.sendall(json.dumps(refused).encode() + b"\n")
         if refused is None:
             gc.freeze()  # children that collect garbage would copy every page
