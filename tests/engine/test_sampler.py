@@ -520,7 +520,7 @@ def test_misuse_is_seen() -> None:
 
 def test_numbers_too_large_for_the_device() -> None:
     sampler = Sampler(1, V, CPU)
-    huge = 10**30
+    huge = 2**63 - 1  # the largest that SamplingParams takes
     sampler.add(0, make_request(top_k=huge, min_tokens=huge, max_tokens=huge, logit_bias={EOS[0]: 100}), eos_ids=EOS)
     assert sampler.sample(torch.zeros(1, V), [0]).token_R.item() not in EOS
 
