@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("uvicorn")
+
 from anabranch.cli.main import main
 from anabranch.config import EngineConfig
 from anabranch.llm import LLM, SamplingParams

@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
+pytest.importorskip("llguidance")
+
 from anabranch.engine.grammar import GrammarCompiler
 from anabranch.engine.grammar_process import Trial
 from anabranch.engine.grammar_trial import GrammarTrial, exceeded
 from anabranch.sampling_params import Grammar
 from tests.engine.test_grammar import EOS, PADDED, TOKENIZER, trial_process
-
-pytest.importorskip("llguidance")
 
 
 @pytest.fixture(scope="module")

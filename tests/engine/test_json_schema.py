@@ -5,14 +5,16 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Optional, Union
 
 import pytest
+
+pytest.importorskip("llguidance")
+pytest.importorskip("pydantic")
+
 from pydantic import BaseModel, Field
 
 from anabranch.engine.grammar import GrammarCompiler
 from anabranch.engine.json_schema import prepare
 from anabranch.sampling_params import Grammar
 from tests.engine.test_grammar import EOS, PADDED, TOKENIZER, allowed
-
-pytest.importorskip("llguidance")
 
 INT, TEXT = {"type": "integer"}, {"type": "string"}
 POINT = {"type": "object", "properties": {"x": INT, "y": INT}, "required": ["x"]}

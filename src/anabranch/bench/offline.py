@@ -105,7 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         usual = EngineConfig.__dataclass_fields__[name].default
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=at_least(1),
+            type=at_least(0 if name == "expert_load_interval" else 1),
             default=usual,
             metavar="N",
             help=f"{what} (default {usual or 'auto'})",
