@@ -33,8 +33,8 @@ CHOICES = {
 """Fields of EngineConfig that have one of a few values."""
 GENERATION_CONFIGS = ("auto", "none")
 GENERATION_CONFIG_HELP = (
-    "auto: generation_config.json of the model gives temperature, top_k, top_p, min_p and repetition_penalty where a "
-    "request does not; none: it does not"
+    "auto: the model's generation_config.json gives temperature, top_k and the like where a request does not; "
+    "none: it does not"
 )
 FLAG_HELP = {
     "graph_mode": "whether decode steps are captured as graphs",

@@ -66,8 +66,6 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
         "--api-key", action="append", default=[], metavar="KEY", help="may be repeated; ANABRANCH_API_KEY"
     )
     http.add_argument("--allow-no-api-key", action="store_true", help="serve other machines without a key")
-    http.add_argument("--allowed-hosts", type=names, default=(), metavar="NAME,...",
-                      help="host names to answer to without a key, beside localhost and addresses; *: any")  # fmt: skip
     http.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model")
     model = parser.add_argument_group("the model")
     model.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
@@ -129,6 +127,8 @@ def _add_rare(rare: Rare) -> None:
 
     named = {field.name for field in fields(Settings)} | {"model", "dtype", "max_model_len", "memory_fraction", "seed"}
     named |= {"max_num_seqs", "max_num_batched_tokens", "graph_mode", "generation_config"}
+    hosts = "host names to answer to without a key, beside localhost and addresses; *: any (default none)"
+    rare.add("--allowed-hosts", hosts, type=names, default=(), metavar="NAME,...")
     own = [field for field in fields(Settings) if field.name in RARE_HELP]
     for field in own + [field for field in fields(EngineConfig) if field.name not in named]:
         default: Any = field.default
