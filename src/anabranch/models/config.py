@@ -366,7 +366,7 @@ def _uniform(keys: Keys, max_position: int) -> Keys:
     )
 
 
-GEMMA4_SIZES = "Gemma 4 E2B and E4B have them; 26B-A4B and 31B, which do not, are supported"
+GEMMA4_SIZES = "Gemma 4 E2B and E4B have them; 26B-A4B, which does not, is supported"
 
 
 def _gemma4(outer: Keys) -> ModelConfig:
