@@ -39,17 +39,17 @@ def test_ours_against_the_anchors(tmp_path: Path) -> None:
         startup_warm_s=1.5,
     )
     head, _, *rows = lines(*(name for name in ANCHORS if "qwen3-30b" in name), file)
-    titles = ["sglang 0.5.13.post1", "vllm 0.25.1", "anabranch 0 (abc)", "ratio", "floor", "target", "moonshot"]
+    titles = ["sglang 0.5.13.post1", "vllm 0.26.0", "anabranch 0 (abc)", "ratio", "floor", "target", "moonshot"]
     assert head == ["qwen3-30b-a3b", *titles]
     found = {row[0]: row[1:] for row in rows}
-    assert found["decode, batch 1 (ms)"] == ["3.93", "4.12", "2.00", "1.96×", "1.32", "≤ 2.6 ✓", "≤ 1.75"]
-    assert found["decode, batch 256 (ms)"] == ["20.78", "21.33", "20.00", "1.04×", "14.2", "≤ 18.5", "≤ 16.5"]
-    assert found["decode, batch 4 (ms)"] == ["6.30", "6.50", "", "", "3.4", "≤ 4.9", "≤ 4"]
-    assert found["TTFT, 128 tokens (ms)"][2:] == ["17.0", "1.30×", "13.2", "≤ 17 ✓", "≤ 15"]
+    assert found["decode, batch 1 (ms)"] == ["3.93", "4.13", "2.00", "1.96×", "1.32", "≤ 2.6 ✓", "≤ 1.75"]
+    assert found["decode, batch 256 (ms)"] == ["20.78", "20.99", "20.00", "1.04×", "14.2", "≤ 18.5", "≤ 16.5"]
+    assert found["decode, batch 4 (ms)"] == ["6.30", "6.34", "", "", "3.4", "≤ 4.9", "≤ 4"]
+    assert found["TTFT, 128 tokens (ms)"][2:] == ["17.0", "1.26×", "13.2", "≤ 17 ✓", "≤ 15"]
     thr = found["1024 in, 128 out, total tok/s"]
-    assert thr == ["46,544", "48,491", "96,983", "2.00×", "", "≥ 60,000 ✓", "≥ 75,000 ✓"]
-    assert found["256 in, 256 out, output tok/s"][:3] == ["15,064", "14,688", ""]
-    assert found["import + start-up (s)"] == ["160.1", "99.6", "8.0", "12.44×", "", "≤ 20 ✓", "≤ 8 ✓"]
+    assert thr == ["46,544", "49,320", "96,983", "1.97×", "", "≥ 60,000 ✓", "≥ 75,000 ✓"]
+    assert found["256 in, 256 out, output tok/s"][:3] == ["15,064", "15,085", ""]
+    assert found["import + start-up (s)"] == ["160.1", "134.0", "8.0", "16.75×", "", "≤ 20 ✓", "≤ 8 ✓"]
     assert found["the same, caches warm (s)"] == ["", "", "3.5", "", "", "", ""]
     order = list(found)
     assert order.index("decode, batch 64 (ms)") < order.index("decode, batch 128 (ms)") < order.index(thr_label(found))
@@ -110,6 +110,6 @@ def test_a_plot_of_all_anchors(tmp_path: Path, capsys: pytest.CaptureFixture[str
     file = tmp_path / "plot.svg"
     assert report.run(parser.parse_args([*ANCHORS, mine, "--plot", str(file)])) == 0
     drawn = file.read_text()
-    for words in ("qwen3-30b-a3b", "vllm 0.25.1", "anabranch 0", "moonshot"):
+    for words in ("qwen3-30b-a3b", "vllm 0.26.0", "anabranch 0", "moonshot"):
         assert f"<!-- {words}" in drawn, words  # matplotlib writes letters as curves, and the text beside them
     assert capsys.readouterr().out.count("| target |") == 3

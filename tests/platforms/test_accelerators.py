@@ -27,6 +27,7 @@ TRITON = {
     "add_gated",
     "add_rms_norm",
     "attention",
+    "count_experts",
     "decode_inputs",
     "decode_pages",
     "draw",

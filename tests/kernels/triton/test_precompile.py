@@ -1,5 +1,6 @@
 """Kernels compiled elsewhere are those that a launch looks for. Without a GPU: a driver that only names its target."""
 
+import inspect
 import json
 import os
 import signal
@@ -279,6 +280,8 @@ def test_launchers_are_compiled_too(cache: Path, tmp_path: Path, monkeypatch: py
     """The C around a kernel, with a libcuda to link against that has nothing in it."""
     from triton.backends.nvidia.driver import CudaLauncher
 
+    if "compile_module_from_src" not in inspect.getsource(CudaLauncher):
+        pytest.skip("this Triton has one launcher for all kernels: nothing to compile for each")
     (tmp_path / "empty.c").write_text("int nothing;")
     command = ["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "empty.c")]
     subprocess.run(command, check=True)
