@@ -75,7 +75,7 @@ test-npu: $(NPU)/.installed system-tools  ## the Ascend platform: torch_npu over
 	    ANABRANCH_NPU_STUB=$(CURDIR)/$(NPU)/lib $(PYTEST) tests/platforms/test_npu.py tests/kernels/vendor
 
 # Triton versions beside the pinned one: every kernel must compile with the oldest and the newest supported.
-TRITONS := $(patsubst %,.cache/triton/%/.installed,3.6.0 3.9.0)
+TRITONS := $(if $(filter Linux,$(shell uname -s)),$(patsubst %,.cache/triton/%/.installed,3.6.0 3.9.0))
 tritons: $(TRITONS)
 
 .cache/triton/%/.installed: | $(INSTALLED)

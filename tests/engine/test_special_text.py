@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import bundled
+from anabranch.engine import special_text
 from anabranch.engine.chat_template import ChatTemplate
 from anabranch.engine.special_text import SpecialText, render_chat
 from anabranch.engine.tokenizer import Tokenizer
@@ -224,3 +226,24 @@ def test_a_long_text_with_many_special_tokens_is_searched_quickly() -> None:
     began = time.perf_counter()
     assert special_text.find([text]) == []
     assert time.perf_counter() - began < 1.0
+
+
+def test_the_strings_of_deep_lists_cost_no_more_than_those_of_flat_ones() -> None:
+    flat: list[Any] = ["x"] * 2000
+    deep = flat
+    for _ in range(390):
+        deep = [deep]
+    began = time.perf_counter()
+    assert list(special_text._strings(flat)) == flat
+    one = time.perf_counter() - began
+    began = time.perf_counter()
+    assert list(special_text._strings(deep)) == flat
+    assert time.perf_counter() - began < 20 * one + 0.01
+    for _ in range(20):
+        deep = [deep]
+    with pytest.raises(RecursionError):
+        list(special_text._strings(deep))
+    circle: list[Any] = []
+    circle += [circle, circle]
+    with pytest.raises(RecursionError):
+        list(special_text._strings(circle))

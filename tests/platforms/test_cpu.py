@@ -31,8 +31,9 @@ def write_group(folder: Path, version: int, limit: str, usage: int, cache: int) 
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{usage}\n")
-    field = "inactive_file" if version == 2 else "total_inactive_file"
-    (folder / "memory.stat").write_text(f"anon 5\n{field} {cache}\nactive_file 7\n")
+    prefix = "" if version == 2 else "total_"
+    parts = f"{prefix}inactive_file {cache // 2}\n{prefix}active_file {cache - cache // 2}\n"
+    (folder / "memory.stat").write_text(f"anon 5\n{parts}" + ("active_file 7\n" if version == 1 else ""))
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -55,3 +56,9 @@ def test_what_a_container_leaves(tmp_path: Path, version: int) -> None:
 def test_the_container_bounds_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.platforms.cpu.cgroup_memory", lambda: Memory(free=1000, total=5000))
     assert CpuPlatform().memory() == Memory(free=1000, total=5000)
+
+
+def test_a_container_without_statistics_counts_all_use(tmp_path: Path) -> None:
+    write_group(tmp_path, 2, str(8 * GB), 3 * GB, 2 * GB)
+    (tmp_path / "memory.stat").unlink()
+    assert cgroup_memory(tmp_path, tmp_path / "none") == Memory(free=5 * GB, total=8 * GB)

@@ -25,10 +25,13 @@ import pytest
 
 from anabranch.config import EngineConfig
 from anabranch.server import open_files
+from anabranch.server.anthropic import Messages
+from anabranch.server.body import decode
 from anabranch.server.errors import ApiError
 from anabranch.server.hosts import Hosts
 from anabranch.server.service import LARGE, SMALL, Service
 from anabranch.server.settings import MIB, Settings
+from anabranch.server.threads import Threads
 from tests.server.serving import QUICK, Running, running
 
 
@@ -209,6 +212,44 @@ def test_large_bodies_are_worked_on_in_threads() -> None:
     assert asyncio.run(names()) == ["MainThread", "prepare-1", "prepare-large-1"]
 
 
+def test_a_thread_that_could_not_be_started_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Threads(1, "test")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raise_runtime_error)
+        with pytest.raises(RuntimeError):
+            pool.submit(int, 1)
+    assert pool.submit(int, 2).result(QUICK) == 2
+
+
+def raise_runtime_error(self: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_system_that_gives_fewer_open_files_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS does."""
+    given: list[int] = []
+
+    def setrlimit(kind: int, limits: tuple[int, int]) -> None:
+        if limits[0] > 10240:
+            raise ValueError("current limit exceeds maximum limit")
+        given.append(limits[0])
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    assert open_files.raise_limit() == 10240 and given == [10240]
+
+
+def test_bodies_nested_too_deeply() -> None:
+    """Deep enough for Python's recursion limit, not for the decoder's."""
+    block: dict[str, Any] = {"type": "text", "text": "x", "zzz": 1}
+    for _ in range(300):
+        block = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
+    body = {"model": "x", "max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
+    with pytest.raises(ApiError, match="too deeply nested") as caught:
+        decode(json.dumps(body).encode(), Messages)
+    assert caught.value.status == 400
+
+
 def test_a_thread_that_does_not_end_is_not_waited_for() -> None:
     async def run() -> None:
         service = Service(Settings(prepare_timeout=0.1), EngineConfig(model="x"), ("x",))
@@ -218,6 +259,9 @@ def test_a_thread_that_does_not_end_is_not_waited_for() -> None:
         assert caught.value.status == 400 and service.num_busy_threads == 1
         with pytest.raises(ApiError) as caught:  # the only thread for large bodies is taken
             await service.run(lambda: None, LARGE + 1)
+        assert caught.value.status == 503
+        with pytest.raises(ApiError) as caught:  # not the fault of a prompt that was never looked at
+            await service.prepare(lambda: None, "messages", LARGE + 1)
         assert caught.value.status == 503
         waiting = asyncio.create_task(service.prepare(ending.wait, "messages", 1))
         await asyncio.sleep(0.02)

@@ -93,6 +93,7 @@ class Engine:
         self.compiling: list[tuple[Future[Matcher], Sequence]] = []
         self.compiler: GrammarCompiler | None = None
         self.compiler_lock = Lock()
+        self.closed = False
         self.compiler_threads = ThreadPoolExecutor(NUM_AT_ONCE, "grammar")
         self.num_arrived = 0
         self.eos_ids = frozenset(model.eos_ids)
@@ -177,6 +178,8 @@ class Engine:
 
         assert self.tokenizer is not None
         with self.compiler_lock:
+            if self.closed:
+                raise ValueError("the engine is being closed")
             if self.compiler is None:
                 self.compiler = GrammarCompiler(self.tokenizer.backend, self.model.vocab_size, self.model.eos_ids)
         return self.compiler.compile(grammar)
@@ -363,8 +366,10 @@ class Engine:
         for id in list(self.sequences):
             self.abort(id)
         self.compiler_threads.shutdown(wait=False, cancel_futures=True)
-        if self.compiler is not None:
-            self.compiler.close()
+        with self.compiler_lock:  # a compiler that is being made is closed too
+            self.closed = True
+            if self.compiler is not None:
+                self.compiler.close()
         self.runner.close()
 
 

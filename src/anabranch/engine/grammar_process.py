@@ -35,7 +35,7 @@ COMPILE_STACK = 8 << 20
 STEP_STACK = 1 << 20
 """Less than the 2 MiB of the threads that compute masks in the engine."""
 QUICK_SECONDS = 0.2
-SLOW_PRIORITY = 15
+SLOW_PRIORITY = 5
 """Of a child that takes longer than that: it must not delay others."""
 PR_SET_PDEATHSIG = 1
 

@@ -33,7 +33,10 @@ class TrialProcess:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MALLOC_ARENA_MAX": "1"}
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", MODULE], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
+                [sys.executable, "-P", "-m", MODULE],  # nothing is imported from the current directory
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=environment,
             )
         self._end = weakref.finalize(self, _end, self.process, self.control)  # at exit, too
         self.control.settimeout(START_SECONDS)
@@ -104,6 +107,9 @@ class GrammarTrial:
                 raise ValueError("grammar: the engine is being closed")
             if self._process is None:
                 self._process = TrialProcess(self._setup)
+            if self._closed:  # meanwhile, and `close` saw no process
+                self._process.close()
+                raise ValueError("grammar: the engine is being closed")
             try:
                 self._process.wait_until_ready()
             except ValueError:

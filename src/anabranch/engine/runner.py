@@ -163,7 +163,7 @@ class TorchRunner:
             captured_tokens=self.captured_tokens,
         )
         # Others may use the device too: what is free now, the weights being loaded, bounds the plan.
-        found = replace(found, kv=min(found.kv, memory.free - found.workspace))
+        found = replace(found, kv=min(found.kv, memory.free + memory.cached - found.workspace))
         if not found.fits:
             raise ValueError(
                 f"the model does not fit: of {found.usable / 1e9:.1f} GB, {found.weights / 1e9:.1f} GB of weights "

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Spans = Sequence[tuple[int, int]]
 MARKS = range(0xF0000, 0xFFFFE)
 """Characters without a meaning: a private-use plane of Unicode. Templates trim, split and cut at none of them."""
+DEEPEST = 400
+"""Lists and objects within each other. Templates and JSON filters walk them by recursion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,10 @@ def render_chat(
         if not tokens:
             text = template.render(messages, tools, add_generation_prompt, **variables)
             return Rendered(text)
-        taken = {*"".join([*strings, *template.sources.values()])}
-        marks = dict(zip(tokens, (mark for mark in map(chr, MARKS) if mark not in taken), strict=False))
+        everything = "\n".join([*strings, *template.sources.values()])
+        taken = {*everything}
+        free = (mark for mark in map(chr, MARKS) if mark not in taken and json.dumps(mark)[1:-1] not in everything)
+        marks = dict(zip(tokens, free, strict=False))
         sought = {token for token in tokens if any(token in text for text in template.sought)}
 
         def replace(text: str) -> str:
@@ -75,15 +79,17 @@ def render_chat(
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _strings(name)
-            yield from _strings(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _strings(inner)
+    """All strings within a value, names of members too. Without recursion: its cost does not grow with the depth."""
+    todo = [(value, 0)]
+    while todo:
+        value, depth = todo.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping | list | tuple):
+            if depth == DEEPEST:
+                raise RecursionError
+            parts = (*value, *value.values()) if isinstance(value, Mapping) else value
+            todo += [(part, depth + 1) for part in parts]
 
 
 def _map(change: Callable[[str], str], value: Any) -> Any:

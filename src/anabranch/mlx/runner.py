@@ -259,16 +259,21 @@ class MlxRunner:
     def _finish_experts(self, step: InFlight) -> None:
         if not step.experts:
             return
+        routed = any(share.sequence.request.params.return_routed_experts for share in step.launched.shares)
         parts: dict[Row, list[np.ndarray]] = {row: [] for row in step.rows}
         for rows, lazy_NLK in step.experts:
             expert_NLK = np.array(lazy_NLK).astype(np.int64)
             if step.counts:
                 self.experts.count(expert_NLK)
+            if not routed:
+                continue
             for row, part in zip(rows, np.split(expert_NLK, len(rows)), strict=True):
                 parts[row].append(part)
+        step.experts.clear()
+        if not routed:
+            return
         expert_TLK = np.concatenate([part for row in step.rows for part in parts[row]])
         step.launched.routed = self.platform.fetch(torch.from_numpy(expert_TLK))
-        step.experts.clear()
 
     # -- sampling state ------------------------------------------------------------------------------------------------
 

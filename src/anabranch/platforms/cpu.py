@@ -44,21 +44,28 @@ def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     ):
         for depth in range(len(path.split("/")) + 1):
             folder = base.joinpath(*path.split("/")[:depth])
-            limit, usage, cache = _number(folder / limit_file), _number(folder / usage_file), 0
+            limit, usage = _number(folder / limit_file), _number(folder / usage_file)
             if limit is None or usage is None:
                 continue
-            for line in (folder / "memory.stat").read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name in ("inactive_file", "total_inactive_file"):
-                    cache = int(value)
+            fields = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines())
+            prefix = "total_" if "total_inactive_file" in fields else ""  # version 1: with the groups inside
+            cache = sum(int(fields.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
             free, total = min(free, max(0, limit - usage + cache)), min(total, limit)
     return Memory(free=free, total=total)
 
 
 def _number(file: Path) -> int | None:
     """None: there is no such file, or it says "max"."""
-    text = file.read_text().strip() if file.exists() else ""
+    text = _text(file).strip()
     return int(text) if text.isdigit() else None
+
+
+def _text(file: Path) -> str:
+    """Empty if the file is not there or may not be read, as in some sandboxes."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 class CpuPlatform(Platform):

@@ -100,6 +100,8 @@ def decode(body: bytes | bytearray, schema: type[Schema]) -> Schema:
                 raise
             check_fields(raw, schema)
             return msgspec.convert(raw, schema, strict=True)  # without the unknown ones that are null
+    except RecursionError:
+        raise bad_request("the body is too deeply nested", code="invalid_json") from None
     except (msgspec.ValidationError, OverflowError) as error:
         text = str(error)
         found = _PATH.search(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 WANTED = 65536  # more is of no use, and a limit of a billion makes some programs slow
+LESS = (10240, 4096)  # tried in turn where the system refuses more, as macOS does although its hard limit is unlimited
 FILES = 64  # that the process has open beside its connections
 AT_ONCE = 64  # connections accepted before the first of them is counted
 MOST = 8192  # connections by default
@@ -19,11 +20,16 @@ def raise_limit() -> int:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    wanted = WANTED if hard == unlimited else min(hard, WANTED)
-    if soft != unlimited and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return WANTED if soft == unlimited else soft
+    if soft == unlimited:
+        return WANTED
+    for wanted in (WANTED if hard == unlimited else min(hard, WANTED), *LESS):
+        if soft < wanted and (hard == unlimited or wanted <= hard):
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            except (ValueError, OSError):
+                continue
+            return wanted
+    return soft
 
 
 def max_connections(wanted: int | None, limit: int) -> int:

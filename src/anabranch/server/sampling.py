@@ -80,10 +80,14 @@ def grammar(body: Sampling) -> Grammar | None:
     if body.structured_outputs is not None:
         said["structured_outputs"] = msgspec.structs.asdict(body.structured_outputs)
     said |= {name: {field: value} for name, field in GUIDED.items() if (value := getattr(body, name)) is not None}
-    try:
-        found = {name: _grammar(**fields) for name, fields in said.items()}
-    except (ValueError, RecursionError) as error:
-        raise bad_request(str(error), "structured_outputs") from None
+    found: dict[str, Grammar] = {}
+    for name, fields in said.items():
+        try:
+            found[name] = _grammar(**fields)
+        except RecursionError:
+            raise bad_request(f"{name}: the schema is too deeply nested", name) from None
+        except ValueError as error:
+            raise bad_request(str(error), name) from None
     if len(found) > 1:
         raise bad_request(f"{' and '.join(found)} contradict each other: give one of them", list(found)[1])
     return next(iter(found.values()), None)

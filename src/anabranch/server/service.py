@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
@@ -41,6 +42,7 @@ THREADS = 4  # that render and tokenise; the second mostly lets go of the interp
 SMALL = 65_536  # bytes of a body: decoding these takes a few ms at most
 MAX_COUNTED = 500_000  # characters whose tokens are counted even if no context could hold them
 LARGE = 200_000  # bytes: what has more waits for a thread of its own kind, and does not delay smaller requests
+BUSY = "all threads are busy with other large requests; try again later"
 
 
 @dataclass(frozen=True)
@@ -171,15 +173,22 @@ class Service:
             async with asyncio.timeout(self.settings.prepare_timeout):
                 return await self._in_thread(work, num_bytes)
         except TimeoutError:
-            raise unavailable("all threads are busy with other large requests; try again later", "busy") from None
+            raise unavailable(BUSY, "busy") from None
 
     async def prepare(self, work: Callable[[], Result], param: str, num_bytes: int) -> Result:
         """Read, render and tokenise, in a thread and within a deadline. ValueError is the request's fault."""
-        timeout = self.settings.prepare_timeout
+        timeout, started = self.settings.prepare_timeout, threading.Event()
+
+        def begin() -> Result:
+            started.set()
+            return work()
+
         try:
             async with asyncio.timeout(timeout):
-                return await self._in_thread(work, num_bytes)
+                return await self._in_thread(begin, num_bytes)
         except TimeoutError:
+            if not started.is_set():
+                raise unavailable(BUSY, "busy") from None
             raise bad_request(f"the prompt could not be prepared within {timeout:g} s; shorten it", param) from None
         except ValueError as error:
             raise bad_request(str(error), param) from None

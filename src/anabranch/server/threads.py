@@ -29,11 +29,16 @@ class Threads(Executor):
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         future: Future[Result] = Future()
-        self._jobs.put((future, lambda: fn(*args, **kwargs)))
         with self._lock:
             if self.num_started < self.num_threads:
-                self.num_started += 1
-                threading.Thread(target=self._run, name=f"{self.name}-{self.num_started}", daemon=True).start()
+                name = f"{self.name}-{self.num_started + 1}"
+                try:
+                    threading.Thread(target=self._run, name=name, daemon=True).start()
+                    self.num_started += 1
+                except RuntimeError:  # the system has no more threads to give, now
+                    if not self.num_started:
+                        raise
+        self._jobs.put((future, lambda: fn(*args, **kwargs)))
         return future
 
     def _run(self) -> None:
