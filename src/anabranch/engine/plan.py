@@ -196,10 +196,12 @@ def check_memory(
         usable = min(free, int(total * options.memory_fraction))
     needed = weights + workspace + kv
     if needed > usable:
+        parts = f"{weights / 1e9:.1f} GB of weights in {dtype}, {workspace / 1e9:.1f} GB of workspace, "
+        parts += f"{kv / 1e9:.1f} GB of KV pages"
+        fraction = f"memory_fraction is {options.memory_fraction}"
         raised = "raise memory_fraction, " if needed <= free else ""
         raise ValueError(
-            f"the model does not fit: it needs {needed / 1e9:.1f} GB ({weights / 1e9:.1f} GB of weights in {dtype}, "
-            f"{workspace / 1e9:.1f} GB of workspace, {kv / 1e9:.1f} GB of KV pages) and may use {usable / 1e9:.1f} GB "
-            f"({free / 1e9:.1f} of {total / 1e9:.1f} GB are free, memory_fraction is {options.memory_fraction}); {raised}"
-            "use a smaller model or dtype, fewer pages, or a machine with more memory: `anabranch plan` tells what would fit"
+            f"the model does not fit: it needs {needed / 1e9:.1f} GB ({parts}) and may use {usable / 1e9:.1f} GB "
+            f"({free / 1e9:.1f} of {total / 1e9:.1f} GB are free, {fraction}); {raised}use a smaller model or dtype, "
+            "fewer pages, or a machine with more memory: `anabranch plan` tells what would fit"
         )
