@@ -13,10 +13,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import triton
+from triton.runtime.driver import driver
 
 from anabranch.kernels.triton.precompile import Job, precompile
 from anabranch.kernels.triton.versions import gluon_problem, precompile_problem
 from tests.engine.test_rehearsal import rehearse
+from tests.kernels.triton.ahead_of_time import NoDevice
 
 MODELS = ("qwen3-30b-a3b", "qwen1.5-moe-a2.7b", "gemma4-26b-a4b")
 
@@ -38,6 +40,7 @@ def chosen(most: int) -> list[Job]:
 
 
 def main() -> int:
+    driver.set_active(NoDevice())
     jobs = chosen(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
     failed = precompile(jobs)
     for name in failed:
