@@ -31,6 +31,7 @@ class Family:
 
 
 ROPES = ("default", "linear", "llama3")
+GEMMA4 = Family(ropes=("default", "proportional"), mixed_windows=True, activation="gelu_tanh")
 
 FAMILIES = {
     "llama": Family(ropes=ROPES, qkv_bias=(True, False), output_bias=(True, False)),
@@ -39,7 +40,8 @@ FAMILIES = {
     "qwen3_moe": Family(dense_layers=True),
     "mixtral": Family(any_head_dim=False),
     "olmoe": Family(ropes=ROPES, qkv_bias=(True, False), output_bias=(True, False)),
-    "gemma4_text": Family(ropes=("default", "proportional"), mixed_windows=True, activation="gelu_tanh"),
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
 }
 
 
@@ -101,7 +103,7 @@ def hub_keys(model: ModelConfig, nested: bool) -> dict[str, Any]:
         "max_position_embeddings": model.max_position,
         "tie_word_embeddings": model.tie_embeddings,
     }
-    if model.model_type == "gemma4_text":
+    if FAMILIES[model.model_type] is GEMMA4:
         keys |= _gemma4_keys(model)
         return {"text_config": keys, "vocab_size": model.vocab_size} if nested else keys
     attention = first.attention
