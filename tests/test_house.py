@@ -25,6 +25,7 @@ ORDER = (
     "layers",
     "moe",
     "models",
+    "text",
     "loader",
     "compile",
     "engine",

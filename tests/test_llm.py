@@ -11,8 +11,8 @@ import torch
 
 from anabranch.llm import LLM, SamplingParams
 from anabranch.request import Update
-from tests.engine import tiny_tokenizers
 from tests.models import tiny
+from tests.text import tiny_tokenizers
 from tools import tiny_model
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"

@@ -29,10 +29,10 @@ from anabranch.sampling_params import Grammar, SamplingParams
 from anabranch.stages import Stages, stage
 
 if TYPE_CHECKING:
-    from anabranch.engine.chat_template import ChatTemplate
     from anabranch.engine.engine import Engine
-    from anabranch.engine.output import Answer, Delta
     from anabranch.request import Update
+    from anabranch.text.chat_template import ChatTemplate
+    from anabranch.text.output import Answer, Delta
 
 __all__ = ["LLM", "Completion", "Grammar", "RequestOutput", "SamplingParams", "TokenLogprobs"]
 
@@ -181,8 +181,8 @@ class LLM:
     ) -> list[int]:
         """A conversation as the model's chat template writes it, in token ids, ready for the answer. Special tokens
         that a message spells out, such as <|im_end|>, are text."""
-        from anabranch.engine.chat_template import NO_TOOLS, ChatTemplate
-        from anabranch.engine.special_text import render_chat
+        from anabranch.text.chat_template import NO_TOOLS, ChatTemplate
+        from anabranch.text.special_text import render_chat
 
         if not _is_list(messages):
             raise ValueError(f"a conversation must be a list of messages, not {_kind(messages)}")
@@ -199,7 +199,7 @@ class LLM:
         return self.tokenizer.encode(rendered.text, False, rendered.plain)
 
     def _add(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Answer:
-        from anabranch.engine.output import Answer
+        from anabranch.text.output import Answer
 
         self._settle()
         _check_options(**options)

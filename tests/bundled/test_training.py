@@ -136,8 +136,8 @@ def test_duplicates_go_and_plans_words_do_not_count() -> None:
 def test_the_tokenizer_gives_every_text_back(data: Path) -> None:
     from transformers import AutoTokenizer
 
-    from anabranch.engine.chat_template import ChatTemplate
-    from anabranch.engine.tokenizer import Tokenizer
+    from anabranch.text.chat_template import ChatTemplate
+    from anabranch.text.tokenizer import Tokenizer
 
     ours, theirs = Tokenizer(data), AutoTokenizer.from_pretrained(data)
     for text in ("Once upon a time, 42 foxes ran.", "naïve — 日本\n\n  two  spaces\t🦊", ""):

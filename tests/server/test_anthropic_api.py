@@ -47,7 +47,7 @@ def write_speaker(folder: Path) -> Path:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.zero_()
     sign = torch.randn(257, 64, generator=torch.Generator().manual_seed(0)).sign()
-    from anabranch.engine.tokenizer import Tokenizer
+    from anabranch.text.tokenizer import Tokenizer
 
     letters = Tokenizer(folder).encode(CYCLE, add_special_tokens=False)
     assert len(set(letters)) == len(CYCLE)

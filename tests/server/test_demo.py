@@ -11,8 +11,8 @@ import pytest
 from langchain_openai import ChatOpenAI, OpenAI
 
 from anabranch import bundled
-from anabranch.engine.tokenizer import Tokenizer
 from anabranch.llm import LLM, SamplingParams
+from anabranch.text.tokenizer import Tokenizer
 from tests.server.serving import QUICK, Running, running
 
 CONTEXT = 1024

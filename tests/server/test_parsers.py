@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.engine.chat_template import ChatTemplate
 from anabranch.server import parsers as package
 from anabranch.server.parsers import (
     Content,
@@ -28,9 +27,10 @@ from anabranch.server.parsers import (
     find_parsers,
 )
 from anabranch.server.parsers.source import Source
-from tests.engine import tiny_tokenizers
-from tests.engine.test_chat_template import REAL_TEMPLATES, needs
+from anabranch.text.chat_template import ChatTemplate
 from tests.server.notations import THOUGHTS, WRITERS, Call
+from tests.text import tiny_tokenizers
+from tests.text.test_chat_template import REAL_TEMPLATES, needs
 
 TOOLS = (
     ToolSpec("f"),

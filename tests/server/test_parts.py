@@ -133,7 +133,7 @@ def test_one_call_if_only_one_is_wanted() -> None:
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from anabranch.engine.grammar import GrammarCompiler
+    from anabranch.text.grammar import GrammarCompiler
     from tools import tiny_model
 
     folder = tmp_path_factory.mktemp("tokenizer")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from anabranch.engine.grammar import GrammarCompiler, Matcher
 from anabranch.sampling_params import Grammar
 from anabranch.server.parsers import Named, Parsers, ToolChoice, ToolSpec, find_parsers
-from tests.engine.test_grammar import make_tokenizer
+from anabranch.text.grammar import GrammarCompiler, Matcher
 from tests.server.notations import WRITERS
 from tests.server.test_parsers import calls_of, content_of, read, reasoning_of, start
+from tests.text.test_grammar import make_tokenizer
 
 pytest.importorskip("llguidance")
 

@@ -34,9 +34,9 @@ from anabranch.sampling_params import Grammar
 from anabranch.stages import stage
 
 if TYPE_CHECKING:
-    from anabranch.engine.grammar import GrammarCompiler, Matcher
     from anabranch.engine.runner import Launched, TorchRunner
-    from anabranch.engine.tokenizer import Tokenizer
+    from anabranch.text.grammar import GrammarCompiler, Matcher
+    from anabranch.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class Engine:
         return self.compiler_threads.submit(self._compile, grammar)
 
     def _compile(self, grammar: Grammar) -> Matcher:
-        from anabranch.engine.grammar import GrammarCompiler
+        from anabranch.text.grammar import GrammarCompiler
 
         assert self.tokenizer is not None
         with self.compiler_lock:
@@ -380,7 +380,7 @@ def _why_refused(error: BaseException) -> str:
 
 def make_engine(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Engine:
     """From a config to an engine that is ready: locate, detect, resolve, load, take the pages."""
-    from anabranch.engine.tokenizer import Tokenizer
+    from anabranch.text.tokenizer import Tokenizer
 
     with stage("config"):
         folder = locate(config.model, weights=config.load_format != "dummy")

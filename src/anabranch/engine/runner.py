@@ -42,7 +42,7 @@ from anabranch.platforms import Fetch, Platform
 from anabranch.stages import stage
 
 if TYPE_CHECKING:
-    from anabranch.engine.grammar import Matcher
+    from anabranch.text.grammar import Matcher
 
 LARGEST_PREFILL = 2048
 """Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host. But many

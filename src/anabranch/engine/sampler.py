@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, get_args
 import torch
 
 from anabranch import ops
-from anabranch.engine.grammar import fill_masks
 from anabranch.engine.sampled import Logprobs, Sampled, chunks, token_logprobs
 from anabranch.engine.sampling_plan import (
     FOREVER,
@@ -50,9 +49,10 @@ from anabranch.ops.mask_logits import pack_mask
 from anabranch.ops.sample import or_reason
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
+from anabranch.text.grammar import fill_masks
 
 if TYPE_CHECKING:
-    from anabranch.engine.grammar import Matcher
+    from anabranch.text.grammar import Matcher
 
 __all__ = ["Logprobs", "Sampled", "Sampler", "check_token_ids", "needs_host_tokens", "token_logprobs"]
 

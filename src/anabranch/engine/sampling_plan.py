@@ -15,7 +15,7 @@ from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from anabranch.engine.grammar import Matcher
+    from anabranch.text.grammar import Matcher
 
 GREEDY_BELOW = 1e-5
 """Temperatures that would divide logits out of fp32's range; none of them differs from greedy."""

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from anabranch.engine.chat_template import NO_TOOLS
-from anabranch.engine.special_text import Rendered, render_chat
 from anabranch.sampling_params import Grammar, SamplingParams
 from anabranch.server.errors import bad_request
 from anabranch.server.parsers import (
@@ -26,6 +24,8 @@ from anabranch.server.parsers import (
     ToolChoice,
     ToolSpec,
 )
+from anabranch.text.chat_template import NO_TOOLS
+from anabranch.text.special_text import Rendered, render_chat
 
 if TYPE_CHECKING:
     from anabranch.server.service import Model, Service

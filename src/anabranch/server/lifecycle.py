@@ -27,9 +27,7 @@ import uvicorn
 
 from anabranch import messages
 from anabranch.config import AUTO, SERVED_TOKENS, EngineConfig
-from anabranch.engine.chat_template import ChatTemplate
 from anabranch.engine.client import EngineClient, EngineDead
-from anabranch.engine.tokenizer import Tokenizer
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import read_config
@@ -42,6 +40,8 @@ from anabranch.server.parsers import find_parsers
 from anabranch.server.service import Model, Service
 from anabranch.server.settings import Settings
 from anabranch.server.tracing import traced
+from anabranch.text.chat_template import ChatTemplate
+from anabranch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("anabranch.server")
 

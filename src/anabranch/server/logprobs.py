@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from anabranch.engine.tokenizer import Tokenizer
 from anabranch.request import TokenLogprobs
+from anabranch.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no -Infinity
 

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
 from anabranch import __version__
-from anabranch.engine.output import Answer, Delta
-from anabranch.engine.tokenizer import Tokenizer
 from anabranch.request import Completion
 from anabranch.sampling_params import SamplingParams
 from anabranch.server.logprobs import TokenTexts
 from anabranch.server.protocol import Sampling
 from anabranch.server.service import Service
 from anabranch.server.stream import event
+from anabranch.text.output import Answer, Delta
+from anabranch.text.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=Sampling)
 Choice = dict[str, Any]

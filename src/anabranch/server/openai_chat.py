@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from anabranch.engine.output import Delta
 from anabranch.request import Completion
 from anabranch.server import logprobs
 from anabranch.server.chat import Chat, Conversation, Prepared, Turn, prepare
@@ -16,6 +15,7 @@ from anabranch.server.parsers import Content, Named, Part, Reasoning, ToolCallAr
 from anabranch.server.protocol import ChatCompletion, Message, NamedTool, Tokenize
 from anabranch.server.protocol import Part as ContentPart
 from anabranch.server.sampling import grammar, sampling_params
+from anabranch.text.output import Delta
 
 MAX_TOP_LOGPROBS = 20
 

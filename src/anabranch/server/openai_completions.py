@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from anabranch.engine.output import Delta
 from anabranch.request import Completion as Finished
 from anabranch.sampling_params import SamplingParams
 from anabranch.server import logprobs
@@ -13,6 +12,7 @@ from anabranch.server.openai_answer import Choice, OpenAIAnswer, routed_experts
 from anabranch.server.protocol import MAX_PROMPTS, Completion
 from anabranch.server.sampling import grammar, sampling_params
 from anabranch.server.service import Service
+from anabranch.text.output import Delta
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 

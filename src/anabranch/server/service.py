@@ -21,11 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from anabranch.config import EngineConfig
-from anabranch.engine.chat_template import ChatTemplate
 from anabranch.engine.client import EngineBusy, EngineClient, EngineDead
-from anabranch.engine.output import Answer, Delta
-from anabranch.engine.special_text import Spans
-from anabranch.engine.tokenizer import Spellings, Tokenizer
 from anabranch.models.config import ModelConfig
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
@@ -34,6 +30,10 @@ from anabranch.server.history import History
 from anabranch.server.parsers import Parsers
 from anabranch.server.settings import Settings
 from anabranch.server.threads import Threads, release_memory
+from anabranch.text.chat_template import ChatTemplate
+from anabranch.text.output import Answer, Delta
+from anabranch.text.special_text import Spans
+from anabranch.text.tokenizer import Spellings, Tokenizer
 
 Result = TypeVar("Result")
 Phase = Literal["loading", "ready", "draining", "dead"]

@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from anabranch.engine.json_schema import prepare
 from anabranch.server.parsers.lark import Rules, arguments_schema
 from anabranch.server.parsers.parts import ToolSpec
+from anabranch.text.json_schema import prepare
 
 Schema = Mapping[str, Any]
 T = TypeVar("T")

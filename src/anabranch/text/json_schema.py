@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from anabranch.engine.schema_closing import Closing
-from anabranch.engine.schema_overlap import Overlap
-from anabranch.engine.schema_parts import check_depth, check_nesting
+from anabranch.text.schema_closing import Closing
+from anabranch.text.schema_overlap import Overlap
+from anabranch.text.schema_parts import check_depth, check_nesting
 
 WHITESPACE = r"\x20|\r?\n[\x20\t]{0,20}"
 """Between two tokens of JSON: nothing, one space, or a new line and its indentation."""

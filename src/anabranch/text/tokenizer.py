@@ -22,8 +22,8 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from anabranch.engine.special_text import Spans, SpecialText
 from anabranch.models.keys import read_json
+from anabranch.text.special_text import Spans, SpecialText
 
 
 class Tokenizer:

@@ -16,12 +16,12 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from anabranch.engine import grammar as grammar_file
-from anabranch.engine.grammar import GrammarCompiler, Matcher, fill_masks
 from anabranch.engine.sampler import Sampler
 from anabranch.ops.sample import NONE_ALLOWED
 from anabranch.request import Request
 from anabranch.sampling_params import Grammar, SamplingParams
+from anabranch.text import grammar as grammar_file
+from anabranch.text.grammar import GrammarCompiler, Matcher, fill_masks
 
 pytest.importorskip("llguidance")
 

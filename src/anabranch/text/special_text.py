@@ -18,8 +18,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 if TYPE_CHECKING:
-    from anabranch.engine.chat_template import ChatTemplate
-    from anabranch.engine.tokenizer import Tokenizer
+    from anabranch.text.chat_template import ChatTemplate
+    from anabranch.text.tokenizer import Tokenizer
 
 Spans = Sequence[tuple[int, int]]
 MARKS = range(0xF0000, 0xFFFFE)

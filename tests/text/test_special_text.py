@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import bundled
-from anabranch.engine import special_text
-from anabranch.engine.chat_template import ChatTemplate
-from anabranch.engine.special_text import SpecialText, render_chat
-from anabranch.engine.tokenizer import Tokenizer
-from tests.engine import tiny_tokenizers
-from tests.engine.tiny_tokenizers import write_json
+from anabranch.text import special_text
+from anabranch.text.chat_template import ChatTemplate
+from anabranch.text.special_text import SpecialText, render_chat
+from anabranch.text.tokenizer import Tokenizer
+from tests.text import tiny_tokenizers
+from tests.text.tiny_tokenizers import write_json
 
 CHATML = """\
 {%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from anabranch.engine.json_schema import for_llguidance
+from anabranch.text.json_schema import for_llguidance
 
 MAX_REMAINDERS = 50_000
 """A multipleOf costs a lexer state for every remainder, outside all of llguidance's limits."""

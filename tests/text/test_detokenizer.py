@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.engine import tokenizer as tokenizer_module
-from anabranch.engine.detokenizer import Detokenizer
-from anabranch.engine.tokenizer import Tokenizer
 from anabranch.sampling_params import SamplingParams
-from tests.engine import tiny_tokenizers
-from tests.engine.tiny_tokenizers import KINDS, TEXTS
+from anabranch.text import tokenizer as tokenizer_module
+from anabranch.text.detokenizer import Detokenizer
+from anabranch.text.tokenizer import Tokenizer
+from tests.text import tiny_tokenizers
+from tests.text.tiny_tokenizers import KINDS, TEXTS
 
 
 @pytest.fixture(scope="module")

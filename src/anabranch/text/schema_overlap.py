@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from anabranch.engine.schema_parts import follow, rewrite
+from anabranch.text.schema_parts import follow, rewrite
 
 TYPES = frozenset({"string", "integer", "fraction", "boolean", "null", "array", "object"})
 MAX_LEVELS = 8

@@ -1,6 +1,6 @@
 """Tries grammars out in another process, where they can do no harm: how it is started, asked and ended.
 
-The process is engine/grammar_process.py. It is started with the first grammar, and again should it die. Several threads
+The process is text/grammar_process.py. It is started with the first grammar, and again should it die. Several threads
 may ask at once; each grammar has a child of its own there, so a bad one delays no other.
 """
 
@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
-from anabranch.engine.grammar_process import Outcome, Trial, read_line
+from anabranch.text.grammar_process import Outcome, Trial, read_line
 
-MODULE = "anabranch.engine.grammar_process"
+MODULE = "anabranch.text.grammar_process"
 START_SECONDS = 60.0
 """For its imports and the tokenizer, which take about a second for a vocabulary of 150,000."""
 GRACE_SECONDS = 30.0

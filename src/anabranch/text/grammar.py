@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from anabranch.engine.grammar_process import Trial, make_matcher, reason, with_stack
-from anabranch.engine.grammar_trial import GrammarTrial, exceeded
+from anabranch.text.grammar_process import Trial, make_matcher, reason, with_stack
+from anabranch.text.grammar_trial import GrammarTrial, exceeded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -55,7 +55,7 @@ class GrammarCompiler:
         if not eos_ids:
             raise ValueError("structured output needs an end-of-sequence token, and this model names none")
         if isinstance(tokenizer, str | Path):
-            from anabranch.engine.tokenizer import Tokenizer
+            from anabranch.text.tokenizer import Tokenizer
 
             tokenizer = Tokenizer(tokenizer).backend
         plain = copy(tokenizer)

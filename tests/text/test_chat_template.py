@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from anabranch.engine.chat_template import ChatTemplate
-from tests.engine import tiny_tokenizers
-from tests.engine.tiny_tokenizers import write_json
+from anabranch.text.chat_template import ChatTemplate
+from tests.text import tiny_tokenizers
+from tests.text.tiny_tokenizers import write_json
 
 REAL_TEMPLATES = Path(__file__).parents[2] / ".cache" / "llama.cpp" / "templates"
 
@@ -341,7 +341,7 @@ def test_messages_that_are_none_are_refused(folder: Path, messages: Any) -> None
 def test_all_templates_share_one_environment_that_is_made_when_needed(folder: Path) -> None:
     one, other = ChatTemplate(folder, "{{ 1 }}"), ChatTemplate(folder, "{{ 2 }}")
     assert one.templates["default"].environment is other.templates["default"].environment
-    code = "import sys, anabranch.engine.chat_template; print('jinja2' in sys.modules, 'transformers' in sys.modules)"
+    code = "import sys, anabranch.text.chat_template; print('jinja2' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
 

@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from anabranch.engine.tokenizer import named_special_tokens, read_tokenizer_config
+from anabranch.text.tokenizer import named_special_tokens, read_tokenizer_config
 
 RESERVED = frozenset(
     ("messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize", "tokenizer_kwargs")

@@ -11,10 +11,10 @@ pytest.importorskip("pydantic")
 
 from pydantic import BaseModel, Field
 
-from anabranch.engine.grammar import GrammarCompiler
-from anabranch.engine.json_schema import prepare
 from anabranch.sampling_params import Grammar
-from tests.engine.test_grammar import EOS, PADDED, TOKENIZER, allowed
+from anabranch.text.grammar import GrammarCompiler
+from anabranch.text.json_schema import prepare
+from tests.text.test_grammar import EOS, PADDED, TOKENIZER, allowed
 
 INT, TEXT = {"type": "integer"}, {"type": "string"}
 POINT = {"type": "object", "properties": {"x": INT, "y": INT}, "required": ["x"]}

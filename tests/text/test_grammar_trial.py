@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from anabranch.engine.grammar import GrammarCompiler
-from anabranch.engine.grammar_process import Trial
-from anabranch.engine.grammar_trial import GrammarTrial, exceeded
 from anabranch.sampling_params import Grammar
-from tests.engine.test_grammar import EOS, PADDED, TOKENIZER, trial_process
+from anabranch.text.grammar import GrammarCompiler
+from anabranch.text.grammar_process import Trial
+from anabranch.text.grammar_trial import GrammarTrial, exceeded
+from tests.text.test_grammar import EOS, PADDED, TOKENIZER, trial_process
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +156,8 @@ def test_the_process_ends_with_its_compiler() -> None:
 
 ENGINE = """
 import json, sys
-from anabranch.engine.grammar_process import Trial
-from anabranch.engine.grammar_trial import GrammarTrial
+from anabranch.text.grammar_process import Trial
+from anabranch.text.grammar_trial import GrammarTrial
 tokenizer, vocab_size, eos, *trials = json.load(sys.stdin)
 process = GrammarTrial(tokenizer, vocab_size, [eos])
 for trial in trials:

@@ -1,8 +1,8 @@
-"""The process that tries grammars out before the engine compiles them: `python -m anabranch.engine.grammar_process`.
+"""The process that tries grammars out before the engine compiles them: `python -m anabranch.text.grammar_process`.
 
 llguidance recurses without a bound, cannot be interrupted and may take any amount of memory. So each grammar is first
 compiled in a child of this process, which has limits on time, memory and stack and may die of them. Only a grammar that
-survives is compiled again in the engine (engine/grammar.py). This process has llguidance and the tokenizer loaded, but
+survives is compiled again in the engine (text/grammar.py). This process has llguidance and the tokenizer loaded, but
 neither torch nor a device; it ends when the engine closes its socket or dies. Its other end is grammar_trial.py.
 
 Standard input is a socket. First a line of JSON with the tokenizer; the answer is a line: null, or why it cannot be
@@ -27,7 +27,7 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn, TypedDict
 
-from anabranch.engine.grammar_source import make_source
+from anabranch.text.grammar_source import make_source
 
 NUM_STEPS = 8
 """Tokens that a trial generates: some grammars show only then how much they take."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from anabranch.engine.detokenizer import Detokenizer
-from anabranch.engine.tokenizer import Tokenizer
 from anabranch.request import Completion, Request, RequestOutput, Update
 from anabranch.sampling_params import SamplingParams
+from anabranch.text.detokenizer import Detokenizer
+from anabranch.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

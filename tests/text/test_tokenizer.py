@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from anabranch.engine.tokenizer import Tokenizer
-from tests.engine import tiny_tokenizers
-from tests.engine.tiny_tokenizers import KINDS, TEXTS, write_json
+from anabranch.text.tokenizer import Tokenizer
+from tests.text import tiny_tokenizers
+from tests.text.tiny_tokenizers import KINDS, TEXTS, write_json
 
 LLAMA_CPP = Path(__file__).parents[2] / ".cache" / "llama.cpp"
 BYTE_FALLBACK = ("llama", "gemma", "unigram")

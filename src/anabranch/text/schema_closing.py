@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from anabranch.engine.schema_parts import ANNOTATIONS, CONDITIONS, follow, is_reference, rewrite
+from anabranch.text.schema_parts import ANNOTATIONS, CONDITIONS, follow, is_reference, rewrite
 
 CHOICES = ("anyOf", "oneOf")
 STATED = ("additionalProperties", "unevaluatedProperties")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anabranch.engine.tokenizer import Tokenizer
 from anabranch.sampling_params import SamplingParams
+from anabranch.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
