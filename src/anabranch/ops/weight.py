@@ -1,0 +1,141 @@
+"""A weight as a value: its logical shape, format and shard, its tensors and the checkpoint tensors they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from anabranch.formats import PLAIN, Format, Index, Shape
+
+if TYPE_CHECKING:
+    from anabranch.platforms import Platform
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A checkpoint tensor, or a part of one, that fills a part of a weight."""
+
+    name: str
+    """Checkpoint name, relative to the parent of the module that owns the weight."""
+    index: Index = ()
+    """The part of the weight that it fills; (): all of it."""
+    part: Index = ()
+    """The part of the checkpoint tensor that is taken; (): all of it."""
+
+
+Layout = tuple[Piece, ...]
+"""Pieces that together fill a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a weight that one rank holds: of each of its pieces, an equal share along one dimension."""
+
+    dim: int = 0
+    rank: int = 0
+    num_ranks: int = 1
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape of this rank's part."""
+        if shape[self.dim] % self.num_ranks:
+            raise ValueError(f"{shape[self.dim]} rows or columns cannot be divided among {self.num_ranks} ranks")
+        return (*shape[: self.dim], shape[self.dim] // self.num_ranks, *shape[self.dim + 1 :])
+
+    def pieces(self, layout: Layout, shape: Shape) -> Iterator[Piece]:
+        """The pieces of this rank: where they go in its part, and which part of the checkpoint tensor they are.
+
+        Example, rank 1 of 2, dim 0, q of 8 rows and k of 4: q[4:8] goes to rows 0:4, k[2:4] to rows 4:6.
+        """
+        if self.num_ranks == 1:
+            yield from layout
+            return
+        for piece in layout:
+            index = piece.index + (slice(None),) * (self.dim + 1 - len(piece.index))
+            place = index[self.dim]
+            if isinstance(place, int):  # one of several whole pieces, an expert: this rank has it or not
+                count = shape[self.dim] // self.num_ranks
+                if place // count == self.rank:
+                    yield Piece(piece.name, (*index[: self.dim], place % count, *index[self.dim + 1 :]))
+                continue
+            begin, end, _ = place.indices(shape[self.dim])
+            if (end - begin) % self.num_ranks:
+                raise ValueError(f"{piece.name}: {end - begin} cannot be divided among {self.num_ranks} ranks")
+            count, first = (end - begin) // self.num_ranks, begin // self.num_ranks
+            # Dimensions that an integer picks in the weight do not exist in the checkpoint tensor.
+            dim = sum(not isinstance(place, int) for place in index[: self.dim])
+            part = piece.part + (slice(None),) * (dim + 1 - len(piece.part))
+            taken = part[dim]
+            offset = self.rank * count + ((taken.start or 0) if isinstance(taken, slice) else taken)
+            yield Piece(
+                piece.name,
+                (*index[: self.dim], slice(first, first + count), *index[self.dim + 1 :]),
+                (*part[:dim], slice(offset, offset + count), *part[dim + 1 :]),
+            )
+
+
+WHOLE = Shard()
+
+
+class Weight(nn.Module):
+    """A parameter of a model. Layers hold weights, ops take them, the loader fills them, `nbytes` is what they cost."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        layouts: tuple[Layout, ...] = (),
+        *,
+        format: Format = PLAIN,
+        shard: Shard = WHOLE,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`layouts`: the ways a checkpoint may keep it; (): as one tensor under the weight's own name."""
+        super().__init__()
+        self.full_shape = tuple(shape)
+        self.shard = shard
+        self.shape = shard.shape(self.full_shape)
+        self.layouts = layouts
+        self.dtype = dtype or torch.get_default_dtype()
+        """Of the numbers it stands for, and of those of its tensors whose format does not name one."""
+        self.set_format(format)
+
+    @classmethod
+    def of(cls, data: torch.Tensor) -> Weight:
+        """A plain weight that is this tensor."""
+        weight = cls(tuple(data.shape), dtype=data.dtype) if data.is_meta else _meta(data)
+        weight.data = nn.Parameter(data, requires_grad=False)
+        return weight
+
+    def set_format(self, format: Format) -> None:
+        """Take another format, before the weight has memory."""
+        self._parameters.clear()
+        self.format = format
+        for name, spec in format.tensors(self.shape).items():
+            dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
+            self.register_parameter(name, nn.Parameter(torch.empty(spec.shape, dtype=dtype), requires_grad=False))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self._parameters)  # type: ignore[arg-type]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def dense(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The numbers themselves, as the format defines them."""
+        return self.format.dequantize(self.tensors, self.shape, dtype or self.dtype)
+
+    def lay_out(self, platform: Platform) -> None:
+        """Once, after loading: store the tensors as the device multiplies by them best."""
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.data = platform.lay_out(parameter.data)
+
+
+def _meta(data: torch.Tensor) -> Weight:
+    with torch.device("meta"):
+        return Weight(tuple(data.shape), dtype=data.dtype)
