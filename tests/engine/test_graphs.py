@@ -19,7 +19,7 @@ from anabranch.engine.engine import Engine, make_engine
 from anabranch.layers.norm import UnreducedRows
 from anabranch.layers.step import Step
 from anabranch.llm import LLM
-from anabranch.moe import options as moe_options
+from anabranch.moe import setup as moe_setup
 from anabranch.platforms.fake import FakePlatform
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
@@ -148,8 +148,8 @@ def test_captured_is_uncaptured_where_norms_sum_the_experts(
         return take(self)
 
     monkeypatch.setattr(UnreducedRows, "take", counted)
-    monkeypatch.setattr(moe_options, "sums_later", lambda: True)
-    monkeypatch.setattr(moe_options, "REDUCE_IN_NORM_TOKENS", 4)
+    monkeypatch.setattr(moe_setup, "kernels_write_rows", lambda: True)
+    monkeypatch.setattr(moe_setup, "REDUCE_IN_NORM_TOKENS", 4)
     monkeypatch.setattr(prompt, "FIRST_LAYERS", 1)
     compare(tiny.save(FAMILIES["qwen3_moe"], tmp_path), fake, requests([*range(len(PARAMS)), 0, 2], 0))
     assert taken > 100
@@ -300,7 +300,7 @@ def test_captured_logits_are_those_of_an_eager_run_bit_for_bit(
     made = platforms.make("cuda")
     folder = tiny.save(FAMILIES[family], tmp_path)
     monkeypatch.setattr(prompt, "FIRST_LAYERS", 1)
-    monkeypatch.setattr(moe_options, "REDUCE_IN_NORM_TOKENS", 4)
+    monkeypatch.setattr(moe_setup, "REDUCE_IN_NORM_TOKENS", 4)
     logits: list[torch.Tensor] = []
     replay = Captured.replay
 
