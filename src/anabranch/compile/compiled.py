@@ -1,5 +1,5 @@
-"""The layer loop made by a compiler: the decoder is traced once, split at its mixers, and each piece is compiled for any
-number of tokens; then captured per padded size, or called as it is for sizes that are not captured.
+"""The layer loop made by a compiler: the decoder is traced once, split at its mixers, and each piece is compiled for
+any number of tokens; then captured per padded size, or called as it is for sizes that are not captured.
 
 The shared expert of a compiled piece runs after the routed ones: compiled code runs on one stream.
 """
@@ -40,7 +40,7 @@ class CompiledDecoder:
     ) -> tuple[Parts, list[torch.Tensor]]:
         """The layer loop, and the list to which it adds expert_TK of every MoE layer."""
         traced, experts = self.traced, list[torch.Tensor]()
-        values = {traced.token: token_T, traced.position: position_T}
+        values: Values = {traced.token: token_T, traced.position: position_T}
         if traced.num_tokens is not None:
             values[traced.num_tokens] = self.no_padding if num_tokens is None else num_tokens
         values = {**self.split.constants, **values, **dict.fromkeys(traced.sizes, token_T.shape[0])}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from anabranch.compile.capture import capture
 from anabranch.layers.mixer import Cache
 from anabranch.layers.step import Step
 from anabranch.models.decoder import Decoder, Parts
-from anabranch.platforms import Graph, Platform
+from anabranch.platforms import Platform
 
 Start = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[Parts, list[torch.Tensor]]]
 """(token_T, position_T, num_tokens) → the layer loop for them, and the list to which it adds expert_TK of every MoE
@@ -32,7 +33,7 @@ class Buffers:
     used after a step."""
 
     def __init__(self, model: Decoder, largest: int, device: torch.device, dtype: torch.dtype) -> None:
-        # An even number of columns: kernels are compiled separately for rows that do not begin at multiples of 16 bytes.
+        # An even number of columns: kernels are compiled separately for rows that do not begin at 16-byte boundaries.
         shape = 2 + len(model.config.kv_groups), largest + largest % 2
         self.input = torch.zeros(shape, dtype=torch.int64, device=device)
         """token, position, the slots of each group"""
@@ -90,12 +91,10 @@ class PiecesStep:
             num_tokens=buffers.num_tokens,
         )
         self._fill(None)
-        num_pieces = len(caches) + 1
-        for layer_id in range(num_pieces):  # first uncaptured: kernels are compiled and libraries take their workspace
-            self._piece(layer_id)
-        self.graphs: list[Graph] = []
-        for layer_id in range(num_pieces):
-            self.graphs.append(capture(platform, lambda: self._piece(layer_id), pool))  # noqa: B023 (called at once)
+        pieces = [partial(self._piece, layer_id) for layer_id in range(len(caches) + 1)]
+        for piece in pieces:  # first uncaptured: kernels are compiled and libraries take their workspace
+            piece()
+        self.graphs = [capture(platform, piece, pool) for piece in pieces]
 
     def _piece(self, layer_id: int) -> None:
         """From the mixer of the layer before, whose rows are in the buffers, to the write of this layer's mixer. The

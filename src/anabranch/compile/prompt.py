@@ -56,18 +56,19 @@ class PromptStep:
         self.graphs = [capture(platform, graph, pool) for graph in graphs]
 
     def _layers(self, count: int) -> None:
-        """From one cut of the layer loop over `count` mixers to the next; the first call begins, the last leaves x_TD."""
+        """Run the layer loop over `count` mixers, to the cut after them; the last call leaves x_TD."""
         if self.parts is None:
             self.step = step = self.unpack(self.input)
             self.parts, self.experts = self.start(step.token_T, step.position_T, step.num_tokens)
             self.cut = next(self.parts)
+        parts = self.parts
         for _ in range(count):
             assert self.cut is not None
             written = self.model.write(self.cut, self.step, self.caches)
             mixed = self.model.mix(self.cut, written, self.step, self.caches)
             self.cut = None  # its memory is for those that come after it
             try:
-                self.cut = self.parts.send(mixed)
+                self.cut = parts.send(mixed)
             except StopIteration as end:
                 self.x_TD, self.parts = end.value, None
 

@@ -82,7 +82,8 @@ def split(traced: Traced) -> Split:
 
 
 def _mixing(node: fx.Node) -> Mixing:
-    projected, rope = (tuple(arg.name for arg in args) for args in node.args[:2])  # type: ignore[union-attr]
+    lists: Any = node.args[:2]
+    projected, rope = (tuple(arg.name for arg in args) for args in lists)
     return Mixing(projected, rope, mixed=node.name)
 
 
@@ -153,9 +154,7 @@ class _Numbered:
     number: int
 
 
-def _finished(
-    pieces: tuple[Piece, ...], mixings: tuple[Mixing, ...], kept: set[str]
-) -> tuple[frozenset[str], ...]:
+def _finished(pieces: tuple[Piece, ...], mixings: tuple[Mixing, ...], kept: set[str]) -> tuple[frozenset[str], ...]:
     """Memory of captured pieces that is not needed any more is for later ones."""
     last: dict[str, int] = {}
     for place, piece in enumerate(pieces):

@@ -55,7 +55,9 @@ class Attention(nn.Module):
             q, k = (norm(x.flatten(1)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
             q, k, v = (x.clamp(-config.clip, config.clip) for x in (q, k, v))
             q_weight = k_weight = None
-        return ops.rope_store(q, k, v, rope[0], rope[1], q_weight, k_weight, config.v_norm, self.eps, k_pages, v_pages, slot_T)
+        return ops.rope_store(
+            q, k, v, rope[0], rope[1], q_weight, k_weight, config.v_norm, self.eps, k_pages, v_pages, slot_T
+        )
 
     def mix(self, written: torch.Tensor, step: Step, cache: Cache) -> torch.Tensor:
         return ops.attention(

@@ -23,6 +23,7 @@ from anabranch.models.config import LayerConfig, ModelConfig
 from anabranch.moe.layer import MoELayer
 from anabranch.moe.setup import MoESetup
 
+
 class DecoderLayer(nn.Module):
     """Norm, attention, norm, feed-forward (dense or experts), with the residual carried separately."""
 
@@ -124,7 +125,10 @@ class Decoder(nn.Module):
     def forward(self, step: Step, caches: Sequence[Cache]) -> torch.Tensor:
         """Hidden rows x_TD after the last norm. The mixers leave what later steps need in `caches`, one a layer; with
         fewer caches than layers only the first layers run."""
-        parts = self.parts(step.token_T, step.position_T, step.num_tokens, len(caches))
+        return self.run(self.parts(step.token_T, step.position_T, step.num_tokens, len(caches)), step, caches)
+
+    def run(self, parts: Parts, step: Step, caches: Sequence[Cache]) -> torch.Tensor:
+        """A layer loop, this model's or a compiled one, with this model's mixers."""
         return run_parts(parts, lambda cut: self.mix(cut, self.write(cut, step, caches), step, caches))
 
     def parts(
