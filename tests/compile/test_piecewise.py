@@ -155,9 +155,9 @@ def test_a_piece_for_some_sizes_only_is_refused() -> None:
 
     sizes = [2, 17, 1000]
     check_sizes([example(lambda size: bool(size >= 2)), torch.zeros(3)], sizes)
-    with pytest.raises(AssertionError, match=r"good where Eq\(Mod.*not for \[2, 17\]"):
+    with pytest.raises(AssertionError, match=r"valid where Eq\(Mod.*not for \[2, 17\]"):
         check_sizes([example(lambda size: bool(size % 8 == 0))], sizes)
-    with pytest.raises(AssertionError, match="good for 1000 tokens only"):
+    with pytest.raises(AssertionError, match="valid for 1000 tokens only"):
         check_sizes([example(lambda size: bool(size == 1000))], sizes)
 
 
@@ -233,7 +233,7 @@ def test_compiled_once_for_all_sizes_and_starts(
         whole = torn.read_bytes()
         torn.write_bytes(whole[: len(whole) // 2])
         second = PieceCompiler("inductor", platform, LONGEST)
-        assert torch.equal(CompiledDecoder(model, second).run(prompt(model, 37), kv)[0], expected)
+        assert torch.equal(run(model, CompiledDecoder(model, second), prompt(model, 37), kv), expected)
         assert (second.num_loaded, second.num_compiled) == (2, 1)
         assert "is no compiled piece" in caplog.text
         assert sorted(path.stat().st_size > 1000 for path in torn.parent.iterdir()) == [True] * 3, "no leftovers"

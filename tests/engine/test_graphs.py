@@ -226,7 +226,7 @@ def test_a_batch_makes_one_size_that_earlier_ones_missed(
         assert generate(20) == {1, 2, 4, 8, 16, 32, 40}
         assert generate(3) == {1, 2, 4, 8, 16, 32, 40}, "a few prompts do not wait for it"
         assert generate(20) == {1, 2, 4, 8, 16, 32, 40}, "nor do many for what was missed a few times"
-        monkeypatch.setattr(capture, "WORTH_WAITING", 16)
+        monkeypatch.setattr(capture, "BUSY_MISSES", 16)
         assert generate(20) == {1, 2, 4, 8, 16, 24, 32, 40}
 
 

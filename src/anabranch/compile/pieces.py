@@ -47,7 +47,7 @@ class Buffers:
         )
 
     def rows(self, layer_id: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The beginning of `written` and of `mixed` as so many rows of a layer."""
+        """The beginning of `written` and of `mixed` as `num_rows` rows of a layer."""
         written, mixed = self.shapes[layer_id]
         return (
             self.written[: num_rows * math.prod(written)].view(num_rows, *written),

@@ -92,7 +92,7 @@ def trace(model: Decoder, look_into: bool) -> Traced:
     # Dynamo remembers models traced before and takes sizes that differ from theirs, of weights too, to be dynamic.
     static = torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
     with static, shown_to_compiler(BETWEEN_MIXERS, look_into):
-        torch.compile(_anew(decoder), fullgraph=True, backend=backend)(token_T, position_T, num_tokens)
+        torch.compile(_with_new_code(decoder), fullgraph=True, backend=backend)(token_T, position_T, num_tokens)
     (graph,) = graphs
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     by_name = dict(zip(names, given, strict=True))
@@ -114,7 +114,7 @@ def trace(model: Decoder, look_into: bool) -> Traced:
     )
 
 
-def _anew(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_new_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """With a code object of its own: Dynamo counts compilations by it, and another model is no recompilation."""
     code = function.__code__.replace()
     return types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
