@@ -145,8 +145,8 @@ class Decoder(nn.Module):
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
         ropes = [rotary(position_T) for rotary in self.rotaries]
         residual_TD = None
-        num_layers = len(self.layers) if num_layers is None else num_layers
-        for layer_id, layer in zip(range(num_layers), self.layers):
+        for layer_id in range(len(self.layers) if num_layers is None else num_layers):
+            layer = self.layers[layer_id]
             # One name for all: a tensor that has served its purpose must not stay in memory while a part runs.
             x, residual_TD = layer.before(x, residual_TD)
             x = yield Cut(layer_id, x, ropes[self.rope_of_layer[layer_id]])
