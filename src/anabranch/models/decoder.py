@@ -145,12 +145,14 @@ class Decoder(nn.Module):
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
         ropes = [rotary(position_T) for rotary in self.rotaries]
         residual_TD = None
-        for layer_id in range(len(self.layers) if num_layers is None else num_layers):
+        layer_id = 0
+        while layer_id < (len(self.layers) if num_layers is None else num_layers):  # torch 2.11 cannot trace a `for` here
             layer = self.layers[layer_id]
             # One name for all: a tensor that has served its purpose must not stay in memory while a part runs.
             x, residual_TD = layer.before(x, residual_TD)
             x = yield Cut(layer_id, x, ropes[self.rope_of_layer[layer_id]])
             x, residual_TD = layer.after(x, residual_TD, num_tokens)
+            layer_id += 1
         return self.norm.add(x, residual_TD)[0]
 
     def write(self, cut: Cut, step: Step, caches: Sequence[Cache]) -> torch.Tensor:
