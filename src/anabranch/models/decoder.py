@@ -145,10 +145,10 @@ class Decoder(nn.Module):
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
         ropes = [rotary(position_T) for rotary in self.rotaries]
         residual_TD = None
-        layer_id = 0
-        while layer_id < (len(self.layers) if num_layers is None else num_layers):  # torch 2.11 cannot trace a `for` here
+        layer_id, num_layers = 0, len(self.layers) if num_layers is None else num_layers
+        while layer_id < num_layers:  # torch 2.11 cannot trace a `for` loop with `yield` in it
             layer = self.layers[layer_id]
-            # One name for all: a tensor that has served its purpose must not stay in memory while a part runs.
+            # x is whatever goes from one part to the next: a second name would keep tensors in memory for too long.
             x, residual_TD = layer.before(x, residual_TD)
             x = yield Cut(layer_id, x, ropes[self.rope_of_layer[layer_id]])
             x, residual_TD = layer.after(x, residual_TD, num_tokens)
