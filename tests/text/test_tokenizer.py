@@ -103,10 +103,10 @@ def test_names_and_numbers(ours: dict, theirs: dict) -> None:
     for kind in KINDS:
         assert ours[kind].special_tokens == theirs[kind].special_tokens_map
         assert ours[kind].vocab_size == len(theirs[kind])
-        assert ours[kind].eos_ids == (theirs[kind].eos_token_id,)
-        assert ours[kind].bos_id == theirs[kind].bos_token_id
+        for name, token in ours[kind].special_tokens.items():
+            assert ours[kind].token_to_id(token) == getattr(theirs[kind], f"{name}_id")
     qwen = ours["qwen"]
-    assert qwen.id_to_token(qwen.eos_ids[0]) == "<|im_end|>" and qwen.bos_id is None
+    assert qwen.special_tokens["eos_token"] == "<|im_end|>" and "bos_token" not in qwen.special_tokens
     assert qwen.id_to_token(qwen.vocab_size) is None and qwen.id_to_token(qwen.vocab_size - 1) is not None
     assert qwen.token_to_id("nowhere to be found") is None
 
@@ -335,7 +335,7 @@ def test_smollm2(tmp_path: Path) -> None:
     for text in [*TEXTS, "<|im_start|>user\nWhat is 123456 + 7?<|im_end|>\n"]:
         assert_equal(tokenizer, judge, text)
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
-    assert tokenizer.eos_ids == (judge.eos_token_id,)
+    assert tokenizer.token_to_id(tokenizer.special_tokens["eos_token"]) == judge.eos_token_id
 
 
 def read_gguf(path: Path) -> dict[str, Any]:
