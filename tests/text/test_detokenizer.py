@@ -27,7 +27,7 @@ def token_ids(tokenizer: Tokenizer, *tokens: str) -> list[int]:
     """By their names in the vocabulary; bytes, which every kind but words has, as <0xE2>."""
     ids = []
     for token in tokens:
-        token_id = tokenizer.token_to_id(token)
+        token_id = tokenizer.backend.token_to_id(token)
         if token_id is None and (match := re.fullmatch("<0x(..)>", token)):
             byte = int(match[1], 16)
             token_id = next(i for i in range(tokenizer.vocab_size) if tokenizer.spellings[False][i] == bytes([byte]))

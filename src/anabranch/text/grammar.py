@@ -60,13 +60,17 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Backend, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """`tokenizer`: without padding and truncation. `vocab_size`: of the logits."""
-        llguidance = _llguidance()
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            needed = f"the Python package llguidance ({error}); run: pip install llguidance"
+            raise ValueError(f"structured output needs {needed}") from None
         if not eos_ids:
             raise ValueError("structured output needs an end-of-sequence token, and this model names none")
         text = tokenizer.to_str()
         self._trial = GrammarTrial(text, vocab_size, eos_ids)  # gets ready while this process does the same
         try:
-            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
+            self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
         except ValueError as error:
             self._trial.close()
             raise ValueError(f"structured output does not work with this tokenizer: {error}") from None
@@ -185,17 +189,9 @@ def fill_masks(matchers: Sequence[Matcher], mask_NM: torch.Tensor) -> None:
 
 @cache
 def _executor() -> Any:
-    return _llguidance().LLExecutor()
+    from llguidance import LLExecutor
 
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ValueError(
-            f"structured output needs the Python package llguidance ({error}); run: pip install llguidance"
-        ) from None
-    return llguidance
+    return LLExecutor()
 
 
 def _text(grammar: Grammar) -> tuple[str, str]:

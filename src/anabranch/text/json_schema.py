@@ -101,15 +101,12 @@ def follow(reference: str, root: dict[str, Any]) -> Any:
 
 
 def check_nesting(value: Any) -> None:
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_NESTING:
-            raise ValueError(f"is nested too deeply: at most {MAX_NESTING} brackets within brackets")
-        inner: list[Any] = []
-        for one in level:
-            inner += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        level = [one for one in inner if isinstance(one, dict | list)]
+    level: list[Any] = [[value]]
+    for _ in range(MAX_NESTING + 1):
+        inner = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
+        level = [part for part in inner if isinstance(part, dict | list)]
+    if level:
+        raise ValueError(f"is nested too deeply: at most {MAX_NESTING} brackets within brackets")
 
 
 def _inside(schema: dict[str, Any]) -> list[Any]:
@@ -336,8 +333,8 @@ class Alternative(list[dict[str, Any]]):
 
     def range(self, low: str, high: str) -> tuple[float, float]:
         """The bounds that some keywords state, separated by spaces."""
-        lows = [part[word] for part in self for word in low.split() if _is_number(part.get(word))]
-        highs = [part[word] for part in self for word in high.split() if _is_number(part.get(word))]
+        lows = [part[word] for part in self for word in low.split() if type(part.get(word)) in (int, float)]
+        highs = [part[word] for part in self for word in high.split() if type(part.get(word)) in (int, float)]
         return max(lows, default=float("-inf")), min(highs, default=float("inf"))
 
 
@@ -365,20 +362,17 @@ class Overlap:
             )
         result = rewrite(schema, lambda one, word, place: self.without_one_of(one, f"{path}/{word}{place}"))
         if isinstance(schema.get("oneOf"), list):
-            self._check(schema, path)
+            common = {word: value for word, value in schema.items() if word != "oneOf"}
+            for (i, one), (j, other) in combinations(enumerate(schema["oneOf"]), 2):
+                if not self.disjoint([one, common], [other, common]):
+                    raise ValueError(
+                        f"has a oneOf at {path} whose options {i} and {j} may both fit a value, which a grammar cannot "
+                        f"exclude; use anyOf, or give each option a required property with a const of its own"
+                    )
             options = {"anyOf": result.pop("oneOf")}
             result.pop("discriminator", None)
             result |= {"allOf": [*result.get("allOf", []), options]} if "anyOf" in result else options
         return result
-
-    def _check(self, schema: dict[str, Any], path: str) -> None:
-        common = {word: value for word, value in schema.items() if word != "oneOf"}
-        for (i, one), (j, other) in combinations(enumerate(schema["oneOf"]), 2):
-            if not self.disjoint([one, common], [other, common]):
-                raise ValueError(
-                    f"has a oneOf at {path} whose options {i} and {j} may both fit a value, which a grammar cannot "
-                    f"exclude; use anyOf, or give each option a required property with a const of its own"
-                )
 
     def disjoint(self, ones: list[Any], others: list[Any], level: int = 0) -> bool:
         """No value fits all of the ones and all of the others; False if that cannot be shown."""
@@ -452,11 +446,9 @@ def _values(part: dict[str, Any]) -> list[Any] | None:
 
 
 def _type(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
     if isinstance(value, float):
         return "integer" if value.is_integer() else "fraction"
-    names: dict[type, str] = {str: "string", int: "integer", type(None): "null", list: "array"}
+    names = {bool: "boolean", str: "string", int: "integer", type(None): "null", list: "array"}
     return names.get(type(value), "object")
 
 
@@ -469,7 +461,3 @@ def _canonical(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{json.dumps(key)}:{_canonical(value[key])}" for key in sorted(value)) + "}"
     return json.dumps(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

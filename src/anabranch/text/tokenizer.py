@@ -33,18 +33,12 @@ class Tokenizer:
         config = read_tokenizer_config(self.folder)
         self.special_tokens = named_special_tokens(config)
         """Such as {"eos_token": "</s>"}: what a chat template may name."""
-        try:
-            self.backend.add_tokens(_missing_tokens(config, self.backend))
-        except ValueError as error:
-            raise ValueError(f"{self.folder / 'tokenizer_config.json'}: {error}") from None
+        self.backend.add_tokens(_missing_tokens(self.folder, config, self.backend))
         # A file may ask for both; but a prompt is never cut silently, and the batch pads.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-        try:
-            self.decoding = read_decoding(self.backend.decoder)
-        except ValueError as error:
-            raise ValueError(f"{self.folder / 'tokenizer.json'}: {error}") from None
+        self.decoding = read_decoding(self.folder, self.backend.decoder)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max([self.backend.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
@@ -59,10 +53,6 @@ class Tokenizer:
         except (OverflowError, TypeError):
             raise ValueError(f"a token id must be an integer from 0 to 4294967295, not {token_id!r}") from None
         return token
-
-    def token_to_id(self, token: str) -> int | None:
-        token_id: int | None = self.backend.token_to_id(token)
-        return token_id
 
     @cached_property
     def special_text(self) -> SpecialText:
@@ -170,14 +160,10 @@ class Spellings(dict[int, bytes | None]):
         return self[token_id]
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one visible character: itself where it is one, else from U+0100 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = sorted(set(range(0x100)) - set(visible))
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTE_OF = _byte_level_alphabet()
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = sorted(set(range(0x100)) - set(_VISIBLE))
+_BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {chr(0x100 + i): byte for i, byte in enumerate(_HIDDEN)}
+"""Byte-level BPE writes each byte as one visible character: itself where it is one, else from U+0100 on."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -224,7 +210,7 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("anabranch-bytewise", _replace_each_byte)
 
 
-def read_decoding(decoder: Any) -> Decoding:
+def read_decoding(folder: Path, decoder: Any) -> Decoding:
     """The library's decoder as a Decoding, for the decoders that generating models have."""
     if decoder is None:
         return Decoding(separator=" ")
@@ -250,8 +236,9 @@ def read_decoding(decoder: Any) -> Decoding:
                 found["num_strip"] = start
             case _:
                 raise ValueError(
-                    f"the decoder's step {json.dumps(step, ensure_ascii=False)} is not supported; supported are "
-                    f"ByteLevel, and Replace, Metaspace, ByteFallback, Fuse, Strip as SentencePiece models have them"
+                    f"{folder / 'tokenizer.json'}: the decoder's step {json.dumps(step, ensure_ascii=False)} is not "
+                    f"supported; supported are ByteLevel, and Replace, Metaspace, ByteFallback, Fuse, Strip as "
+                    f"SentencePiece models have them"
                 )
     return Decoding(replace=tuple(replace), **found)
 
@@ -293,14 +280,15 @@ def _content(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _missing_tokens(config: dict[str, Any], backend: Backend) -> list[AddedToken]:
+def _missing_tokens(folder: Path, config: dict[str, Any], backend: Backend) -> list[AddedToken]:
     """Tokens of tokenizer_config.json that tokenizer.json may lack, or not have as special."""
     flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     try:
         added = {int(token_id): token for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
         tokens = [AddedToken(**{flag: added[id][flag] for flag in flags if flag in added[id]}) for id in sorted(added)]
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"added_tokens_decoder must map ids to tokens with their flags ({error})") from None
+        path = folder / "tokenizer_config.json"
+        raise ValueError(f"{path}: added_tokens_decoder must map ids to tokens with their flags ({error})") from None
     known = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
     others = config.get("extra_special_tokens", config.get("additional_special_tokens")) or []
     names = [*named_special_tokens(config).values(), *(others if isinstance(others, list) else [])]
