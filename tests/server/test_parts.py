@@ -134,11 +134,12 @@ def test_one_call_if_only_one_is_wanted() -> None:
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from anabranch.text.grammar import GrammarCompiler
+    from anabranch.text.tokenizer import Tokenizer
     from tools import tiny_model
 
     folder = tmp_path_factory.mktemp("tokenizer")
     tiny_model.write_tokenizer(folder)
-    return GrammarCompiler(folder, 257, [256])
+    return GrammarCompiler(Tokenizer(folder).backend, 257, [256])
 
 
 def accepts(compiler: Any, wanted: Grammar, text: str) -> bool:
