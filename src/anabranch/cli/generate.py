@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch import bundled
 from anabranch.config import GENERATION_CONFIG_HELP, GENERATION_CONFIGS, add_flags, flags
 from anabranch.models.generation import NAMES
-from anabranch.ranges import at_least
+from anabranch.options import at_least
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 

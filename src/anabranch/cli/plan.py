@@ -18,7 +18,7 @@ from anabranch.engine import plan as planning
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import ModelConfig, read_config
-from anabranch.ranges import above_zero, at_least
+from anabranch.options import above_zero, at_least
 
 COMMON_MEMORY = (24, 48, 80, 141)  # GB
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}

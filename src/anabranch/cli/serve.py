@@ -24,7 +24,7 @@ from anabranch.config import (
     STREAM_OPTIONS,
     EngineConfig,
 )
-from anabranch.ranges import above_zero, at_least
+from anabranch.options import above_zero, at_least
 
 RARE_HELP = FLAG_HELP | {
     "load_format": "dummy: random weights, only the config is read",

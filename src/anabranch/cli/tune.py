@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.config import CHOICES, add_flags
 from anabranch.kernels import compile_server
-from anabranch.ranges import at_least
+from anabranch.options import at_least
 
 if TYPE_CHECKING:
     import torch
