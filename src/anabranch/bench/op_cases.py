@@ -225,7 +225,7 @@ def attention_case(
     for _ in range(min(4, num_sets(per_layer))):
         kv = setting.normal(2, requests * pages_each, page_size, heads.num_kv_heads, heads.head_dim)
         given.append((setting.normal(requests * queries, heads.num_heads, heads.head_dim), kv[0], kv[1], *rest))
-    # Of a causal square half is seen; behind a window no more than the window.
+    # A causal mask leaves half of the square; a window leaves each token at most the window.
     pairs = requests * (context * (context + 1) / 2 - (context - seen) * (context - seen + 1) / 2)
     if queries == 1:
         pairs = requests * seen

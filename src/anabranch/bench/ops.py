@@ -46,7 +46,7 @@ CEILINGS = {"NVIDIA H200": (4.6e12, 777e12)}
 MODES = ("default", "reduce-overhead", "max-autotune")
 COMPILED_TOKENS = (1, 2, 2048, 250_000)
 ENOUGH_CALLS = 48
-"""Calls in one captured graph: with so many, the time between two replays does not matter."""
+"""Calls in one captured graph: at this number, the time between two replays does not matter."""
 
 Row = dict[str, Any]
 
