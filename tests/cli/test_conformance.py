@@ -15,8 +15,7 @@ import torch
 
 import anabranch
 from anabranch import conformance, ops
-from anabranch.conformance import contract, models, tiny
-from anabranch.conformance.result import Result
+from anabranch.conformance import Result, contract, models, tiny
 from anabranch.models import config
 from anabranch.ops.op import Kernel
 from anabranch.platforms import Platform

@@ -1,6 +1,6 @@
-"""A tiny checkpoint of each family, written here: config.json as the hub has it and random weights.
+"""Writes a tiny checkpoint of each family: config.json as on the hub, and random weights.
 
-Sizes are multiples of 16 and heads 64 wide, so that kernels which want such shapes are used.
+Sizes are multiples of 16 and heads are 64 wide, so that kernels which need such shapes are used.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def write(model_type: str, folder: Path, seed: int = 0) -> None:
-    """A checkpoint folder of the family."""
+    """Write a checkpoint folder of the family."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type} | FAMILIES[model_type]))
     generator = torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ def write(model_type: str, folder: Path, seed: int = 0) -> None:
         for piece in layouts[-1]:
             shape = torch.empty(target.shape, device="meta")[piece.index].shape
             noise = torch.randn(shape, generator=generator)
-            if len(shape) > 1:  # the sum over inputs keeps its size; routers are loud, so that no choice is a close one
+            if len(shape) > 1:  # outputs as large as inputs; router weights larger, so that no choice is close
                 tensors[piece.name] = noise * shape[-1] ** -0.5 * (8 if ".router." in name else 1)
             else:
                 tensors[piece.name] = noise * 0.1 + (0 if name.endswith("bias") else 1)
@@ -87,7 +87,7 @@ def write(model_type: str, folder: Path, seed: int = 0) -> None:
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """fp32 tensors: the length of a header, the header, the bytes."""
+    """Write fp32 tensors: the length of a header, the header, the bytes."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + 4 * math.prod(tensor.shape)
