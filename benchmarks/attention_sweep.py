@@ -31,10 +31,10 @@ import torch
 import triton
 
 from anabranch import ops, platforms
-from anabranch.kernels.timing import microseconds
+from anabranch.kernels.compiling.precompile import precompile, recording
 from anabranch.kernels.triton import attention, attention_tiles
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, PrefillTile
-from anabranch.kernels.triton.precompile import precompile, recording
+from anabranch.kernels.tuning.timing import microseconds
 
 TINY = not torch.cuda.is_available()
 DEVICE, DTYPE = ("cpu", torch.float32) if TINY else ("cuda", torch.bfloat16)

@@ -28,7 +28,7 @@ CASES = {
     "mixtral": next(case for case in tiny.CASES if case.model_type == "mixtral"),
     "packed": tiny.Case(name="packed", model_type="qwen2_moe", seed=3, settings=PACKED),
 }
-BY_TRITON = (SimpleNamespace(provider="triton"),)
+WITH_TRAITS = (SimpleNamespace(traits=("unreduced_rows", "sums_rows")),)
 
 
 def layers_of(model: Decoder) -> list[MoELayer]:
@@ -105,9 +105,9 @@ def test_it_is_asked_of_triton_alone(combine: str, platform: FakePlatform, monke
         return layer.sum_later
 
     assert chosen() is None
-    monkeypatch.setattr(ops.experts, "bound", BY_TRITON)
+    monkeypatch.setattr(ops.experts, "bound", WITH_TRAITS)
     assert chosen() is None, "the norm's kernel has to be there too"
-    monkeypatch.setattr(ops.sum_add_rms_norm, "bound", BY_TRITON)
+    monkeypatch.setattr(ops.sum_add_rms_norm, "bound", WITH_TRAITS)
     assert chosen() == (SUM_LATER if combine in ("auto", "unfused") else None)
     monkeypatch.setattr(ops.experts, "bound", ())
     assert chosen() is None

@@ -41,5 +41,5 @@ def apply(options: MoEOptions, model: nn.Module) -> None:
 
 
 def sums_later() -> bool:
-    """Whether the kernels of this platform gain by it: Triton's write experts' rows anyway, and its norm sums them."""
-    return all(op.bound and op.bound[0].provider == "triton" for op in (ops.experts, ops.sum_add_rms_norm))
+    """Whether it saves work here: the experts' kernel writes unreduced rows anyway, and the norm's kernel sums them."""
+    return ops.experts.has_trait("unreduced_rows") and ops.sum_add_rms_norm.has_trait("sums_rows")

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from anabranch.conformance.judge import faults
+from anabranch.kernels.compiling.precompile import precompile, recording
 from anabranch.kernels.triton import attention as kernel
 from anabranch.kernels.triton import attention_decode, attention_tiles
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, Machine, PrefillTile
-from anabranch.kernels.triton.precompile import precompile, recording
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, interpreter, run_interpreted

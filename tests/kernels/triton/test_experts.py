@@ -18,8 +18,9 @@ from anabranch.compile.sizes import decode_sizes, prefill_sizes
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
-from anabranch.kernels.triton import experts_plan, experts_tiles
-from anabranch.kernels.triton.experts_tiles import (
+from anabranch.kernels.triton import experts_plan
+from anabranch.kernels.tuning import experts_tiles
+from anabranch.kernels.tuning.experts_tiles import (
     SMALL_TOKENS,
     GroupedTiles,
     HopperTiles,

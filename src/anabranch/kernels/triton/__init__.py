@@ -1,9 +1,9 @@
 """Kernels in Triton, for GPUs. Each runs in Triton's interpreter too, which is how the CPU tests judge it."""
 
+from anabranch.kernels.compiling import cache_keys
 from anabranch.kernels.triton import (
     activation,
     attention,
-    cache_keys,
     count_experts,
     decode_inputs,
     draw,

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.gluon_names import barrier, thread_load, tma_load
+from anabranch.kernels.compiling.gluon_names import barrier, thread_load, tma_load
 
 LOWEST = gl.constexpr(-1.0e30)
 LOADING = gl.constexpr(128)

@@ -28,8 +28,9 @@ from anabranch.kernels.triton.experts_grouped import down_grouped, gate_up_group
 from anabranch.kernels.triton.experts_plan import make_plan
 from anabranch.kernels.triton.experts_small import down_pair, down_token, gate_up_small
 from anabranch.kernels.triton.experts_sum import sum_rows
-from anabranch.kernels.triton.experts_tables import Shape, table_for
-from anabranch.kernels.triton.experts_tiles import (
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2, num_processors
+from anabranch.kernels.tuning.experts_tables import Shape, table_for
+from anabranch.kernels.tuning.experts_tiles import (
     CHUNK,
     GroupedTiles,
     HopperTiles,
@@ -41,7 +42,6 @@ from anabranch.kernels.triton.experts_tiles import (
     choose,
     padded_tokens,
 )
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2, num_processors
 from anabranch.ops.experts import COMBINES
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,13 @@ def accepts(
     )
 
 
-@ops.experts.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+@ops.experts.kernel(
+    "triton",
+    on=("cuda", "hip", "xpu"),
+    accepts=accepts,
+    tuner="anabranch.kernels.tuning.experts_tuner",
+    traits=("unreduced_rows",),
+)
 def experts(
     x_TD: torch.Tensor,
     weight_TK: torch.Tensor,

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from anabranch.kernels.compiling.gluon_names import thread_load, tma_load
 from anabranch.kernels.triton.experts_ring import (
     announce,
     hear,
@@ -34,7 +35,6 @@ from anabranch.kernels.triton.experts_ring import (
     multiply_slab,
     multiply_two,
 )
-from anabranch.kernels.triton.gluon_names import thread_load, tma_load
 
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How both operands lie in shared memory: rows of 64 elements, swizzled over 128 bytes."""

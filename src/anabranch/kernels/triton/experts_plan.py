@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.experts_tiles import padded_tokens
 from anabranch.kernels.triton.launch import cdiv, next_power_of_2
+from anabranch.kernels.tuning.experts_tiles import padded_tokens
 
 ONE_KERNEL = (256, 512, 1024, 2048, 4096, 8192)
 """Up to so many pairs every program counts all of them, and each of these bounds is a version of the kernel; above, a

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anabranch.kernels.triton.gluon_names import barrier
+from anabranch.kernels.compiling.gluon_names import barrier
 
 # Long parameter lists; one name per line would hide what they do.
 # fmt: off

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from anabranch.kernels.triton.versions import gluon_problem
+from anabranch.kernels.compiling.versions import gluon_problem
 
 log = logging.getLogger(__name__)
 

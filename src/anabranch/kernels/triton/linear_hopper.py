@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.gluon_names import barrier, tma_load
+from anabranch.kernels.compiling.gluon_names import barrier, tma_load
 from anabranch.kernels.triton.launch import cdiv, lasting_zeros, num_processors
 
 TILE, DEPTH = 64, 256

@@ -198,7 +198,7 @@ def accepts_sum(
     )
 
 
-@ops.sum_add_rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_sum)
+@ops.sum_add_rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_sum, traits=("sums_rows",))
 def sum_add_rms_norm(
     rows_TKD: torch.Tensor, expert_TK: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

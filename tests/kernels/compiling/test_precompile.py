@@ -23,8 +23,8 @@ import triton.language as tl  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from anabranch.kernels import compile_server  # noqa: E402
-from anabranch.kernels.triton import experts_hopper, experts_plan, experts_sum, precompile  # noqa: E402
+from anabranch.kernels.compiling import compile_server, precompile  # noqa: E402
+from anabranch.kernels.triton import experts_hopper, experts_plan, experts_sum  # noqa: E402
 from tests.kernels.triton.ahead_of_time import NoDevice  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
@@ -113,7 +113,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from tests.kernels.triton.ahead_of_time import NoDevice
-from tests.kernels.triton.test_precompile import launch
+from tests.kernels.compiling.test_precompile import launch
 driver.set_active(NoDevice())
 hits = []
 knobs.compilation.listener = lambda **what: hits.append(what["cache_hit"])
@@ -196,7 +196,7 @@ def test_failures_are_named_and_the_rest_is_compiled(cache: Path, caplog: pytest
     failed = precompile.precompile([*bomb, *wrong, *good], workers=1)
     assert sorted(failed) == sorted([wrong[0].name, bomb[0].name])
     assert good[0].is_cached() and not wrong[0].is_cached()
-    assert "arange's range must be a power of 2" in caplog.text and "the compiler died of SIGABRT" in caplog.text
+    assert "arange's range must be a power of 2" in caplog.text and "the compiler was ended by SIGABRT" in caplog.text
 
 
 def test_a_kernel_that_a_launch_would_not_find_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,14 +226,14 @@ def test_a_few_are_compiled_here(cache: Path, caplog: pytest.LogCaptureFixture) 
     assert not compile_server.running()
     assert jobs[0].is_cached() and "CompilationError" in caplog.text
     assert precompile.precompile(record(64), deadline=0) == [record(64)[0].name]
-    assert "there was no more time" in caplog.text
+    assert "out of time" in caplog.text
 
 
 def test_a_deadline_gives_a_batch_up_and_the_next_is_compiled(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     jobs = record(16, 32, 64, 128)
     server = compile_server.start()
     assert sorted(precompile.precompile(jobs, deadline=0)) == sorted(job.name for job in jobs)
-    assert "there was no more time" in caplog.text
+    assert "out of time" in caplog.text
     counted: list[tuple[int, int]] = []
     more = record(256, 512)
     assert precompile.precompile(more, progress=lambda *count: counted.append(count)) == []
@@ -255,7 +255,7 @@ def test_a_broken_server_fails_its_jobs_and_is_replaced(cache: Path, caplog: pyt
 
 def test_the_server_goes_with_its_program() -> None:
     code = (
-        "import os; from anabranch.kernels import compile_server; "
+        "import os; from anabranch.kernels.compiling import compile_server; "
         "print(compile_server.start()._process.pid, flush=True); os._exit(1)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -324,7 +324,7 @@ def test_it_starts_early_on_a_first_start_only(
 
 
 def test_asking_for_the_server_imports_no_torch() -> None:
-    code = "import sys; from anabranch.kernels import compile_server; sys.exit('torch' in sys.modules)"
+    code = "import sys; from anabranch.kernels.compiling import compile_server; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
@@ -332,9 +332,9 @@ def test_asking_for_the_server_imports_no_torch() -> None:
 ON_A_GPU = """
 import torch
 from triton import knobs
-from anabranch.kernels import compile_server
+from anabranch.kernels.compiling import compile_server
 from anabranch.kernels.triton import experts
-from anabranch.kernels.triton.precompile import precompile, recording
+from anabranch.kernels.compiling.precompile import precompile, recording
 from anabranch.ops import experts as op
 torch.manual_seed(0)
 calls = [sample for label, sample in op.samples(torch.bfloat16, torch.Generator("cpu").manual_seed(0))][:4]
