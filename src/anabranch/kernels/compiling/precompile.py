@@ -28,7 +28,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITCallable, JITFunction, MockTensor
+from triton.runtime.jit import JITCallable, JITFunction
 
 from anabranch.kernels.compiling import compile_server
 
@@ -180,31 +180,17 @@ def _zeroed() -> Iterator[None]:
             setattr(owner, name, function)
 
 
-def job_of(kernel: JITFunction[Any], *args: Any, **kwargs: Any) -> Job | None:
-    """The job of a launch with these arguments: tensors, or torch dtypes for tensors aligned to 16 bytes, and numbers;
-    constants and options by keyword. None if this process has loaded the kernel already."""
-    with recording() as jobs:
-        kernel.run(*(MockTensor.wrap_dtype(arg) for arg in args), grid=(1,), warmup=True, **kwargs)
-    return jobs[0] if jobs else None
-
-
-def precompile(
-    jobs: Sequence[Job],
-    workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    deadline: float | None = None,
-) -> list[str]:
+def precompile(jobs: Sequence[Job], workers: int | None = None, deadline: float | None = None) -> list[str]:
     """Compile jobs into Triton's cache; returns the names of those that failed.
 
-    `workers`: processes at a time (default: the cores this process may use). `progress(done, total)` counts jobs that
-    were not in the cache. `deadline`: seconds that this may take.
+    `workers`: processes at a time (default: the cores this process may use). `deadline`: seconds that this may take.
     """
     until = None if deadline is None else time.monotonic() + deadline
     unique = {job.hash(): job for job in jobs}
     missing = [job for job in unique.values() if not job.is_cached()]
     # Start with the slowest: Gluon kernels by far, otherwise those with the longest source.
     missing.sort(key=lambda job: (job.kernel.is_gluon(), len(job.kernel.src)), reverse=True)
-    batch = Batch(missing, progress)
+    batch = Batch(missing)
     if len(missing) <= FEW and not compile_server.running():
         batch.compile_here(missing, until)
     elif missing:
@@ -218,15 +204,12 @@ def precompile(
 class Batch:
     """Jobs to compile, and their results."""
 
-    def __init__(self, jobs: list[Job], progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, jobs: list[Job]) -> None:
         self.jobs = jobs
-        self.progress = progress
-        self.num_done = 0
         self.seconds: list[float] = []
         self.failed: list[str] = []
 
     def done(self, job: Job, seconds: float, error: str | None) -> None:
-        self.num_done += 1
         if error is None and not job.is_cached():
             error = "it was compiled under another key than a launch looks up"
         if error is None:
@@ -234,8 +217,6 @@ class Batch:
         else:
             self.failed.append(job.name)
             log.warning("%s is not compiled: %s", job.name, error)
-        if self.progress is not None:
-            self.progress(self.num_done, len(self.jobs))
 
     def compile_here(self, jobs: Sequence[Job], until: float | None) -> None:
         for job in jobs:
