@@ -1,4 +1,4 @@
-"""Bit masks in place: only the forbidden logits are touched, and none is read.
+"""Bit masks in place: only forbidden logits are written, and none is read.
 
 R rows of logits, V vocabulary, N rows that are masked, M words of 32 bits.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options
 
 BLOCK = 2048
 
@@ -48,8 +48,7 @@ def mask_logits(
     (num_rows, num_words), vocabulary = allowed_NM.shape, logits_RV.shape[1]
     if num_rows == 0:
         return
-    dependent = dependent_launch(logits_RV.device)
     mask_kernel[(num_rows, cdiv(vocabulary, BLOCK))](
         logits_RV, row_N, allowed_NM, vocabulary, logits_RV.stride(0), num_words, allowed_NM.stride(0), value,
-        BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **({"launch_pdl": True} if dependent else {}),
+        BLOCK=BLOCK, num_warps=4, **launch_options(dependent_launch(logits_RV.device)),
     )  # fmt: skip
