@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from anabranch import ops
 from anabranch.kernels.triton.exact import EXACT
 from anabranch.kernels.triton.gated import activate
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
 from anabranch.ops.activation import ACTIVATIONS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,9 +29,7 @@ def gated_activation_kernel(
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < I
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     gate = tl.load(x_T2I + t * x_stride + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_T2I + t * x_stride + I + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_TI + t * I + i, activate(gate, up, ACTIVATION).to(y_TI.dtype.element_ty), mask=inside)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
 
 BLOCK = 512
 
@@ -20,9 +19,7 @@ BLOCK = 512
 def count_kernel(
     expert_LTK, count_LE, num_ids, ids_per_layer, num_experts, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_LTK + i, mask=i < num_ids, other=-1)
     place = (i // ids_per_layer) * num_experts + expert

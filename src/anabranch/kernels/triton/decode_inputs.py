@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
 
 BOUNDS = (64, 1024, 4096)
 """The single program has more entries than rows; each bound is a version of the kernel."""
@@ -25,9 +24,7 @@ def inputs_kernel(
     ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS > R."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     row = tl.arange(0, ROWS)
     there = row < num_rows
     slot = tl.load(packed_3R + row, mask=there, other=-1)
@@ -49,9 +46,7 @@ def pages_kernel(
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of columns); the first block also writes the token's slot."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0)
     slot = tl.load(packed_3R + row).to(tl.int64)
     owned = slot >= 0

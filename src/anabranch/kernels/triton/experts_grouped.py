@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.triton.gated import activate
+from anabranch.kernels.triton.launch import wait_for_predecessor
 
 
 @triton.jit
@@ -89,9 +89,7 @@ def gate_up_grouped(
     SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h[row, columns] = activation(gate · x) · (up · x) of one tile and BN columns."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     tile, block = tile_of_program(max_tiles, tl.cdiv(inner, BN), GROUP)
     expert, row, pair, real = rows_of_tile(expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM, MATCH)
     if expert < 0:
@@ -126,9 +124,7 @@ def down_grouped(
     SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """rows[pair, columns] = weight · (down · h), or with ADD its fp32 sum into y[token, columns]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     tile, block = tile_of_program(max_tiles, tl.cdiv(D, BN), GROUP)
     expert, row, pair, real = rows_of_tile(expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM, MATCH)
     if expert < 0:

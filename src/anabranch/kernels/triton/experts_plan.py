@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.launch import cdiv, next_power_of_2
+from anabranch.kernels.triton.launch import cdiv, next_power_of_2, wait_for_predecessor
 from anabranch.kernels.tuning.experts_tiles import padded_tokens
 
 ONE_KERNEL = (256, 512, 1024, 2048, 4096, 8192)
@@ -93,9 +92,7 @@ def order_rows(
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_pairs(expert_N, count_GE, num_pairs, CHUNK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr):
     g = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     pair = g * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(expert_N + pair, mask=pair < num_pairs, other=-1)
     tl.store(count_GE + g * EP + tl.arange(0, EP), tl.histogram(expert, EP, mask=expert >= 0))
@@ -111,9 +108,7 @@ def place_pairs(
     """Every program places the pairs of its chunk and writes its share of the tiles."""
     g = tl.program_id(0)
     e = tl.arange(0, EP)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     pair = g * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(expert_N + pair, mask=pair < num_pairs, other=-1)
     weight = tl.load(weight_TK + pair, mask=expert >= 0, other=0.0)

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.triton.gated import activate
+from anabranch.kernels.triton.launch import wait_for_predecessor
 
 
 @triton.jit
@@ -38,9 +38,7 @@ def gate_up_small(
 ):  # fmt: skip
     """ROWS columns of h (ROWS gate rows and their up rows) of one pair, or of all pairs that share its expert."""
     pair = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     e = tl.load(expert_N + pair)
     if e < 0:
         return
@@ -102,9 +100,7 @@ def down_token(
         for c in tl.static_range(NUM_CHUNKS):
             inside = (e >= 0) & (c * CHUNK + i < inner)
             w = w + (tl.load(down_EDI + e * (D * inner) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     for k in tl.static_range(AHEAD, K):
         e = tl.load(expert_TK + t * K + k).to(tl.int64)
         for c in tl.static_range(NUM_CHUNKS):
@@ -147,9 +143,7 @@ def down_pair(
     for c in tl.static_range(NUM_CHUNKS):
         inside = own & (c * CHUNK + i < inner)
         w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     if own:
         h_ptr = h_NI + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
         while pair < num_pairs:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.triton.launch import wait_for_predecessor
 
 
 @triton.jit
@@ -19,9 +20,7 @@ def sum_rows(
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, KP)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     expert = tl.load(expert_TK + t * K + k, mask=k < K, other=-1)
     there = expert >= 0
     if FIRST:

@@ -13,6 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.compiling.versions import gluon_problem
 
@@ -29,6 +32,14 @@ def dependent_launch(device: torch.device) -> bool:
 def launch_options(dependent: bool) -> dict[str, Any]:
     """For a kernel with the constant DEPENDENT, which waits on the device for its predecessor."""
     return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+
+
+@triton.jit
+def wait_for_predecessor(DEPENDENT: tl.constexpr):
+    """With dependent launch: wait until the kernels before have finished, then let the next one start."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def is_hopper(device: torch.device) -> bool:

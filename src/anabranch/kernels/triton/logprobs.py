@@ -13,10 +13,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, next_power_of_2
+from anabranch.kernels.triton.launch import (
+    cdiv,
+    dependent_launch,
+    launch_options,
+    next_power_of_2,
+    wait_for_predecessor,
+)
 from anabranch.kernels.triton.sample import MAX_CHUNKS, MAX_VOCABULARY, NUM_SCANNING, STRETCH, TILE, choose_split
 from anabranch.kernels.triton.sample_search import LOWEST, from_key, to_key
 
@@ -31,9 +36,7 @@ def measure_kernel(
     TILE: tl.constexpr, STRETCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): `tiles` of the row's `num_tiles`."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     t, chunk = tl.program_id(0), tl.program_id(1)
     row = logits + t.to(tl.int64) * stride
     chosen = tl.load(row + tl.load(token_T + t))
@@ -62,9 +65,7 @@ def list_kernel(
     V, stride, num_chunks, N,
     STRETCH: tl.constexpr, STRETCHES: tl.constexpr, CHUNKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     t = tl.program_id(0)
     row = logits + t.to(tl.int64) * stride
     chunk = tl.arange(0, CHUNKS)

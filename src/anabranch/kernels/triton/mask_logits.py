@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
 
 BLOCK = 2048
 
@@ -20,9 +19,7 @@ BLOCK = 2048
 def mask_kernel(
     logits, row_N, allowed, V, stride, num_words, words_stride, value, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     n = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(allowed + n.to(tl.int64) * words_stride + token // 32, mask=token < num_words * 32, other=0)

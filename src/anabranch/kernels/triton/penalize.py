@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.exact import EXACT
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
 
 BLOCK = 1024
 PARTS = ["row_N", "table_row_N", "presence_N", "frequency_N", "repetition_N"]
@@ -25,9 +24,7 @@ def penalize_kernel(
     logits, row_N, count_PV, prompt_PV, table_row_N, presence_N, frequency_N, repetition_N, V, stride, table_stride,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     n = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = token < V
