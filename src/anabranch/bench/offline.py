@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch import __version__
 from anabranch.bench.records import bundled, commit
 from anabranch.config import add_flags, flags
-from anabranch.kernels import compile_server
+from anabranch.kernels.compiling import compile_server
 from anabranch.loader.locate import locate
 from anabranch.options import above_zero, add_shared, at_least
 from anabranch.sampling_params import SamplingParams

@@ -30,7 +30,7 @@ from anabranch import kernels, ops, platforms
 from anabranch.bench.op_cases import CASES, Case, Setting
 from anabranch.bench.op_shapes import TINY, shape
 from anabranch.bench.records import TARGETS, commit, plot_file, pyplot
-from anabranch.kernels.timing import microseconds
+from anabranch.kernels.tuning.timing import microseconds
 from anabranch.loader.load import DTYPES
 from anabranch.ops.experts import COMBINES
 from anabranch.options import at_least
@@ -119,7 +119,7 @@ def compile_first(wanted: list[str], setting: Setting) -> None:
     """Compile all kernels in parallel, instead of each at its first call."""
     if setting.platform.device.type == "cpu" or "triton" not in setting.platform.providers:
         return
-    from anabranch.kernels.triton.precompile import precompile, recording
+    from anabranch.kernels.compiling.precompile import precompile, recording
 
     with contextlib.suppress(RuntimeError):  # what fails here fails again below, where the op is named
         with torch.inference_mode(), recording() as jobs:

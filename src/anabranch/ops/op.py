@@ -45,6 +45,10 @@ class Kernel(Generic[P, R]):
     """Platform names; None: any."""
     needs: Callable[[Platform], bool] | None
     accepts: Callable[P, bool] | None
+    tuner: str = ""
+    """The module that can tune this kernel; "": none."""
+    traits: tuple[str, ...] = ()
+    """Properties that a caller may rely on; the op's callers define their names."""
 
 
 class Op(Generic[P, R]):
@@ -93,6 +97,8 @@ class Op(Generic[P, R]):
         on: tuple[str, ...] | None = None,
         needs: Callable[[Platform], bool] | None = None,
         accepts: Callable[P, bool] | None = None,
+        tuner: str = "",
+        traits: tuple[str, ...] = (),
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Register a kernel. Its parameters must be the reference's, checked here, at import."""
 
@@ -102,10 +108,19 @@ class Op(Generic[P, R]):
             self._check_parameters(function)
             if accepts is not None:
                 self._check_parameters(accepts)
-            self.kernels[provider] = Kernel(provider, function, on, needs, accepts)
+            self.kernels[provider] = Kernel(provider, function, on, needs, accepts, tuner, traits)
             return function
 
         return register
+
+    @property
+    def tuner(self) -> str:
+        """The module that can tune the first bound kernel; "" if it has none."""
+        return self.bound[0].tuner if self.bound else ""
+
+    def has_trait(self, trait: str) -> bool:
+        """Whether the first bound kernel has this property."""
+        return bool(self.bound) and trait in self.bound[0].traits
 
     def _check_parameters(self, function: Callable[..., object]) -> None:
         expected, given = _parameters(self.reference), _parameters(function)

@@ -1,4 +1,4 @@
-"""A draw from all tokens, or the best: the first and the last step of sample.py, with nothing between them."""
+"""A draw from all tokens, or the best one: the first and the last step of sample.py without those between."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.triton import experts_plan
-from anabranch.kernels.triton.experts_candidates import searches
-from anabranch.kernels.triton.experts_tiles import Machine, Tiles
+from anabranch.kernels.tuning.experts_candidates import searches
+from anabranch.kernels.tuning.experts_tiles import Machine, Tiles
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import Launch, compile_for, recorded
 from tests.kernels.triton.places import compiler
