@@ -73,14 +73,14 @@ def parameter_layouts(model: Decoder) -> Iterator[tuple[str, list[Layout]]]:
             full = f"{path}.{name}"
             relative = packed.get(name)
             if relative is None:
-                yield full, [(Piece(spelled),) for spelled in model.checkpoint_names(full)]
+                yield full, [(Piece(spelled),) for spelled in model.family.checkpoint_names(full)]
             else:
                 yield full, [full for layout in relative for full in _spellings(model, parent, layout)]
 
 
 def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
     """The layout once for each of the model's ways to spell names."""
-    names = [model.checkpoint_names(f"{parent}.{piece.name}") for piece in layout]
+    names = [model.family.checkpoint_names(f"{parent}.{piece.name}") for piece in layout]
     return [
         tuple(Piece(name, piece.index, piece.part) for name, piece in zip(spelled, layout, strict=True))
         for spelled in zip(*names, strict=True)
@@ -100,7 +100,7 @@ def _find(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 
 def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> None:
-    ignored = (*model.ignored, "lm_head.weight") if model.config.tie_embeddings else model.ignored
+    ignored = (*model.family.ignored, *(["lm_head.weight"] if model.config.tie_embeddings else []))
     surplus = [
         tensor
         for name, tensor in checkpoint.tensors.items()
