@@ -22,6 +22,7 @@ from anabranch.engine.runner import load_runner
 from anabranch.engine.single import SingleSequence
 from anabranch.loader.load import DTYPES, load_model
 from anabranch.models.config import read_config
+from anabranch.models.family import known
 from anabranch.platforms import Platform
 from anabranch.platforms.cpu import CpuPlatform
 from anabranch.request import Request
@@ -38,7 +39,7 @@ ROWS = {"float32": 1.0, "float16": 0.9, "bfloat16": 0.9}
 def check_models(platform: Platform) -> Iterator[Result]:
     own_runner = platform.runner != Platform.runner
     with TemporaryDirectory() as scratch:
-        for family in tiny.FAMILIES:
+        for family in known():
             folder = Path(scratch, family)
             tiny.write(family, folder)
             if own_runner:

@@ -32,17 +32,12 @@ def count_weights(config: ModelConfig) -> dict[Kind, int]:
     }
     for layer in config.layers:
         count["attention"] += _attention_weights(layer, width)
-        count["norms"] += 2 * width
-        if config.model_type.startswith("gemma4"):
-            # A norm before and after every part, and the layer's scale.
-            count["norms"] += (2 if layer.moe is None else 5) * width + 1
+        count["norms"] += layer.num_norms * width + layer.output_scale
         if layer.mlp_width:
             biases = 2 * layer.mlp_width + width if config.mlp_bias else 0
             count["dense feed-forward"] += 3 * width * layer.mlp_width + biases
         if (moe := layer.moe) is not None:
-            count["router"] += moe.num_experts * width
-            if config.model_type.startswith("gemma4"):
-                count["router"] += width + moe.num_experts
+            count["router"] += moe.num_experts * width + (moe.num_experts + width if moe.router_scales else 0)
             count["routed experts"] += moe.num_experts * 3 * width * moe.width
             count["shared experts"] += 3 * width * moe.shared_width + (width if moe.shared_gate else 0)
     return count

@@ -59,9 +59,9 @@ def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Paramet
         if not isinstance(module, Weight):
             for name, parameter in module.named_parameters(recurse=False):
                 full = f"{path}.{name}"
-                yield full, parameter, [(Piece(theirs),) for theirs in model.checkpoint_names(full)]
+                yield full, parameter, [(Piece(theirs),) for theirs in model.family.checkpoint_names(full)]
         elif not module.layouts:
-            yield path, module, [(Piece(theirs),) for theirs in model.checkpoint_names(path)]
+            yield path, module, [(Piece(theirs),) for theirs in model.family.checkpoint_names(path)]
         else:
             parent = path.rpartition(".")[0].rpartition(".")[0]
             yield path, module, [full for layout in module.layouts for full in _spellings(model, parent, layout)]
@@ -69,7 +69,7 @@ def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Paramet
 
 def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
     """The layout once for each of the model's ways to spell names."""
-    names = [model.checkpoint_names(f"{parent}.{piece.name}") for piece in layout]
+    names = [model.family.checkpoint_names(f"{parent}.{piece.name}") for piece in layout]
     return [
         tuple(Piece(name, piece.index, piece.part) for name, piece in zip(spelled, layout, strict=True))
         for spelled in zip(*names, strict=True)
@@ -132,7 +132,7 @@ def _find(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 
 def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> None:
-    ignored = (*model.ignored, "lm_head.weight") if model.config.tie_embeddings else model.ignored
+    ignored = (*model.family.ignored, *(["lm_head.weight"] if model.config.tie_embeddings else []))
     surplus = [
         tensor
         for name, tensor in checkpoint.tensors.items()
