@@ -1,23 +1,10 @@
-"""The one op for all of the experts' work is the chain of its steps."""
+"""The experts' feed-forward against a computation by hand."""
 
-import pytest
 import torch
 
 from anabranch import ops
 
 SAMPLES = dict(ops.experts.samples(torch.float32, torch.Generator().manual_seed(1)))
-
-
-@pytest.mark.parametrize("label", SAMPLES)
-def test_experts_is_the_chain_of_its_steps(label: str) -> None:
-    a = SAMPLES[label]
-    order_N, start_E = ops.expert_sort.reference(a["expert_TK"], a["gate_up_EFD"].shape[0])
-    row_N = order_N // a["expert_TK"].shape[1]
-    h = ops.expert_matmul.reference(a["x_TD"], a["gate_up_EFD"], start_E, row_N, a["gate_up_bias_EF"])
-    h = ops.gated_activation.reference(h, a["activation"])
-    rows_ND = ops.expert_matmul.reference(h, a["down_EDI"], start_E, None, a["down_bias_ED"])
-    y = ops.combine.reference(rows_ND, order_N, start_E, a["weight_TK"], a["scaling"], a["combined"])
-    torch.testing.assert_close(ops.experts.reference(**a), y)
 
 
 def test_by_hand() -> None:
@@ -47,18 +34,3 @@ def test_tokens_without_experts_are_exactly_zero_and_the_input_stays() -> None:
     assert torch.equal(y_TD[1], torch.zeros_like(y_TD[1]))
     assert y_TD[[0, 2]].isfinite().all()
     assert torch.equal(x_TD.view(torch.int32), before.view(torch.int32))
-
-
-def test_expert_sort_by_hand() -> None:
-    expert_TK = torch.tensor([[2, 0], [-1, 2], [0, 3]], dtype=torch.int32)
-    order_N, start_E = ops.expert_sort.reference(expert_TK, 4)
-    assert order_N.tolist() == [1, 4, 0, 3, 5, 2]
-    assert start_E.tolist() == [0, 2, 2, 4, 5]
-    assert (order_N.dtype, start_E.dtype) == (torch.int32, torch.int32)
-
-
-def test_combine_of_no_tokens() -> None:
-    none = torch.zeros(0, dtype=torch.int32)
-    arguments = torch.zeros(0, 8), none, torch.zeros(3, dtype=torch.int32), torch.zeros(0, 2)
-    assert ops.combine.reference(*arguments).shape == (0, 8)
-    assert ops.combine.reference(*arguments, reduce=False).shape == (0, 2, 8)

@@ -31,7 +31,6 @@ TRITON = {
     "decode_inputs",
     "decode_pages",
     "draw",
-    "expert_sort",
     "experts",
     "gated_activation",
     "linear",

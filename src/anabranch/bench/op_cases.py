@@ -27,7 +27,6 @@ ROUTE_TARGETS = {
     torch.bfloat16: {1: 2.0, 64: 2.2, 2048: 3.0, 16384: 5.0, 250_000: 50.0},
     torch.float32: {1: 2.5, 250_000: 90.0},
 }
-SORT_TARGETS = {256: 3.0, 16384: 10.0}
 JUDGED_TOKENS = 512
 """The first tokens of a batch of experts are compared with an exact result."""
 
@@ -295,15 +294,6 @@ def route(setting: Setting, model: ModelShape) -> Iterator[Case]:
                 named={"top_k": k, "renormalize": model.moe.renormalize, "expert_scale_E": scale_E},
                 more={"target_us": ROUTE_TARGETS.get(dtype, {}).get(tokens) if E == 128 else None},
             )
-
-
-@cases("expert_sort")
-def expert_sort(setting: Setting, model: ModelShape) -> Iterator[Case]:
-    E, k = model.moe.num_experts, model.moe.top_k
-    for tokens in setting.sizes(1, 16, 64, 256, 512, 1024, 4096, 16384):
-        given = [(draw_logits(setting, E, tokens).topk(k).indices.int(), E) for _ in range(4)]
-        more = {"target_us": SORT_TARGETS.get(tokens) if k == 8 else None}
-        yield Case(tokens, f"E {E} k {k}", given, 4.0 * (2 * tokens * k + E + 1), more=more)
 
 
 @cases("experts")

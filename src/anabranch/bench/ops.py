@@ -37,7 +37,6 @@ from anabranch.ops.experts import COMBINES
 from anabranch.ranges import at_least
 
 SHORT = {
-    "sort": "expert_sort",
     "norm": "add_rms_norm",
     "rope": "rope_store",
     "activation": "gated_activation",

@@ -5,12 +5,9 @@ Never imports `kernels`: kernels register on ops. Shapes are in the names; each 
 
 from anabranch.ops.activation import add_gated, gated_activation
 from anabranch.ops.attention import attention
-from anabranch.ops.combine import combine
 from anabranch.ops.count_experts import count_experts
 from anabranch.ops.decode_inputs import decode_inputs, decode_pages
 from anabranch.ops.draw import draw
-from anabranch.ops.expert_matmul import expert_matmul
-from anabranch.ops.expert_sort import expert_sort
 from anabranch.ops.experts import experts
 from anabranch.ops.kv_store import kv_store
 from anabranch.ops.linear import linear
@@ -31,13 +28,10 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "bind",
-    "combine",
     "count_experts",
     "decode_inputs",
     "decode_pages",
     "draw",
-    "expert_matmul",
-    "expert_sort",
     "experts",
     "gated_activation",
     "kv_store",

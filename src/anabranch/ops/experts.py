@@ -1,7 +1,7 @@
 """The experts' feed-forward: every token's chosen experts, weighted and summed into the token's row.
 
 One op for the whole way (sort, gate/up, activation, down, combine), because how much of it a kernel fuses depends on
-the number of tokens: few tokens need no sort at all. The steps are ops of their own too.
+the number of tokens: few tokens need no sort at all.
 
 T tokens, D hidden width, K experts per token, E experts, I expert width.
 """

@@ -1,4 +1,4 @@
-"""The experts' kernels, the router and the sort on small shapes, each result judged: a run short enough for
+"""The experts' kernels and the router on small shapes, each result judged: a run short enough for
 
     compute-sanitizer --tool racecheck --kernel-name kns=kernel --kernel-name kns=rows --kernel-name kns=pairs \\
         --kernel-name kns=gate --kernel-name kns=down python -m tests.kernels.triton.under_sanitizer portable|hopper
@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from anabranch.kernels.triton import expert_sort, route
+from anabranch.kernels.triton import route
 from tests.kernels.triton import test_experts as judge
 
 
@@ -35,8 +35,6 @@ def main(part: str) -> None:
             found = judge.kernel.experts(**on_gpu(arguments), combine=mode).cpu()
             assert judge.distance(found, judge.exact(arguments)) <= judge.TOLERANCE[torch.bfloat16], mode
         route.route(torch.randn(40, 60).cuda(), 4)
-        for tokens in (40, 4000):
-            expert_sort.expert_sort(torch.randint(0, 60, (tokens, 4), dtype=torch.int32).cuda(), 60)
     torch.cuda.synchronize()
 
 

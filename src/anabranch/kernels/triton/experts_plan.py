@@ -4,7 +4,7 @@ T tokens, K experts per token, N = T · K pairs, E experts, M tiles, G chunks of
 
 All sizes that depend on the routing stay on the device: the host only knows that M tiles are enough, since every
 expert adds at most one tile that is not full. Within an expert pairs come in any order: a row of a product has the same
-bits wherever in a tile it stands. (The op `expert_sort` promises more, an order by token.)
+bits wherever in a tile it stands.
 """
 
 from __future__ import annotations
