@@ -245,7 +245,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured first"))
     with pytest.raises(ValueError, match="pip install 'anabranch"):
-        run("sort", "--plot", str(tmp_path / "x.png"))
+        run("route", "--plot", str(tmp_path / "x.png"))
 
 
 def test_ratios_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
