@@ -30,7 +30,6 @@ TRITON = {
     "count_experts",
     "decode_inputs",
     "decode_pages",
-    "draw",
     "experts",
     "gated_activation",
     "linear",

@@ -184,13 +184,13 @@ def sample(setting: Setting, model: ModelShape) -> Iterator[Case]:
         ):
             rest = (
                 torch.full((rows,), temperature, device=device),
+                seed_R,
+                position_R,
                 torch.full((rows,), top_k, dtype=torch.int32, device=device),
                 torch.full((rows,), top_p, device=device),
                 torch.zeros(rows, device=device),
-                seed_R,
-                position_R,
             )
-            given = [(logits_RV, *rest) for logits_RV in logits]
+            given = [(ops.SampleCall(logits_RV, *rest),) for logits_RV in logits]
             yield Case(rows, label, given, 4.0 * rows * vocabulary, judged=temperature == 0)
 
 
@@ -227,7 +227,8 @@ def attention_case(
     given = []
     for _ in range(min(4, num_sets(per_layer))):
         kv = setting.normal(2, requests * pages_each, page_size, heads.num_kv_heads, heads.head_dim)
-        given.append((setting.normal(requests * queries, heads.num_heads, heads.head_dim), kv[0], kv[1], *rest))
+        q_THD = setting.normal(requests * queries, heads.num_heads, heads.head_dim)
+        given.append((ops.AttentionCall(q_THD, kv[0], kv[1], *rest),))
     # Of a causal square half is seen; behind a window no more than the window.
     pairs = requests * (context * (context + 1) / 2 - (context - seen) * (context - seen + 1) / 2)
     if queries == 1:
@@ -258,7 +259,7 @@ def rope_store(setting: Setting, model: ModelShape) -> Iterator[Case]:
             slot_T = torch.randperm(num_pages * 16, device=device)[:tokens]
             packed = [setting.normal(tokens, H + 2 * G, D) for _ in range(4)]
             rest = (angle_TF.cos(), angle_TF.sin(), norm_D, norm_D, False, 1e-6, pages[0], pages[1], slot_T)
-            given = [(*qkv.split([H, G, G], dim=1), *rest) for qkv in packed]
+            given = [(ops.RopeStoreCall(qkv[:, :H], qkv[:, H : H + G], qkv[:, H + G :], *rest),) for qkv in packed]
             num_bytes = 2.0 * tokens * (H + 2 * G) * D * setting.dtype.itemsize + 4 * tokens * D
             yield Case(tokens, f"H {H} G {G} D {D}", given, num_bytes)
 
@@ -284,14 +285,14 @@ def route(setting: Setting, model: ModelShape) -> Iterator[Case]:
     dtypes = (torch.float32,) if setting.small else (torch.bfloat16, torch.float16, torch.float32)
     E, k = model.moe.num_experts, model.moe.top_k
     scale_E = torch.rand(E, device=setting.platform.device) + 0.5
+    options: dict[str, Any] = {"top_k": k, "renormalize": model.moe.renormalize, "expert_scale_E": scale_E}
     for dtype in dtypes:
         for tokens in setting.sizes(1, 2, 16, 64, 256, 1024, 2048, 4096, 16384, 250_000):
             yield Case(
                 tokens,
                 f"E {E} k {k} {str(dtype).removeprefix('torch.')}",
-                [(draw_logits(setting, E, tokens, dtype),) for _ in range(4)],
+                [(ops.RouteCall(draw_logits(setting, E, tokens, dtype), **options),) for _ in range(4)],
                 num_bytes=tokens * (E * dtype.itemsize + 8 * k),
-                named={"top_k": k, "renormalize": model.moe.renormalize, "expert_scale_E": scale_E},
                 more={"target_us": ROUTE_TARGETS.get(dtype, {}).get(tokens) if E == 128 else None},
             )
 

@@ -54,19 +54,13 @@ class Attention(nn.Module):
             q, k = (norm(x.flatten(1)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
             q, k, v = (x.clamp(-config.clip, config.clip) for x in (q, k, v))
             q_weight = k_weight = None
-        return ops.rope_store(q, k, v, *rope, q_weight, k_weight, config.v_norm, self.eps, k_pages, v_pages, slot_T)
+        norms = q_weight, k_weight
+        call = ops.RopeStoreCall(q, k, v, *rope, *norms, config.v_norm, self.eps, k_pages, v_pages, slot_T)
+        return ops.rope_store(call)
 
     def attend(self, q_THD: torch.Tensor, step: Step, kv: KV) -> torch.Tensor:
-        return ops.attention(
-            q_THD,
-            *kv,
-            step.page_tables[self.kv_group],
-            step.query_start_R,
-            step.context_len_R,
-            self.config.scale,
-            self.config.window,
-            step.max_query,
-        )
+        lengths, config = (step.page_tables[self.kv_group], step.query_start_R, step.context_len_R), self.config
+        return ops.attention(ops.AttentionCall(q_THD, *kv, *lengths, config.scale, config.window, step.max_query))
 
     def output(self, attended_THD: torch.Tensor) -> torch.Tensor:
         return self.o_proj(attended_THD.flatten(1))

@@ -10,6 +10,7 @@ import sys
 import torch
 
 from anabranch.kernels.triton import route
+from anabranch.ops import RouteCall
 from tests.kernels.triton import test_experts as judge
 
 
@@ -34,7 +35,7 @@ def main(part: str) -> None:
         for mode in judge.COMBINES:
             found = judge.kernel.experts(**on_gpu(arguments), combine=mode).cpu()
             assert judge.distance(found, judge.exact(arguments)) <= judge.TOLERANCE[torch.bfloat16], mode
-        route.route(torch.randn(40, 60).cuda(), 4)
+        route.route(RouteCall(torch.randn(40, 60).cuda(), 4))
     torch.cuda.synchronize()
 
 

@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.ops.rope_store import RopeStoreCall
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_TILE = 16384
@@ -162,49 +163,24 @@ def rope_store_kernel(
         )  # fmt: skip
 
 
-def accepts(
-    q_THD: torch.Tensor,
-    k_TGD: torch.Tensor,
-    v_TGD: torch.Tensor,
-    cos_TF: torch.Tensor,
-    sin_TF: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    v_norm: bool,
-    eps: float,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    slot_T: torch.Tensor,
-) -> bool:
+def accepts(call: RopeStoreCall) -> bool:
+    q_THD, k_PSGD, v_PSGD = call.q_THD, call.k_PSGD, call.v_PSGD
     H, D = q_THD.shape[1:]
-    weights = (q_weight, k_weight)
     return (
         q_THD.dtype in FLOATS
-        and all(x.dtype == q_THD.dtype for x in (k_TGD, v_TGD, k_PSGD, v_PSGD))
-        and all(x.stride(2) == 1 and x.stride(1) == D for x in (q_THD, k_TGD, v_TGD, k_PSGD[0]))
+        and all(x.dtype == q_THD.dtype for x in (call.k_TGD, call.v_TGD, k_PSGD, v_PSGD))
+        and all(x.stride(2) == 1 and x.stride(1) == D for x in (q_THD, call.k_TGD, call.v_TGD, k_PSGD[0]))
         and k_PSGD.stride() == v_PSGD.stride()
-        and all(x.dtype == torch.float32 and x.is_contiguous() for x in (cos_TF, sin_TF))
-        and (q_weight is None) == (k_weight is None)
-        and all(x is None or x.is_contiguous() for x in weights)
+        and all(x.dtype == torch.float32 and x.is_contiguous() for x in (call.cos_TF, call.sin_TF))
+        and (call.q_weight is None) == (call.k_weight is None)
+        and all(x is None or x.is_contiguous() for x in (call.q_weight, call.k_weight))
         and next_power_of_2(H) * next_power_of_2(D) <= MAX_TILE
     )
 
 
 @ops.rope_store.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
-def rope_store(
-    q_THD: torch.Tensor,
-    k_TGD: torch.Tensor,
-    v_TGD: torch.Tensor,
-    cos_TF: torch.Tensor,
-    sin_TF: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    v_norm: bool,
-    eps: float,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    slot_T: torch.Tensor,
-) -> torch.Tensor:
+def rope_store(call: RopeStoreCall) -> torch.Tensor:
+    q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, v_norm, eps, k_PSGD, v_PSGD, slot_T = call
     (tokens, H, D), G = q_THD.shape, k_TGD.shape[1]
     rotated_THD = torch.empty(tokens, H, D, dtype=q_THD.dtype, device=q_THD.device)
     if tokens == 0:

@@ -45,6 +45,7 @@ from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_o
 from anabranch.kernels.triton.sample_search import before, from_key, is_before, kth_largest, load_step, to_key
 from anabranch.ops.sample import NONE_ALLOWED as NONE_ALLOWED_ID
 from anabranch.ops.sample import NOT_FINITE as NOT_FINITE_ID
+from anabranch.ops.sample import SampleCall
 
 STRETCH = 128
 """Tokens that a warp reads at a time."""
@@ -286,7 +287,7 @@ def choose_kernel(
     count_R, value_RN, id_RN, found_R2, mass_RG2, token_R, V, stride, num_chunks, num_groups, capacity,
     CHUNKS: tl.constexpr, STEP: tl.constexpr, PIVOTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program: a row. Without lists: `draw`."""
+    """Program: a row. Without lists: no token is excluded."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -344,14 +345,20 @@ def choose_split(num_rows: int, vocabulary: int, tile: int, num_programs: int) -
     return Split(num_tiles, cdiv(num_tiles, num_chunks))
 
 
-def launch(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    cut: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    seed_R: torch.Tensor,
-    position_R: torch.Tensor,
-) -> torch.Tensor:
-    """token_R; `cut` is top_k_R, top_p_R and min_p_R, or None for `draw`."""
+def accepts(call: SampleCall) -> bool:
+    logits_RV = call.logits_RV
+    return (
+        logits_RV.dtype in DTYPES
+        and logits_RV.stride(1) == 1
+        and 1 <= logits_RV.shape[1] <= MAX_VOCABULARY
+        and all(vector is None or vector.is_contiguous() for vector in call[1:])
+    )
+
+
+@ops.sample.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+def sample(call: SampleCall) -> torch.Tensor:
+    logits_RV, temperature_R, seed_R, position_R = call[:4]
+    truncation = None if call.top_k_R is None else call[4:]
     (num_rows, vocabulary), device = logits_RV.shape, logits_RV.device
     token_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
@@ -366,7 +373,7 @@ def launch(
     drawn = scratch(scan.num_chunks), scratch(scan.num_chunks, torch.int32)
     peak_RS = count_R = None
     lists: tuple[torch.Tensor | None, ...] = (None,) * 4
-    if cut is not None:
+    if truncation is not None:
         peak_RS, count_R = scratch(num_stretches), scratch(1, torch.int32)
         masses = scratch(2 * gather.num_chunks, torch.int64)
         lists = scratch(capacity, logits_RV.dtype), scratch(capacity, torch.int32), scratch(2), masses
@@ -377,50 +384,16 @@ def launch(
         logits_RV, temperature_R, seed_R, position_R, *drawn, peak_RS, count_R, *row, scan.num_tiles, scan.tiles,
         TILE=TILE, STRETCH=STRETCH, num_warps=SCAN_WARPS, **options,
     )  # fmt: skip
-    if cut is not None:
+    if truncation is not None:
         gather_kernel[(num_rows, gather.num_chunks)](
-            logits_RV, temperature_R, *cut, *drawn, peak_RS, count_R, *lists, *row,
+            logits_RV, temperature_R, *truncation, *drawn, peak_RS, count_R, *lists, *row,
             scan.num_chunks, gather.num_tiles, gather.tiles, capacity,
             TILE=GATHER_TILE, STRETCH=STRETCH, STRETCHES=next_power_of_2(num_stretches), CHUNKS=MAX_CHUNKS,
             STEP=STEP, PIVOTS=PIVOTS, num_warps=GATHER_WARPS, **options,
         )  # fmt: skip
     choose_kernel[(num_rows,)](
-        logits_RV, temperature_R, *(cut or (None,) * 3), seed_R, position_R, *drawn, count_R, *lists, token_R, *row,
-        scan.num_chunks, gather.num_chunks, capacity,
-        CHUNKS=MAX_CHUNKS, STEP=STEP, PIVOTS=PIVOTS, num_warps=CHOOSE_WARPS if cut else 1, **options,
+        logits_RV, temperature_R, *(truncation or (None,) * 3), seed_R, position_R, *drawn, count_R, *lists, token_R,
+        *row, scan.num_chunks, gather.num_chunks, capacity,
+        CHUNKS=MAX_CHUNKS, STEP=STEP, PIVOTS=PIVOTS, num_warps=CHOOSE_WARPS if truncation else 1, **options,
     )  # fmt: skip
     return token_R
-
-
-def fits(logits_RV: torch.Tensor, *vectors: torch.Tensor) -> bool:
-    return (
-        logits_RV.dtype in DTYPES
-        and logits_RV.stride(1) == 1
-        and 1 <= logits_RV.shape[1] <= MAX_VOCABULARY
-        and all(vector.is_contiguous() for vector in vectors)
-    )
-
-
-def accepts(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    top_k_R: torch.Tensor,
-    top_p_R: torch.Tensor,
-    min_p_R: torch.Tensor,
-    seed_R: torch.Tensor,
-    position_R: torch.Tensor,
-) -> bool:
-    return fits(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R)
-
-
-@ops.sample.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
-def sample(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    top_k_R: torch.Tensor,
-    top_p_R: torch.Tensor,
-    min_p_R: torch.Tensor,
-    seed_R: torch.Tensor,
-    position_R: torch.Tensor,
-) -> torch.Tensor:
-    return launch(logits_RV, temperature_R, (top_k_R, top_p_R, min_p_R), seed_R, position_R)

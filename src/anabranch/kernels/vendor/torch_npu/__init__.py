@@ -4,6 +4,6 @@ Each file says in `accepts` what the operator takes; whatever it does not, the k
 What is proven is that torch_npu takes these calls and gives these shapes; how the chip rounds is not.
 """
 
-from anabranch.kernels.vendor.torch_npu import activation, attention, experts, kv_store, norm, rope, route
+from anabranch.kernels.vendor.torch_npu import activation, attention, experts, norm, rope_store, route
 
-__all__ = ["activation", "attention", "experts", "kv_store", "norm", "rope", "route"]
+__all__ = ["activation", "attention", "experts", "norm", "rope_store", "route"]
