@@ -27,7 +27,7 @@ CHOICES = {
     "prefill_graph": ("auto", "full", "breakable", "piecewise", "none"),
     "compiler": ("inductor", "none"),
     "moe_combine": ("auto", "fused", "ordered", "unfused"),
-    "shared_expert": ("auto", "stream", "packed", "inline"),
+    "shared_expert": ("auto", "stream", "inline"),
     "tune": ("off", "fast", "full"),
 }
 """Fields of EngineConfig that have one of a few values."""

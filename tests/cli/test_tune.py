@@ -1,16 +1,13 @@
 """`anabranch tune`, and the flags that say how experts are computed, as a person meets them."""
 
-import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from anabranch import platforms
-from anabranch.cli import generate, main, serve, tune
-from anabranch.config import CHOICES
+from anabranch.cli import main, tune
 from anabranch.kernels import tuning
 from anabranch.moe import tuning as moe_tuning
 from tests.models import tiny
@@ -81,40 +78,3 @@ def test_mistakes_are_one_line(
         assert main.main(["tune", *arguments]) == 1
         said = capsys.readouterr().err
         assert message in said, said
-
-
-@pytest.mark.parametrize("command", [generate, serve, tune])
-def test_a_shared_experts_stream_is_on_or_off(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_options(parser)
-    words = ["model", "x"] if command is generate else ["model"]
-
-    def chosen(*flags: str) -> str:
-        return str(parser.parse_args([*words, *flags]).shared_expert)
-
-    assert chosen() == chosen("--shared-expert-stream", "auto") == "auto"
-    assert chosen("--shared-expert-stream", "on") == chosen("--shared-expert", "stream") == "stream"
-    assert chosen("--shared-expert-stream=off") == "inline" and chosen("--shared-expert", "packed") == "packed"
-    with pytest.raises(SystemExit):
-        chosen("--shared-expert-stream", "maybe")
-    assert "auto, on or off, not 'maybe'" in capsys.readouterr().err
-
-
-def test_flags_reach_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-
-    class Opened:
-        def __init__(self, model: str, **options: Any) -> None:
-            seen.append(options)
-
-    monkeypatch.setattr("anabranch.llm.LLM", Opened)
-    parser = argparse.ArgumentParser()
-    generate.add_options(parser)
-    flags = ["--moe-combine", "ordered", "--tune", "off", "--shared-expert", "inline"]
-    generate.open_model(parser.parse_args([str(folder), "x", *flags]))
-    generate.open_model(parser.parse_args([str(folder), "x"]))
-    names = ("moe_combine", "tune", "shared_expert")
-    assert set(names) <= set(CHOICES)
-    chosen = [{name: options[name] for name in names} for options in seen]
-    assert chosen[0] == {"moe_combine": "ordered", "tune": "off", "shared_expert": "inline"}
-    assert chosen[1] == {"moe_combine": "auto", "tune": "fast", "shared_expert": "auto"}

@@ -16,7 +16,7 @@ from anabranch.compile.piecewise import CompiledDecoder
 from anabranch.config import EngineConfig
 from anabranch.engine import runner
 from anabranch.engine.engine import Engine, make_engine
-from anabranch.layers.norm import Rows
+from anabranch.layers.norm import UnreducedRows
 from anabranch.layers.step import Step
 from anabranch.llm import LLM
 from anabranch.moe import options as moe_options
@@ -138,18 +138,18 @@ def test_captured_is_uncaptured_when_preempted(tmp_path: Path, fake: FakePlatfor
 def test_captured_is_uncaptured_where_norms_sum_the_experts(
     tmp_path: Path, fake: FakePlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows cross the borders of prompts' graphs; who is compiled is handed their sum."""
+    """UnreducedRows cross the borders of prompts' graphs; who is compiled is handed their sum."""
     taken = 0
-    take = Rows.take
+    take = UnreducedRows.take
 
-    def counted(self: Rows) -> Any:
+    def counted(self: UnreducedRows) -> Any:
         nonlocal taken
         taken += 1
         return take(self)
 
-    monkeypatch.setattr(Rows, "take", counted)
+    monkeypatch.setattr(UnreducedRows, "take", counted)
     monkeypatch.setattr(moe_options, "sums_later", lambda: True)
-    monkeypatch.setattr(moe_options, "SUM_LATER", 4)
+    monkeypatch.setattr(moe_options, "REDUCE_IN_NORM_TOKENS", 4)
     monkeypatch.setattr(prompt, "FIRST_LAYERS", 1)
     compare(tiny.save(FAMILIES["qwen3_moe"], tmp_path), fake, requests([*range(len(PARAMS)), 0, 2], 0))
     assert taken > 100
@@ -158,10 +158,10 @@ def test_captured_is_uncaptured_where_norms_sum_the_experts(
 def test_steps_larger_than_any_captured_one(
     tmp_path: Path, fake: FakePlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With compiled pieces they take the pieces as they are. The shared expert is some of the experts here."""
+    """With compiled pieces they take the pieces as they are."""
     monkeypatch.setattr(runner, "LARGEST_PREFILL", 16)
     settings = tiny.QWEN2_MOE | {"shared_expert_intermediate_size": 48}
-    folder = tiny.save(tiny.Case(name="packed", model_type="qwen2_moe", settings=settings, seed=3), tmp_path)
+    folder = tiny.save(tiny.Case(name="shared", model_type="qwen2_moe", settings=settings, seed=3), tmp_path)
     sizes: list[int] = []
     run = CompiledDecoder.run
 
@@ -170,7 +170,7 @@ def test_steps_larger_than_any_captured_one(
         return run(self, step, kv)
 
     monkeypatch.setattr(CompiledDecoder, "run", noted)
-    compare(folder, fake, requests([0, 1, 2, 4, 7, 0], 4), shared_expert="packed", max_num_seqs=4)
+    compare(folder, fake, requests([0, 1, 2, 4, 7, 0], 4), max_num_seqs=4)
     assert sizes and min(sizes) > 16
 
 
@@ -300,7 +300,7 @@ def test_captured_logits_are_those_of_an_eager_run_bit_for_bit(
     made = platforms.make("cuda")
     folder = tiny.save(FAMILIES[family], tmp_path)
     monkeypatch.setattr(prompt, "FIRST_LAYERS", 1)
-    monkeypatch.setattr(moe_options, "SUM_LATER", 4)
+    monkeypatch.setattr(moe_options, "REDUCE_IN_NORM_TOKENS", 4)
     logits: list[torch.Tensor] = []
     replay = Captured.replay
 

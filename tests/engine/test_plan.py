@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from anabranch import platforms
 from anabranch.engine import kv_tensors, plan
 from anabranch.loader.load import build
 from anabranch.models.config import read_config
@@ -16,7 +15,7 @@ from tests.models import tiny
 @pytest.mark.parametrize("case", tiny.CASES, ids=lambda case: case.name)
 def test_counts_are_those_of_the_model(case: tiny.Case, tmp_path: Path) -> None:
     config = read_config(tiny.save(case, tmp_path / "model"))
-    model = build(config, platforms.make("cpu"), torch.float32)
+    model = build(config, torch.float32)
     assert sum(plan.count_weights(config).values()) == sum(p.numel() for p in model.parameters())
 
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

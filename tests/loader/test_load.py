@@ -113,7 +113,7 @@ def test_refusals_come_before_memory_is_taken(folder: Path, monkeypatch: pytest.
 def test_every_element_is_written_and_every_tensor_used(model_type: str, tmp_path: Path) -> None:
     folder = tiny.save(ONE_OF_EACH[model_type], tmp_path / "model")
     checkpoint, config = read_checkpoint(folder), read_config(folder)
-    model = build(config, platforms.make("cpu"), torch.float32)
+    model = build(config, torch.float32)
     copies = names.match(model, checkpoint)
     filled = {name: torch.zeros(parameter.shape, dtype=torch.int) for name, parameter in model.named_parameters()}
     for copy in copies:

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 
 from anabranch import kernels, ops, platforms
 from anabranch.models.config import MoEConfig
-from anabranch.moe.dispatch import LocalDispatcher, Plan
+from anabranch.moe import overlap
+from anabranch.moe.dispatch import Dispatched, LocalDispatcher
 from anabranch.moe.layer import MoELayer
+from anabranch.moe.setup import MoESetup, make_setup
 from anabranch.platforms.fake import FakeFork, FakePlatform
 
 WIDTH, TOKENS = 12, 7
@@ -31,8 +33,8 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePlatform]:
         ops.OPS[name].bound, ops.OPS[name].forced = bound, forced
 
 
-def make_layer(config: MoEConfig, platform: FakePlatform) -> MoELayer:
-    layer = MoELayer(config, WIDTH, "silu", platform.make_side_stream())
+def make_layer(config: MoEConfig, platform: FakePlatform, setup: MoESetup | None = None) -> MoELayer:
+    layer = MoELayer(config, WIDTH, "silu", setup or make_setup(platform))
     for parameter in layer.parameters():
         parameter.data.normal_()
     return layer
@@ -40,19 +42,19 @@ def make_layer(config: MoEConfig, platform: FakePlatform) -> MoELayer:
 
 def one_token(layer: MoELayer, config: MoEConfig, x_D: torch.Tensor) -> torch.Tensor:
     """The same layer by hand, for one token."""
-    probability = (layer.router.weight @ x_D).softmax(-1)
+    probability = (layer.router.weight.data @ x_D).softmax(-1)
     weight, expert = probability.topk(config.top_k)
     if config.renormalize:
         weight = weight / weight.sum()
     y_D = torch.zeros(WIDTH)
     for w, e in zip(weight, expert.tolist()):
-        gate, up = (layer.experts.gate_up_EFD[e] @ x_D).chunk(2)
-        y_D = y_D + w * (layer.experts.down_EDI[e] @ (F.silu(gate) * up))
+        gate, up = (layer.experts.gate_up_EFD.data[e] @ x_D).chunk(2)
+        y_D = y_D + w * (layer.experts.down_EDI.data[e] @ (F.silu(gate) * up))
     if layer.shared_expert is not None:
-        gate, up = (layer.shared_expert.gate_up_proj.weight @ x_D).chunk(2)
-        shared_D = layer.shared_expert.down_proj.weight @ (F.silu(gate) * up)
+        gate, up = (layer.shared_expert.gate_up_proj.weight.data @ x_D).chunk(2)
+        shared_D = layer.shared_expert.down_proj.weight.data @ (F.silu(gate) * up)
         if layer.shared_expert_gate is not None:
-            shared_D = torch.sigmoid(layer.shared_expert_gate.weight @ x_D) * shared_D
+            shared_D = torch.sigmoid(layer.shared_expert_gate.weight.data @ x_D) * shared_D
         y_D = y_D + shared_D
     return y_D
 
@@ -99,8 +101,7 @@ def test_in_a_captured_graph_the_sum_waits_for_both_streams(place: str, monkeypa
     for shared_width in (64, 8192):
         config = dataclasses.replace(GATED, num_experts=8, width=64, shared_width=shared_width)
         with torch.inference_mode(), chosen.device:
-            side_stream = chosen.make_side_stream()
-            layers = [MoELayer(config, width, "silu", side_stream) for _ in range(3)]
+            layers = [MoELayer(config, width, "silu", make_setup(chosen)) for _ in range(3)]
             for layer in layers:
                 layer.to(chosen.compute_dtype(torch.bfloat16))
                 for parameter in layer.parameters():
@@ -108,16 +109,17 @@ def test_in_a_captured_graph_the_sum_waits_for_both_streams(place: str, monkeypa
             given = torch.randn(4, tokens, width).to(layers[0].router.weight.dtype)
             x_TD, results = given[0].clone(), list[torch.Tensor]()
 
-            def run(x_TD: torch.Tensor, most_tokens: int, layers: list[MoELayer] = layers) -> torch.Tensor:
+            def run(x_TD: torch.Tensor, layers: list[MoELayer] = layers) -> torch.Tensor:
                 for layer in layers:
-                    layer.side_tokens = most_tokens
                     x_TD = x_TD + layer(x_TD)
                 return x_TD
 
-            expected = [run(one_TD, 0) for one_TD in given]
-            run(x_TD, tokens)  # compiles what a capture could not
+            with monkeypatch.context() as inline:
+                inline.setattr(overlap, "OVERLAP_TOKENS", 0)
+                expected = [run(one_TD) for one_TD in given]
+            run(x_TD)  # compiles what a capture could not
             chosen.synchronize()
-            graph = chosen.capture(lambda x=x_TD, kept=results: kept.append(run(x, tokens)))
+            graph = chosen.capture(lambda x=x_TD, kept=results: kept.append(run(x)))
             for one_TD, expected_TD in zip(given, expected):
                 x_TD.copy_(one_TD)
                 graph.replay()
@@ -169,7 +171,7 @@ def test_the_router_may_have_an_input_of_its_own(platform: FakePlatform) -> None
     layer = make_layer(ROUTED, platform)
     x_TD, other_TD = torch.randn(2, TOKENS, WIDTH)
     _, chosen_TK = layer.router(other_TD, None)
-    plans: list[Plan] = []
+    plans: list[Dispatched] = []
     layer.experts.register_forward_pre_hook(lambda _, arguments: plans.append(arguments[1]))
     layer(x_TD, router_input_TD=other_TD)
     assert torch.equal(plans[0].expert_MK, chosen_TK)
@@ -178,7 +180,7 @@ def test_the_router_may_have_an_input_of_its_own(platform: FakePlatform) -> None
 def test_a_plan_is_frozen() -> None:
     x_TD, weight_TK, expert_TK = torch.randn(3, WIDTH), torch.rand(3, 2), torch.zeros(3, 2, dtype=torch.int32)
     rows_MD, plan = LocalDispatcher().dispatch(x_TD, weight_TK, expert_TK)
-    assert rows_MD is x_TD and plan == Plan(expert_TK, weight_TK, 3)
+    assert rows_MD is x_TD and plan == Dispatched(expert_TK, weight_TK, 3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.num_tokens = 4  # type: ignore[misc]
     assert LocalDispatcher().combine(rows_MD, plan) is rows_MD

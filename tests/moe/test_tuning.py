@@ -11,7 +11,6 @@ import torch
 from anabranch import ops
 from anabranch.loader.load import load_model
 from anabranch.moe import tuning
-from anabranch.moe.options import MoEOptions
 from anabranch.platforms.fake import FakePlatform
 from tests.models import tiny
 
@@ -57,7 +56,7 @@ def test_on_a_cpu_it_never_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_each_shape_is_asked_for_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, packed = load_model(folder), load_model(folder, moe=MoEOptions(shared_expert="packed"))
+    model = load_model(folder)
     tuner = with_tuner(monkeypatch, Tuner())
     platform = FakePlatform()
     assert tuning.tune(model, platform, "off", 8192) == [] and not tuner.asked
@@ -65,8 +64,6 @@ def test_each_shape_is_asked_for_once(folder: Path, monkeypatch: pytest.MonkeyPa
     assert len(said) == 1 and "2 token counts" in said[0] and "2.5 s" in said[0]
     dtype = model.embed_tokens.weight.dtype
     assert tuner.asked == [((6, 32, 24, 2, dtype), 3, "silu", platform, "fast", 512, None)], "three layers' weights"
-    tuning.tune(packed, platform, "full", 512)
-    assert tuner.asked[1][0] == (6 + 2, 32, 24, 2 + 2, dtype), "with the shared expert there are more"
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("no ptxas"), OSError("disk full"), torch.cuda.OutOfMemoryError("no")])

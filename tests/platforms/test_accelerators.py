@@ -16,6 +16,7 @@ from anabranch.conformance import tiny
 from anabranch.layers.step import Step
 from anabranch.loader.load import build
 from anabranch.models.config import read_config
+from anabranch.moe.setup import make_setup
 from anabranch.platforms.cuda import CudaPlatform
 from anabranch.platforms.hip import HipPlatform
 from anabranch.platforms.npu import NpuPlatform
@@ -162,7 +163,7 @@ def test_a_step_on_xpu_is_triton_kernels(
     if ops.rms_norm.bound[0].provider != "triton":
         pytest.skip("Triton cannot be imported here")
     tiny.write(family, tmp_path)
-    model = build(read_config(tmp_path), platform, torch.bfloat16)
+    model = build(read_config(tmp_path), torch.bfloat16, make_setup(platform))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")

@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.config import CHOICES, add_flags
+from anabranch.config import CHOICES
 from anabranch.kernels import compile_server
 from anabranch.ranges import at_least
 
@@ -30,7 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of the largest step (default: as `LLM` chooses)",
     )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    add_flags(parser, "shared_expert")
     parser.add_argument("--keep", action="store_true", help="measure only what no table has yet")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a table that can be shipped")
 
@@ -45,15 +44,13 @@ def run(options: argparse.Namespace) -> int:
     from anabranch.loader.locate import locate
     from anabranch.models.config import read_config
     from anabranch.moe import tuning
-    from anabranch.moe.options import MoEOptions, apply
 
     config = read_config(locate(options.model, weights=False))
     platform = platforms.current()
     kernels.bind(platform)
     if not tuning.can_be_tuned():
         raise ValueError(f"platform {platform.name!r} has no kernels with tiles to choose: nothing to tune here")
-    model = build(config, platform, resolve_dtype(options.dtype, config, platform))
-    apply(MoEOptions(shared_expert=options.shared_expert), model)
+    model = build(config, resolve_dtype(options.dtype, config, platform))
     shapes = tuning.shapes_of(model)
     if not shapes:
         raise ValueError(f"{options.model}: a model without experts has no tiles to tune")

@@ -12,7 +12,7 @@ import torch
 
 from anabranch.compile.pieces import Buffers, StepInPieces
 from anabranch.layers.attention import KV
-from anabranch.layers.norm import Carried
+from anabranch.layers.norm import Hidden
 from anabranch.models.decoder import Decoder, Rope
 from anabranch.platforms import Platform
 
@@ -36,7 +36,7 @@ class BreakableStep(StepInPieces):
 
     def piece(self, layer_id: int) -> None:
         model, step = self.model, self.padded
-        x: Carried
+        x: Hidden
         if layer_id == 0:
             self.experts = self.look()
             x, self.ropes = model.enter(step.token_T, step.position_T)

@@ -18,7 +18,7 @@ import torch
 
 from anabranch.compile.capture import capture
 from anabranch.layers.attention import KV
-from anabranch.layers.norm import Carried
+from anabranch.layers.norm import Hidden
 from anabranch.layers.step import Step
 from anabranch.models.decoder import Decoder, Rope
 from anabranch.platforms import Platform
@@ -48,7 +48,7 @@ class PromptStep:
         self.model, self.kv, self.unpack, self.look = model, kv, unpack, look
         self.step: Step
         self.ropes: list[Rope] = []
-        self.x: Carried
+        self.x: Hidden
         self.x_TD: torch.Tensor
         self.residual_TD: torch.Tensor | None = None
         ends = [*range(FIRST_LAYERS, len(kv), MORE_LAYERS), len(kv)]

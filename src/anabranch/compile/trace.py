@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from anabranch import ops
-from anabranch.layers.norm import Carried
+from anabranch.layers.norm import Hidden
 from anabranch.models.decoder import Decoder
 from anabranch.ops.opaque import opaque, shown_to_compiler
 
@@ -70,7 +70,7 @@ def trace(model: Decoder, look_into: bool) -> Traced:
     """`look_into`: the compiler is to see the insides of simple ops, and fuse them."""
 
     def decoder(token_T: torch.Tensor, position_T: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        x: Carried
+        x: Hidden
         x, ropes = model.enter(token_T, position_T)
         residual_TD = None
         for layer_id, layer in enumerate(model.config.layers):

@@ -17,7 +17,6 @@ import torch
 from anabranch.loader.load import build
 from anabranch.loader.names import parameter_layouts
 from anabranch.models.config import read_config
-from anabranch.platforms.cpu import CpuPlatform
 
 VOCAB_SIZE = 97
 MAX_LENGTH = 512
@@ -74,12 +73,11 @@ def write(model_type: str, folder: Path, seed: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type} | FAMILIES[model_type]))
     generator = torch.Generator().manual_seed(seed)
-    model = build(read_config(folder), CpuPlatform(), torch.float32)
-    parameters = dict(model.named_parameters())
+    model = build(read_config(folder), torch.float32)
     tensors: dict[str, torch.Tensor] = {}
-    for name, layouts in parameter_layouts(model):
+    for name, target, layouts in parameter_layouts(model):
         for piece in layouts[-1]:
-            shape = parameters[name][piece.index].shape
+            shape = torch.empty(target.shape, device="meta")[piece.index].shape
             noise = torch.randn(shape, generator=generator)
             if len(shape) > 1:  # the sum over inputs keeps its size; routers are loud, so that no choice is a close one
                 tensors[piece.name] = noise * shape[-1] ** -0.5 * (8 if ".router." in name else 1)

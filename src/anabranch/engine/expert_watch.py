@@ -32,7 +32,7 @@ class ExpertWatch:
         """From now on every layer adds its expert_TK to the list, or, if not wanted, none does."""
         seen: list[torch.Tensor] = []
         for layer in self.layers:
-            layer.watch = seen.append if wanted else None
+            layer.on_route = seen.append if wanted else None
         return seen
 
     def count(self, seen: list[torch.Tensor]) -> None:

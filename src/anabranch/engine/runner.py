@@ -36,7 +36,6 @@ from anabranch.layers.attention import KV
 from anabranch.layers.step import Step
 from anabranch.loader.load import DTYPES, load_model, resolve_dtype
 from anabranch.models.config import read_config
-from anabranch.moe.options import MoEOptions
 from anabranch.moe.tuning import tune
 from anabranch.platforms import Fetch, Platform
 from anabranch.stages import stage
@@ -111,7 +110,8 @@ class TorchRunner:
             load_format=config.load_format,  # type: ignore[arg-type]
             platform=platform,
             progress=progress,
-            moe=MoEOptions(combine=config.moe_combine, shared_expert=config.shared_expert),
+            moe_combine=config.moe_combine,
+            shared_expert=config.shared_expert,
         )
         shown = None if progress is None else Tally("measuring tiles")
         with stage("tune"):

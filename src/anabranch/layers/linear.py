@@ -1,4 +1,4 @@
-"""Linear layers: plain, and several projections of one input packed into one matrix."""
+"""Linear layers, plain or of several projections packed into one matrix, and the embedding."""
 
 from __future__ import annotations
 
@@ -6,32 +6,37 @@ import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.layers.packing import Layout, Piece
+from anabranch.ops.weight import Layout, Piece, Weight
 
 
 class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+        self.weight = Weight((outputs, inputs))
+        self.bias = Weight((outputs,)) if bias else None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return ops.linear(x_TD, self.weight, self.bias)
+        return ops.linear(x_TD, self.weight.data, None if self.bias is None else self.bias.data)
 
 
 class PackedLinear(Linear):
-    """Projections that a checkpoint keeps apart (`q_proj`, `k_proj`, ...), done as one."""
+    """Projections that a checkpoint keeps apart (`q_proj`, `k_proj`, ...), computed as one."""
 
     def __init__(self, inputs: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__(inputs, sum(parts.values()), bias)
-        self.parts = parts
-
-    def layouts(self) -> dict[str, tuple[Layout, ...]]:
-        def layout(parameter: str) -> Layout:
+        for name, weight in self.named_children():
             pieces, begin = [], 0
-            for part, size in self.parts.items():
-                pieces.append(Piece(f"{part}.{parameter}", (slice(begin, begin + size),)))
+            for part, size in parts.items():
+                pieces.append(Piece(f"{part}.{name}", (slice(begin, begin + size),)))
                 begin += size
-            return tuple(pieces)
+            layout: Layout = tuple(pieces)
+            weight.layouts = (layout,)  # type: ignore[assignment]
 
-        return {name: (layout(name),) for name, _ in self.named_parameters()}
+
+class Embedding(nn.Module):
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.weight = Weight((vocab_size, width))
+
+    def forward(self, token_T: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(token_T, self.weight.dense())

@@ -14,20 +14,20 @@ from anabranch import ops
 
 
 @dataclass(slots=True)
-class Rows:
-    """x of which the sum is left to the norm behind it: x[t] = Σ_k rows[t, k] over those k that have an expert."""
+class UnreducedRows:
+    """x before its sum over experts, which the next norm computes: x[t] = Σ rows[t, k] over k that have an expert."""
 
     rows_TKD: torch.Tensor | None
     expert_TK: torch.Tensor
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, experts), once: they are K times as large as x, and whoever still has an `x` must not keep them."""
+        """(rows, experts), once: they are K times as large as x, so an `x` still in scope must not keep them."""
         rows_TKD, self.rows_TKD = self.rows_TKD, None
         assert rows_TKD is not None, "taken already"
         return rows_TKD, self.expert_TK
 
 
-Carried = torch.Tensor | Rows
+Hidden = torch.Tensor | UnreducedRows
 """x between two layers."""
 
 
@@ -40,9 +40,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Carried, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); the first layer has no residual yet."""
-        if isinstance(x, Rows):
+        if isinstance(x, UnreducedRows):
             assert residual_TD is not None, "there are no experts before the first layer"
             return ops.sum_add_rms_norm(*x.take(), residual_TD, self.weight, self.eps)
         if residual_TD is None:

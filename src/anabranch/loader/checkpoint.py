@@ -23,8 +23,10 @@ _LFS_POINTER = b"version https://git-lfs"
 _MAX_JSON_BYTES = 100_000_000  # the limit that the safetensors format sets for its header
 _LENGTH_BYTES = 8  # a file begins with the length of its header: little-endian, unsigned
 
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-# Valid in a file, but not here: what quantised and packed weights are stored as.
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""What plain weights are stored as: safetensors' names and torch's."""
+DTYPES = FLOATS | {"F8_E4M3": "float8_e4m3fn", "I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8"}
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 _OTHER_DTYPE = re.compile(r"BOOL|[IU](8|16|32|64)|C64|F[468](_\w+)?")
 
 
@@ -42,7 +44,7 @@ class TensorInfo:
 
     name: str
     file: Path
-    dtype: str  # as safetensors spells it: F64, F32, F16 or BF16
+    dtype: str  # as safetensors spells it, one of DTYPES
     shape: tuple[int, ...]
     begin: int
     end: int
@@ -69,8 +71,10 @@ class Checkpoint:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
-def read_checkpoint(folder: str | Path) -> Checkpoint:
-    """Read and check the headers of `model.safetensors`, else of the shards in the index, else of `*.safetensors`."""
+def read_checkpoint(folder: str | Path, quantized: bool = False) -> Checkpoint:
+    """Read and check the headers of `model.safetensors`, else of the shards in the index, else of `*.safetensors`.
+
+    `quantized`: config.json names a format of quantised weights, so tensors may hold integers."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder that holds the checkpoint")
@@ -88,7 +92,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
 
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        for tensor in _read_header(file):
+        for tensor in _read_header(file, quantized):
             if twin := tensors.get(tensor.name):
                 raise CheckpointError(
                     f"{file}: tensor {tensor.name!r} is also in {twin.file.name}; remove the file that is left over"
@@ -155,7 +159,7 @@ def _check_shard_name(index: Path, shard: str) -> str:
     return shard
 
 
-def _read_header(file: Path) -> Iterator[TensorInfo]:
+def _read_header(file: Path, quantized: bool) -> Iterator[TensorInfo]:
     """Yield the tensors of one file in file order, once the layout of the whole file is known to be sound."""
     start, num_file_bytes = _read_start(file, _LENGTH_BYTES)
     if len(start) < _LENGTH_BYTES:
@@ -169,22 +173,22 @@ def _read_header(file: Path) -> Iterator[TensorInfo]:
     content = _parse_object(file, "header", _read_start(file, data_begin)[0][_LENGTH_BYTES:])
     content.pop("__metadata__", None)
 
-    tensors = [_parse_tensor(file, name, entry, data_begin) for name, entry in content.items()]
+    tensors = [_parse_tensor(file, name, entry, data_begin, quantized) for name, entry in content.items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     _check_layout(file, tensors, data_begin, num_file_bytes)
     yield from tensors
 
 
-def _parse_tensor(file: Path, name: str, entry: Any, data_begin: int) -> TensorInfo:
+def _parse_tensor(file: Path, name: str, entry: Any, data_begin: int, quantized: bool) -> TensorInfo:
     where = f"{file}: tensor {name!r}"
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             pass
         case _:
             raise _broken(where, "corrupt header, dtype, shape or data_offsets is missing or malformed")
-    if _OTHER_DTYPE.fullmatch(dtype):
+    if _OTHER_DTYPE.fullmatch(dtype) and not (quantized and dtype in DTYPES):
         raise CheckpointError(
-            f"{where} is {dtype}, only {', '.join(_ITEM_BYTES)} can be loaded: quantised checkpoints are not supported"
+            f"{where} is {dtype}, only {', '.join(FLOATS)} can be loaded: quantised checkpoints are not supported"
             " yet; use the unquantised checkpoint"
         )
     if dtype not in _ITEM_BYTES:

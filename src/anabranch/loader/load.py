@@ -25,7 +25,7 @@ from anabranch.loader.read import Progress, own_head, read_weights
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder
 from anabranch.moe.experts import Experts
-from anabranch.moe.options import MoEOptions, apply
+from anabranch.moe.setup import MoESetup, make_setup
 from anabranch.stages import count, stage
 
 log = logging.getLogger(__name__)
@@ -40,19 +40,20 @@ def load_model(
     load_format: Literal["safetensors", "dummy"] = "safetensors",
     platform: platforms.Platform | None = None,
     progress: Progress | None = None,
-    moe: MoEOptions | None = None,
+    moe_combine: str = "auto",
+    shared_expert: str = "auto",
 ) -> Decoder:
     """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it."""
     with stage("config"):
         folder = locate(str(model), weights=load_format != "dummy")
         config = read_config(folder)
-        checkpoint = None if load_format == "dummy" else read_checkpoint(folder)
+        checkpoint = None if load_format == "dummy" else read_checkpoint(folder, quantized=config.format != "plain")
         if config.tie_embeddings and checkpoint is not None:
             config = _untie(config, checkpoint)
         platform = platform or platforms.current()
         kernels.bind(platform)
-        decoder = build(config, platform, resolve_dtype(dtype, config, platform))
-        apply(moe or MoEOptions(), decoder)
+        moe = make_setup(platform, combine=moe_combine, shared_expert=shared_expert)
+        decoder = build(config, resolve_dtype(dtype, config, platform), moe)
         copies = [] if checkpoint is None else names.match(decoder, checkpoint)
     with stage("weights"):
         decoder.to_empty(device=platform.device)
@@ -86,9 +87,8 @@ def lay_out(decoder: Decoder, platform: platforms.Platform) -> None:
     nor of routers, which are small and multiplied in fp32."""
     for module in decoder.modules():
         if isinstance(module, Linear | Experts):
-            for parameter in module.parameters(recurse=False):
-                if parameter.dim() > 1:
-                    parameter.data = platform.lay_out(parameter.data)
+            for weight in module.children():
+                weight.lay_out(platform)  # type: ignore[operator]
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, platform: platforms.Platform) -> torch.dtype:
@@ -99,11 +99,11 @@ def resolve_dtype(dtype: str, config: ModelConfig, platform: platforms.Platform)
     return DTYPES[dtype]
 
 
-def build(config: ModelConfig, platform: platforms.Platform, dtype: torch.dtype) -> Decoder:
+def build(config: ModelConfig, dtype: torch.dtype, moe: MoESetup | None = None) -> Decoder:
     """The model of a config without memory behind it (meta device)."""
     family = importlib.import_module(f"anabranch.models.{config.model_type}")
     with torch.device("meta"), _default_dtype(dtype):
-        model: Decoder = family.Model(config, platform)
+        model: Decoder = family.Model(config, moe or MoESetup())
     return model.eval()
 
 

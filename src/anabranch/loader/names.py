@@ -1,18 +1,22 @@
 """Which checkpoint tensor fills which part of which parameter; refuses missing, surplus and wrongly shaped tensors.
 
-Works on a model without memory behind it (meta device) and on headers: no weight is read here.
+Works on a model without memory (meta device) and on headers: no weight is read here. A weight takes the format that
+config.json names if the checkpoint has all of its tensors in that format; otherwise it is plain.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from anabranch.layers.packing import Index, Layout, Packed, Piece
-from anabranch.loader.checkpoint import Checkpoint, CheckpointError, TensorInfo
+import torch
+from torch import nn
+
+from anabranch.formats import FORMATS, PLAIN, Format, Index
+from anabranch.loader.checkpoint import DTYPES, FLOATS, Checkpoint, CheckpointError, TensorInfo
+from anabranch.ops.weight import Layout, Piece, Weight
 
 if TYPE_CHECKING:
     from anabranch.models.decoder import Decoder
@@ -25,57 +29,42 @@ class Copy:
     source: TensorInfo
     parameter: str
     index: Index
-    part: tuple[slice, ...] = ()
+    part: Index = ()
 
     @property
     def num_bytes(self) -> int:
         """Of what is taken from the source."""
         source = self.source
-        return source.num_bytes * math.prod(_part_shape(source.shape, self.part)) // max(1, source.num_elements)
+        return source.num_bytes * math.prod(_shape_of(source.shape, self.part)) // max(1, source.num_elements)
 
 
 def match(model: Decoder, checkpoint: Checkpoint) -> list[Copy]:
-    """One Copy for every tensor the model needs, in file order; CheckpointError if it does not come out even."""
+    """One Copy for every tensor the model needs, in file order; CheckpointError if one is missing or left over."""
     copies: list[Copy] = []
-    for parameter, layouts in parameter_layouts(model):
-        chosen = _best(checkpoint, layouts)
-        copies += [Copy(_find(checkpoint, piece.name), parameter, piece.index, piece.part) for piece in chosen]
-    parameters = dict(model.named_parameters())
-    taken: Counter[str] = Counter()
-    for copy in copies:
-        wanted = tuple(parameters[copy.parameter][copy.index].shape)
-        taken[copy.source.name] += math.prod(wanted)
-        if _part_shape(copy.source.shape, copy.part) != wanted:
-            raise CheckpointError(
-                f"{copy.source.file}: tensor {copy.source.name!r} has shape {list(copy.source.shape)}, "
-                f"config.json asks for {list(wanted)}{' in a part of it' if copy.part else ''}"
-            )
-    for copy in copies:
-        if copy.part and taken[copy.source.name] != copy.source.num_elements:
-            raise CheckpointError(
-                f"{copy.source.file}: tensor {copy.source.name!r} has shape {list(copy.source.shape)}, "
-                f"config.json asks for {taken[copy.source.name]} elements"
-            )
+    format = FORMATS[model.config.format]
+    for name, target, layouts in parameter_layouts(model):
+        if isinstance(target, Weight):
+            copies += _copies(target, name, layouts, format, checkpoint)
+        else:
+            source = _find(checkpoint, _best(checkpoint, layouts, PLAIN)[0].name)
+            _check(source, source.shape, tuple(target.shape), "")
+            copies.append(Copy(source, name, ()))
     _refuse_surplus(model, checkpoint, {copy.source.name for copy in copies})
     return sorted(copies, key=lambda copy: (copy.source.file, copy.source.begin))
 
 
-def _part_shape(shape: tuple[int, ...], part: tuple[slice, ...]) -> tuple[int, ...]:
-    return (*(len(range(size)[taken]) for size, taken in zip(shape, part)), *shape[len(part) :])
-
-
-def parameter_layouts(model: Decoder) -> Iterator[tuple[str, list[Layout]]]:
-    """Each parameter's name and every way a checkpoint may spell it, in full names."""
+def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Parameter, list[Layout]]]:
+    """Each weight and each other parameter: its name, itself, and every way a checkpoint may keep it, in full names."""
     for path, module in model.named_modules():
-        packed = module.layouts() if isinstance(module, Packed) else {}
-        parent = path.rpartition(".")[0]
-        for name, _ in module.named_parameters(recurse=False):
-            full = f"{path}.{name}"
-            relative = packed.get(name)
-            if relative is None:
-                yield full, [(Piece(spelled),) for spelled in model.checkpoint_names(full)]
-            else:
-                yield full, [full for layout in relative for full in _spellings(model, parent, layout)]
+        if not isinstance(module, Weight):
+            for name, parameter in module.named_parameters(recurse=False):
+                full = f"{path}.{name}"
+                yield full, parameter, [(Piece(theirs),) for theirs in model.checkpoint_names(full)]
+        elif not module.layouts:
+            yield path, module, [(Piece(theirs),) for theirs in model.checkpoint_names(path)]
+        else:
+            parent = path.rpartition(".")[0].rpartition(".")[0]
+            yield path, module, [full for layout in module.layouts for full in _spellings(model, parent, layout)]
 
 
 def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
@@ -87,9 +76,52 @@ def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
     ]
 
 
-def _best(checkpoint: Checkpoint, layouts: list[Layout]) -> Layout:
+def _copies(weight: Weight, path: str, layouts: list[Layout], wanted: Format, checkpoint: Checkpoint) -> Iterator[Copy]:
+    layout, format = _best(checkpoint, layouts, wanted), wanted
+    if _share(checkpoint, layout, wanted) < 1:
+        layout, format = _best(checkpoint, layouts, PLAIN), PLAIN
+    if weight.format is not format:
+        weight.set_format(format)
+    names = {piece.name: format.checkpoint_names(piece.name) for piece in layout}
+    for tensor, spec in format.tensors(weight.full_shape).items():
+        whole = torch.empty(spec.shape, device="meta")
+        for piece in layout:
+            source, index = _find(checkpoint, names[piece.name][tensor]), format.part(tensor, piece.index)
+            taken = _shape_of(source.shape, format.part(tensor, piece.part))
+            _check(source, taken, tuple(whole[index].shape), spec.dtype)
+        for piece in weight.shard.pieces(layout, weight.full_shape):
+            index, part = format.part(tensor, piece.index), format.part(tensor, piece.part)
+            yield Copy(checkpoint.tensors[names[piece.name][tensor]], f"{path}.{tensor}", index, part)
+
+
+def _shape_of(shape: tuple[int, ...], part: Index) -> tuple[int, ...]:
+    """Of a part of a tensor that consists of slices."""
+    sizes = (len(range(size)[taken]) for size, taken in zip(shape, part) if isinstance(taken, slice))
+    return (*sizes, *shape[len(part) :])
+
+
+def _check(source: TensorInfo, shape: tuple[int, ...], wanted: tuple[int, ...], dtype: str) -> None:
+    """CheckpointError unless the tensor has the shape and the numbers that a parameter needs; no `dtype`: any float."""
+    if source.dtype not in FLOATS if not dtype else DTYPES[source.dtype] != dtype:
+        raise CheckpointError(
+            f"{source.file}: tensor {source.name!r} is {source.dtype}, where {dtype or 'floating-point numbers'} "
+            "should be; is the checkpoint complete, and of the format that config.json names?"
+        )
+    if shape != wanted:
+        raise CheckpointError(
+            f"{source.file}: tensor {source.name!r} has shape {list(source.shape)}, config.json asks for {list(wanted)}"
+        )
+
+
+def _best(checkpoint: Checkpoint, layouts: list[Layout], format: Format) -> Layout:
     """The layout the checkpoint uses: the one of which it holds most. What that one lacks is missing."""
-    return max(layouts, key=lambda layout: sum(piece.name in checkpoint.tensors for piece in layout) / len(layout))
+    return max(layouts, key=lambda layout: _share(checkpoint, layout, format))
+
+
+def _share(checkpoint: Checkpoint, layout: Layout, format: Format) -> float:
+    """How much of a layout the checkpoint holds, 0 to 1."""
+    names = [name for piece in layout for name in format.checkpoint_names(piece.name).values()]
+    return sum(name in checkpoint.tensors for name in names) / len(names)
 
 
 def _find(checkpoint: Checkpoint, name: str) -> TensorInfo:

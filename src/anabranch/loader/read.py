@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from anabranch.formats import Index
+from anabranch.loader import checkpoint
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from anabranch.loader.names import Copy
 from anabranch.platforms import Platform, Staging
@@ -36,9 +38,9 @@ SPAN = (16 << 20) - MOST_PARTS * ALIGNMENT
 """Bytes of a read: large enough that Python does not matter, small enough that buffers stay in the host's cache. A
 buffer is then 16 MB, no more: page-locked memory comes in powers of two."""
 THREADS = 12
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, ours) for name, ours in checkpoint.DTYPES.items()}
 
-Place = tuple[torch.Tensor, tuple[slice, ...]]
+Place = tuple[torch.Tensor, Index]
 """A view into a parameter, and which part of the checkpoint's tensor fills it."""
 
 

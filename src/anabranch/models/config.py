@@ -101,6 +101,8 @@ class ModelConfig:
     max_position: int
     dtype: str = "float32"
     """What the checkpoint was made in: float32, float16 or bfloat16."""
+    format: str = "plain"
+    """Of its quantised weights; see anabranch.formats."""
     mlp_bias: bool = False
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0

@@ -13,14 +13,14 @@ from torch import nn
 
 from anabranch import ops
 from anabranch.layers.attention import KV, Attention
-from anabranch.layers.linear import Linear
+from anabranch.layers.linear import Embedding, Linear
 from anabranch.layers.mlp import MLP
-from anabranch.layers.norm import Carried, RMSNorm
+from anabranch.layers.norm import Hidden, RMSNorm
 from anabranch.layers.rotary import Rotary
 from anabranch.layers.step import Step
 from anabranch.models.config import LayerConfig, ModelConfig
 from anabranch.moe.layer import MoELayer
-from anabranch.platforms import Platform, SideStream
+from anabranch.moe.setup import MoESetup
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 
@@ -28,7 +28,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 class DecoderLayer(nn.Module):
     """Norm, attention, norm, feed-forward (dense or experts), with the residual carried beside."""
 
-    def __init__(self, model: ModelConfig, layer: LayerConfig, kv_group: int, side_stream: SideStream) -> None:
+    def __init__(self, model: ModelConfig, layer: LayerConfig, kv_group: int, moe: MoESetup) -> None:
         super().__init__()
         width, eps = model.hidden_size, model.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
@@ -36,20 +36,20 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp: nn.Module
         if layer.moe is not None:
-            self.mlp = MoELayer(layer.moe, width, model.activation, side_stream)
+            self.mlp = MoELayer(layer.moe, width, model.activation, moe)
         else:
             self.mlp = MLP(width, layer.mlp_width, model.activation, model.mlp_bias)
 
-    def before(self, x: Carried, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def before(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x_TD, residual_TD = self.input_layernorm.add(x, residual_TD)
         return self.self_attn.project(x_TD), residual_TD
 
     def after(
         self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
-    ) -> tuple[Carried, torch.Tensor | None]:
+    ) -> tuple[Hidden, torch.Tensor | None]:
         x_TD = self.self_attn.output(attended_THD)
         x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
-        y_TD = self.mlp.hand_on(x_TD, num_tokens) if isinstance(self.mlp, MoELayer) else self.mlp(x_TD)
+        y_TD = self.mlp.forward_to_norm(x_TD, num_tokens) if isinstance(self.mlp, MoELayer) else self.mlp(x_TD)
         return y_TD, residual_TD
 
 
@@ -58,12 +58,12 @@ class Layer(Protocol):
 
     self_attn: Attention
 
-    def before(self, x: Carried, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def before(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Up to attention: (heads of queries, keys and values; residual)."""
 
     def after(
         self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
-    ) -> tuple[Carried, torch.Tensor | None]:
+    ) -> tuple[Hidden, torch.Tensor | None]:
         """From attention on: (x, residual) for the next layer. Rows from `num_tokens` on are padding."""
 
 
@@ -79,16 +79,14 @@ class Decoder(nn.Module):
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Parts of the names of checkpoint tensors that are not needed here."""
 
-    def __init__(self, config: ModelConfig, platform: Platform) -> None:
+    def __init__(self, config: ModelConfig, moe: MoESetup) -> None:
         super().__init__()
         self.config = config
-        side_stream = platform.make_side_stream()
         group_of = {layer_id: g for g, group in enumerate(config.kv_groups) for layer_id in group.layers}
         ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=_empty(config))
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
-            self.layer_class(config, layer, group_of[layer_id], side_stream)
-            for layer_id, layer in enumerate(config.layers)
+            self.layer_class(config, layer, group_of[layer_id], moe) for layer_id, layer in enumerate(config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
@@ -98,7 +96,7 @@ class Decoder(nn.Module):
 
     def forward(self, step: Step, kv: Sequence[KV]) -> torch.Tensor:
         """Hidden rows x_TD after the last norm. Keys and values of the step's tokens are left in `kv`, one a layer."""
-        x: Carried
+        x: Hidden
         x, ropes = self.enter(step.token_T, step.position_T)
         residual_TD = None
         for layer_id, layer_kv in enumerate(kv):
@@ -106,8 +104,8 @@ class Decoder(nn.Module):
         return self.leave(x, residual_TD)
 
     def layer(
-        self, layer_id: int, x: Carried, residual_TD: torch.Tensor | None, ropes: list[Rope], step: Step, kv: KV
-    ) -> tuple[Carried, torch.Tensor | None]:
+        self, layer_id: int, x: Hidden, residual_TD: torch.Tensor | None, ropes: list[Rope], step: Step, kv: KV
+    ) -> tuple[Hidden, torch.Tensor | None]:
         heads, residual_TD = self.before(layer_id, x, residual_TD)
         q_THD = self.store(layer_id, heads, ropes[self.rope_of_layer[layer_id]], step, kv)
         attended_THD = self.attend(layer_id, q_THD, step, kv)
@@ -123,7 +121,7 @@ class Decoder(nn.Module):
             x_TD = x_TD * torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype)
         return x_TD, [rotary(position_T) for rotary in self.rotaries]
 
-    def before(self, layer_id: int, x: Carried, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def before(self, layer_id: int, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layers[layer_id].before(x, residual_TD)
 
     def store(self, layer_id: int, heads: torch.Tensor, rope: Rope, step: Step, kv: KV) -> torch.Tensor:
@@ -134,16 +132,16 @@ class Decoder(nn.Module):
 
     def after(
         self, layer_id: int, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
-    ) -> tuple[Carried, torch.Tensor | None]:
+    ) -> tuple[Hidden, torch.Tensor | None]:
         return self.layers[layer_id].after(attended_THD, residual_TD, num_tokens)
 
-    def leave(self, x: Carried, residual_TD: torch.Tensor | None) -> torch.Tensor:
+    def leave(self, x: Hidden, residual_TD: torch.Tensor | None) -> torch.Tensor:
         return self.norm.add(x, residual_TD)[0]
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """logits_TV of hidden rows; pick the rows first, the vocabulary is large. They are in the model's dtype, which
         fp32 holds exactly: who reads them converts while reading. Where they are capped, they are fp32."""
-        logits = ops.linear(x_TD, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x_TD)
+        logits = ops.linear(x_TD, self.embed_tokens.weight.data) if self.lm_head is None else self.lm_head(x_TD)
         if self.config.logit_softcap:
             logits = torch.tanh(logits.float() / self.config.logit_softcap) * self.config.logit_softcap
         return logits
@@ -154,8 +152,3 @@ class Decoder(nn.Module):
         for ours, theirs in cls.renames:
             name = name.replace(ours, theirs)
         return [name] if name.startswith("lm_head.") else [prefix + name for prefix in cls.prefixes]
-
-
-def _empty(config: ModelConfig) -> torch.Tensor:
-    """An embedding without torch's own random initialisation, which takes seconds for a large vocabulary."""
-    return torch.empty(config.vocab_size, config.hidden_size)

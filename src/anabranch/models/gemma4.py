@@ -16,10 +16,9 @@ from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import RMSNorm
 from anabranch.models.config import LayerConfig, ModelConfig, MoEConfig
 from anabranch.models.decoder import Decoder
-from anabranch.moe.experts import Experts
 from anabranch.moe.layer import RoutedExperts
-from anabranch.moe.shared_expert import SIDE_TOKENS, beside
-from anabranch.platforms import SideStream
+from anabranch.moe.overlap import overlap
+from anabranch.moe.setup import MoESetup
 
 
 class Gemma4Router(nn.Module):
@@ -36,14 +35,14 @@ class Gemma4Router(nn.Module):
     def forward(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         # Rounded after each factor, as the model was trained: routers decide by little.
         x_TD = ops.rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
-        logits_TE = ops.linear(x_TD, self.proj.weight, out_dtype=torch.float32)
+        logits_TE = ops.linear(x_TD, self.proj.weight.data, out_dtype=torch.float32)
         return ops.route(
             ops.RouteCall(logits_TE, self.top_k, expert_scale_E=self.per_expert_scale, num_tokens=num_tokens)
         )
 
 
 class Gemma4Layer(nn.Module):
-    def __init__(self, model: ModelConfig, layer: LayerConfig, kv_group: int, side_stream: SideStream) -> None:
+    def __init__(self, model: ModelConfig, layer: LayerConfig, kv_group: int, moe: MoESetup) -> None:
         super().__init__()
         width, eps = model.hidden_size, model.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
@@ -56,13 +55,11 @@ class Gemma4Layer(nn.Module):
         self.moe: RoutedExperts | None = None
         if layer.moe is not None:
             router = Gemma4Router(layer.moe, width, eps)
-            experts = Experts(layer.moe.num_experts, width, layer.moe.width, model.activation)
-            self.moe = RoutedExperts(router, experts)
+            self.moe = RoutedExperts(router, layer.moe, width, model.activation, moe)
             self.pre_feedforward_layernorm_2 = RMSNorm(width, eps)
             self.post_feedforward_layernorm_1 = RMSNorm(width, eps)
             self.post_feedforward_layernorm_2 = RMSNorm(width, eps)
-        self.side_stream = side_stream
-        self.side_tokens: int | None = SIDE_TOKENS
+        self.side_stream = moe.side_stream
 
     def before(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer before ended in a scale of the whole stream, so there is no residual beside x."""
@@ -75,12 +72,11 @@ class Gemma4Layer(nn.Module):
         if self.moe is None:
             y_TD = self._dense(x_TD)
         else:
-            routed_TD, dense_TD = beside(
+            routed_TD, dense_TD = overlap(
                 self.side_stream,
                 x_TD,
                 main=lambda x: self._routed(x, num_tokens),
                 side=lambda x: self.post_feedforward_layernorm_1(self._dense(x)),
-                most_tokens=self.side_tokens,
             )
             y_TD = self.post_feedforward_layernorm_2.add_to(dense_TD, routed_TD)
         return self.post_feedforward_layernorm.add_to(x_TD, y_TD, self.layer_scalar), None

@@ -16,8 +16,8 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Which rows arrived and what each wants; frozen between dispatch and combine.
+class Dispatched:
+    """The experts of the rows that arrived; frozen between dispatch and combine.
 
     Example: 3 tokens (the last one padding), 2 experts each, experts 0-3 all here:
 
@@ -33,26 +33,31 @@ class Plan:
     weight_MK: torch.Tensor
     """fp32."""
     num_tokens: int
-    """T, the rows combine gives back."""
+    """T, the rows that combine returns."""
 
 
 class Dispatcher(Protocol):
+    is_local: bool
+    """All experts are on this rank: the rows are the tokens."""
+
     def dispatch(
         self, x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, Plan]:
-        """Rows x_MD for the experts of this rank, and their plan."""
+    ) -> tuple[torch.Tensor, Dispatched]:
+        """Rows x_MD for the experts of this rank, and what each of them needs."""
 
-    def combine(self, rows_MD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def combine(self, rows_MD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """y_TD: each token's sum over all its experts, from rows that are summed over the experts of one rank."""
 
 
 class LocalDispatcher:
-    """All experts are here."""
+    """All experts are on this rank."""
+
+    is_local = True
 
     def dispatch(
         self, x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, Plan]:
-        return x_TD, Plan(expert_TK, weight_TK, x_TD.shape[0])
+    ) -> tuple[torch.Tensor, Dispatched]:
+        return x_TD, Dispatched(expert_TK, weight_TK, x_TD.shape[0])
 
-    def combine(self, rows_MD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def combine(self, rows_MD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         return rows_MD

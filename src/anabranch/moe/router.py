@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from anabranch import ops
+from anabranch.ops.weight import Weight
 
 if TYPE_CHECKING:
     from anabranch.models.config import MoEConfig
@@ -18,11 +19,11 @@ class Router(nn.Module):
 
     def __init__(self, config: MoEConfig, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.num_experts, width), requires_grad=False)
+        self.weight = Weight((config.num_experts, width))
         self.top_k = config.top_k
         self.renormalize = config.renormalize
 
     def forward(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(weight_TK, expert_TK); rows from `num_tokens` on go to no expert."""
-        logits_TE = ops.linear(x_TD, self.weight, out_dtype=torch.float32)
+        logits_TE = ops.linear(x_TD, self.weight.data, out_dtype=torch.float32)
         return ops.route(ops.RouteCall(logits_TE, self.top_k, renormalize=self.renormalize, num_tokens=num_tokens))

@@ -60,7 +60,7 @@ def shapes_of(
         if isinstance(layer, RoutedExperts):
             experts, router = layer.experts, layer.router
             num_experts, width, inner = experts.down_EDI.shape
-            top_k: int = router.top_k + experts.num_shared  # type: ignore[operator,assignment]
+            top_k: int = router.top_k  # type: ignore[operator,assignment]
             shape = num_experts, width, inner, top_k, experts.down_EDI.dtype
             found.setdefault((shape, experts.activation), []).append((experts.gate_up_EFD.data, experts.down_EDI.data))
     return found

@@ -83,6 +83,9 @@ WHOLE = Shard()
 class Weight(nn.Module):
     """A parameter of a model. Layers hold weights, ops take them, the loader fills them, `nbytes` is what they cost."""
 
+    data: torch.Tensor
+    """The only tensor of a plain weight."""
+
     def __init__(
         self,
         shape: Shape,
@@ -98,8 +101,7 @@ class Weight(nn.Module):
         self.shard = shard
         self.shape = shard.shape(self.full_shape)
         self.layouts = layouts
-        self.dtype = dtype or torch.get_default_dtype()
-        """Of the numbers it stands for, and of those of its tensors whose format does not name one."""
+        self._dtype = dtype or torch.get_default_dtype()
         self.set_format(format)
 
     @classmethod
@@ -122,7 +124,7 @@ class Weight(nn.Module):
         self._parameters.clear()
         self.format = format
         for name, spec in format.tensors(self.shape).items():
-            dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
+            dtype = getattr(torch, spec.dtype) if spec.dtype else self._dtype
             self.register_parameter(name, nn.Parameter(torch.empty(spec.shape, dtype=dtype), requires_grad=False))
 
     @property
@@ -130,8 +132,20 @@ class Weight(nn.Module):
         return dict(self._parameters)  # type: ignore[arg-type]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers it stands for, and of those tensors for which the format names no other."""
+        return self.data.dtype if self.format is PLAIN else self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def extra_repr(self) -> str:
+        return f"{list(self.shape)}, {self.format.name}, {self.dtype}"
 
     def dense(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The numbers themselves, as the format defines them."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from anabranch.formats import Index
 from anabranch.platforms.platform import Memory, Platform
 
 
@@ -119,7 +120,7 @@ class DeviceStaging:
         self.buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         self.stream = api.Stream(device)
 
-    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, tuple[slice, ...]]]) -> None:
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, Index]]) -> None:
         with self.api.stream(self.stream):
             (target, part), *others = places
             if not others and not part and target.dtype == source.dtype and target.is_contiguous():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from anabranch.formats import Index
 from anabranch.platforms.platform import Fetch, Memory, Platform
 
 
@@ -83,9 +84,9 @@ class FakeStaging:
 
     def __init__(self, num_bytes: int) -> None:
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-        self.late: list[tuple[torch.Tensor, torch.Tensor, tuple[slice, ...]]] = []
+        self.late: list[tuple[torch.Tensor, torch.Tensor, Index]] = []
 
-    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, tuple[slice, ...]]]) -> None:
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, Index]]) -> None:
         assert source.is_contiguous() and source.untyped_storage().data_ptr() == self.buffer.data_ptr()
         self.late += [(target, source, part) for target, part in places]
 

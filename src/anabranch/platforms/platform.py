@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from anabranch.formats import Index
+
 GraphMode = Literal["full", "pieces", "none"]
 
 
@@ -66,7 +68,7 @@ class Staging(Protocol):
     buffer: torch.Tensor
     """Bytes."""
 
-    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, tuple[slice, ...]]]) -> None:
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, Index]]) -> None:
         """Start copying `source`, a contiguous view of the buffer: each place's tensor becomes that part of it. dtypes
         may differ."""
 
