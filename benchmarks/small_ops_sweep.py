@@ -36,6 +36,7 @@ from anabranch import ops
 from anabranch.kernels.triton import activation, linear, norm, rope_store, route
 from anabranch.kernels.triton.launch import dependent_launch
 from anabranch.kernels.triton.linear import MultiplyTiles, StreamTiles, Tiles, add_to, enter, load_inside, pack
+from anabranch.ops.weight import Weight
 
 TINY = not torch.cuda.is_available()
 DEVICE, DTYPE = ("cpu", torch.float32) if TINY else ("cuda", torch.bfloat16)
@@ -453,8 +454,8 @@ class Chain:
 
 
 def own(x_TD: torch.Tensor, weight_FD: torch.Tensor, bias_F: None, out_dtype: torch.dtype) -> torch.Tensor:
-    if linear.accepts(x_TD, weight_FD, bias_F, out_dtype):
-        return linear.linear(x_TD, weight_FD, bias_F, out_dtype)
+    if linear.accepts(x_TD, Weight.of(weight_FD), bias_F, out_dtype):
+        return linear.linear(x_TD, Weight.of(weight_FD), bias_F, out_dtype)
     return library(x_TD, weight_FD, bias_F, out_dtype)
 
 

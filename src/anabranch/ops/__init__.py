@@ -7,7 +7,7 @@ from anabranch.ops.activation import add_gated, gated_activation
 from anabranch.ops.attention import AttentionCall, attention
 from anabranch.ops.count_experts import count_experts
 from anabranch.ops.decode_inputs import decode_inputs, decode_pages
-from anabranch.ops.experts import experts
+from anabranch.ops.experts import ExpertsCall, experts
 from anabranch.ops.linear import linear
 from anabranch.ops.logprobs import logprobs
 from anabranch.ops.mask_logits import mask_logits
@@ -21,6 +21,7 @@ from anabranch.ops.sample import SampleCall, sample
 __all__ = [
     "OPS",
     "AttentionCall",
+    "ExpertsCall",
     "Op",
     "RopeStoreCall",
     "RouteCall",

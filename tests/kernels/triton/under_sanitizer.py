@@ -10,12 +10,14 @@ import sys
 import torch
 
 from anabranch.kernels.triton import route
-from anabranch.ops import RouteCall
+from anabranch.ops import ExpertsCall, RouteCall
+from anabranch.ops.arguments import map_tensors
 from tests.kernels.triton import test_experts as judge
 
 
 def on_gpu(arguments: judge.Arguments) -> judge.Arguments:
-    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    given: judge.Arguments = map_tensors(lambda tensor: tensor.cuda(), arguments)
+    return given
 
 
 def main(part: str) -> None:
@@ -26,14 +28,14 @@ def main(part: str) -> None:
             given = on_gpu(arguments)
             if name.startswith("hopper") != (part == "hopper") or not judge.usable(tiles, given):
                 continue
-            found = judge.kernel.run(judge.kernel.Call(**given), tiles).cpu()
+            found = judge.kernel.run(ExpertsCall(**given), tiles).cpu()
             error = judge.distance(found, judge.exact(arguments))
             print(f"{name}, {tokens} tokens, {routing}: off by {error:.1e}", flush=True)
             assert error <= judge.TOLERANCE[torch.bfloat16]
     if part != "hopper":
         arguments = judge.draw(40, 8, 2, 192, 64, torch.bfloat16)
         for mode in judge.COMBINES:
-            found = judge.kernel.experts(**on_gpu(arguments), combine=mode).cpu()
+            found = judge.kernel.experts(ExpertsCall(**on_gpu(arguments), combine=mode)).cpu()
             assert judge.distance(found, judge.exact(arguments)) <= judge.TOLERANCE[torch.bfloat16], mode
         route.route(RouteCall(torch.randn(40, 60).cuda(), 4))
     torch.cuda.synchronize()

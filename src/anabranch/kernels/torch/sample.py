@@ -3,7 +3,7 @@ alone are computed exactly (ops/exact.py), for all rows at once. The tokens are 
 
 R requests, V vocabulary, S stretches of W tokens, M tokens of some stretches, N some of those.
 
-* The maximum of each stretch is cheap and says which stretches to look at.
+* The maximum of each stretch is cheap and shows which stretches to read.
 * top_k: k tokens reach the k-th largest of these maxima, so none below it is among the top k.
 * top_p alone: a token is drawn from all. Mostly it may stay; if not, only those ranked before it may.
 * Noise: cheap bounds leave some thirty tokens of a row that need it exactly.
@@ -24,14 +24,14 @@ STRETCH = 128
 MIN_VOCABULARY = 8192
 """Below, the reference's few calls are faster than a loop over rows."""
 FEW = 256
-"""So many tokens get exact noise without being asked for bounds."""
+"""Up to this many tokens get exact noise without computing bounds."""
 BOUND_AT_0, BOUND_STEP = (31 + 127) * math.log(2) + 1e-3, -math.log(2) * 2.0**-23
 GAP = 3.2
 """Noise is at least its bound less this."""
 SPREAD = 25.8
 """All noise lies in a range of this width."""
 WEIGHTLESS = 21.6
-"""Tokens so far below the best have no mass."""
+"""Tokens this far below the best have no mass."""
 
 Finalists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(logit after temperature, hash, id) of tokens among which the winner is."""
@@ -55,7 +55,7 @@ class Row:
         return (logit_N * self.scale).sub_(self.top * self.scale)
 
     def below_top(self, distance: float) -> float:
-        """A logit so far below the best after temperature, or a little farther."""
+        """A logit this far below the best after temperature, or a little farther."""
         top = self.top.item()
         return top - distance / self.scale - 1e-6 * (abs(top) + distance / self.scale)
 

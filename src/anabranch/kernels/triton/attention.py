@@ -5,8 +5,8 @@ a page, M page-table width, W pieces of work.
 
 A decode step (every request has one new token) is attention_decode alone. Otherwise attention_prefill (or its twin
 attention_hopper) does the requests with several new tokens, and attention_decode those with one in the same batch: what
-is fast for one is not for the other. Who is which is seen on the device. The host knows sizes only, never lengths, so
-that a captured call stays right while contexts grow.
+is fast for one is not for the other. The device tells them apart. The host knows sizes only, never lengths, so that
+a captured call stays right while contexts grow.
 
 This is one provider of the op. A vendor's attention library would be another: a package that registers on the same op
 under its own name (`needs`: whether it can be imported), put before "triton" in a platform's `providers`.
@@ -41,8 +41,8 @@ MAX_QUERIES = 64 * 128
 """Elements of the queries that attention_decode can hold: heads that share keys × head dim, both rounded up."""
 hopper_kernels = functools.partial(gluon_kernels, "attention_hopper")
 SINGLE_REQUESTS, MANY_REQUESTS = (32, 256, 512, 2048), (32, 1024, 2048)
-"""A kernel looks at all requests of a step at once; each of these bounds is a version of it. The second are those of
-attention_prefill, whose programs have more to do beside, and which looks at one entry more."""
+"""A kernel reads the lengths of all requests of a step at once; each of these bounds is a version of it. The second are
+those of attention_prefill, whose programs have more other work, and which reads one entry more."""
 ELEMENTS_AT_ONCE, MOST_AT_ONCE = 2048, 16
 """Of pieces that are added up: elements per warp, which are 64 registers of a thread, and pieces. Those of the products
 are free again by then."""
@@ -91,7 +91,7 @@ def attention(call: AttentionCall) -> torch.Tensor:
 
 
 class Shape(NamedTuple):
-    """What the plan of a call depends on beside the machine: the same for all layers of a KVGroup in a step."""
+    """What the plan of a call depends on besides the machine: the same for all layers of a KVGroup in a step."""
 
     T: int
     R: int
@@ -193,7 +193,7 @@ def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTil
 
 
 def compiled_for(shape: Shape, num_entries: int, bounds: tuple[int, ...]) -> dict[str, Any]:
-    """What all kernels are; they look at so many entries of the requests at once."""
+    """Options of all kernels; `num_entries` of the requests are read at once."""
     return {
         "HG": shape.H // shape.G,
         "D": shape.D,

@@ -28,7 +28,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_TILE = 16384
 """Elements of a program, where a norm goes over all heads."""
 FEW_TOKENS, FEW_ELEMENTS, MANY_ELEMENTS = 64, 512, 2048
-"""Up to so many tokens a program has about so many elements, so that there are more programs; else so many."""
+"""Up to FEW_TOKENS a program has about FEW_ELEMENTS, so that there are more programs; with more, MANY_ELEMENTS."""
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def do_heads(
         if ROWS < B:
             tl.static_assert(NORM != "all", "its sum goes over all rows")
             further += row_B // ROWS
-        further = tl.minimum(further, num_tokens - t - 1)  # whoever has none writes what the last one's program does
+        further = tl.minimum(further, num_tokens - t - 1)  # rows past the end repeat the last token's
         t += further
         if ROWS < B:
             further = further[:, None]
@@ -191,31 +191,12 @@ def rope_store(call: RopeStoreCall) -> torch.Tensor:
     group, programs, constants = choose_constants(elements, many, H, G, D, cos_TF.shape[1], norm)
     dependent = dependent_launch(q_THD.device)
     rope_store_kernel[(cdiv(tokens, group), programs)](
-        q_THD,
-        k_TGD,
-        v_TGD,
-        cos_TF,
-        sin_TF,
-        q_weight,
-        k_weight,
-        rotated_THD,
-        k_PSGD,
-        v_PSGD,
-        slot_T,
-        None if group == 1 else tokens,
-        q_THD.stride(0),
-        k_TGD.stride(0),
-        v_TGD.stride(0),
-        k_PSGD.stride(0),
-        k_PSGD.stride(1),
-        eps,
-        S=k_PSGD.shape[1],
-        NORM=norm,
-        V_NORM="head" if v_norm else "none",
-        DEPENDENT=dependent,
-        **constants,
+        q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, rotated_THD, k_PSGD, v_PSGD, slot_T,
+        None if group == 1 else tokens, q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0), k_PSGD.stride(0),
+        k_PSGD.stride(1), eps,
+        S=k_PSGD.shape[1], NORM=norm, V_NORM="head" if v_norm else "none", DEPENDENT=dependent, **constants,
         **({"launch_pdl": True} if dependent else {}),
-    )
+    )  # fmt: skip
     return rotated_THD
 
 
@@ -225,7 +206,7 @@ def choose_constants(
 ) -> tuple[int, int, dict[str, int]]:
     """(tokens of a group, its programs, constants).
 
-    About so many elements a program and 512 a warp; but a norm over all heads needs them in one program. With few
+    About `elements` a program and 512 a warp; but a norm over all heads needs them in one program. With few
     tokens a program has no more rows than one of them can fill: more programs are soonest done.
     """
     DP, heads, kv_heads = next_power_of_2(D), next_power_of_2(H), next_power_of_2(G)

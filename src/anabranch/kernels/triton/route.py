@@ -329,20 +329,10 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
     )
     dependent = dependent_launch(logits_TE.device)
     route_kernel[(cdiv(num_rows, constants["ROWS"]),)](
-        logits_TE,
-        weight_TK,
-        expert_TK,
-        call.select_bias_E,
-        call.expert_scale_E,
-        call.num_tokens,
-        num_rows,
-        logits_TE.stride(0) // vector,
-        call.scaling,
-        **constants,
-        DEPENDENT=dependent,
-        num_warps=1,
-        **({"launch_pdl": True} if dependent else {}),
-    )
+        logits_TE, weight_TK, expert_TK, call.select_bias_E, call.expert_scale_E, call.num_tokens, num_rows,
+        logits_TE.stride(0) // vector, call.scaling,
+        **constants, DEPENDENT=dependent, num_warps=1, **({"launch_pdl": True} if dependent else {}),
+    )  # fmt: skip
     return weight_TK, expert_TK
 
 

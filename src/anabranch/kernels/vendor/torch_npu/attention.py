@@ -1,7 +1,7 @@
 """Paged attention, prefill chunks and decode rows in one call.
 
-The operator takes lengths from the host, so the device is asked for them: once a step, for all layers pass the same
-tensors. That is also why no captured graph may contain it.
+The operator takes lengths from the host, so they are copied from the device: once a step, since all layers pass the
+same tensors. That is also why no captured graph may contain it.
 
 T token rows, R requests, H query heads, G key-value heads, D head dim, P pages, S slots in a page, M page-table width.
 """
