@@ -17,13 +17,13 @@ def test_nothing_is_made_where_it_is_looked_for() -> None:
     assert graphs.find("b", 32) is None, "kinds do not stand in for each other"
     assert graphs.find("a", 33) is None
     assert not graphs.make_missed(), "none was missed often"
-    assert [graphs.find("a", 20) for _ in range(module.WORTH_IT)] == [32] * module.WORTH_IT
+    assert [graphs.find("a", 20) for _ in range(module.IDLE_MISSES)] == [32] * module.IDLE_MISSES
     assert made == [("a", 32)]
     assert not graphs.make_missed(waiting=True), "not often enough to wait for it"
     assert graphs.make_missed() and made == [("a", 32), ("a", 24)]
     assert graphs.find("a", 17) == 24
     assert not graphs.make_missed(), "made once"
-    for _ in range(module.WORTH_WAITING):
+    for _ in range(module.BUSY_MISSES):
         graphs.find("a", 9)
     assert graphs.make_missed(waiting=True) and made[-1] == ("a", 16)
 

@@ -14,17 +14,16 @@ from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from anabranch.compile.breakable import BreakableStep
+from anabranch.compile.compiled import CompiledDecoder
 from anabranch.compile.compiler import PieceCompiler, check_sizes
-from anabranch.compile.pieces import Buffers, StepInPieces
-from anabranch.compile.piecewise import CompiledDecoder, PiecewiseStep
+from anabranch.compile.pieces import Buffers, PiecesStep
 from anabranch.compile.split import split
 from anabranch.compile.trace import trace
 from anabranch.engine import kv_tensors
 from anabranch.engine.batch import StepMaker
-from anabranch.engine.expert_watch import ExpertWatch
+from anabranch.engine.expert_counter import ExpertCounter
 from anabranch.engine.scheduler import Sequence, Share
-from anabranch.layers.attention import KV
+from anabranch.layers.mixer import Cache
 from anabranch.layers.step import Step
 from anabranch.loader.load import load_model
 from anabranch.models.decoder import Decoder
@@ -42,7 +41,7 @@ def load(name: str, folder: Path) -> Decoder:
     return load_model(str(tiny.save(CASES[name], folder)), dtype="float32", platform=FakePlatform())
 
 
-def pages(model: Decoder) -> list[KV]:
+def pages(model: Decoder) -> list[Cache]:
     num_pages = [LONGEST // PAGE] * len(model.config.kv_groups)
     return kv_tensors.allocate(model.config, num_pages, PAGE, torch.float32, CPU)
 
@@ -55,6 +54,11 @@ def prompt(model: Decoder, num_tokens: int, seed: int = 0) -> Step:
     groups = model.config.kv_groups
     steps = StepMaker(len(groups), 1, LONGEST, PAGE, CPU)
     return steps.make([Share(sequence, 0, num_tokens, True)], lambda _: [list(range(LONGEST // PAGE)) for _ in groups])
+
+
+def run(model: Decoder, decoder: CompiledDecoder, step: Step, caches: list[Cache]) -> torch.Tensor:
+    """Uncaptured."""
+    return model.run(decoder.start(step.token_T, step.position_T, step.num_tokens)[0], step, caches)
 
 
 @pytest.mark.parametrize("look_into", [True, False])
@@ -77,9 +81,9 @@ def test_equal_layers_share_a_piece(
     assert [len(piece.experts) for piece in found.pieces] == [0] + [1] * (num_pieces - 1)
     # In the order of the original, and each value is made before it is read.
     known = {*found.constants, traced.token, traced.position, traced.num_tokens, *traced.sizes}
-    for piece, attention in zip(found.pieces, [*found.attentions, None], strict=True):
+    for piece, mixing in zip(found.pieces, [*found.mixings, None], strict=True):
         assert set(piece.inputs) <= known, "read before it is made"
-        known |= set(piece.outputs) | ({attention.attended} if attention is not None else set())
+        known |= set(piece.outputs) | ({mixing.mixed} if mixing is not None else set())
     assert found.result in known
 
 
@@ -93,31 +97,36 @@ def test_a_gated_sum_is_fused_or_called_by_name(look_into: bool, tmp_path: Path)
     assert any("sigmoid" in node.name for node in nodes) == look_into
 
 
-def test_what_nobody_reads_any_more_is_let_go(tmp_path: Path) -> None:
+def test_values_that_are_not_read_again_are_dropped(tmp_path: Path) -> None:
     model = load("qwen2_moe_published", tmp_path)
-    kv, platform = pages(model), FakePlatform()
+    caches, step = pages(model), prompt(model, 7)
     with torch.inference_mode():
-        decoder = CompiledDecoder(model, PieceCompiler("none", platform, LONGEST))
-        step = PiecewiseStep(platform, None, decoder, kv, Buffers(model, 16, CPU, torch.float32), 16)
-        step.run(prompt(model, 7))
+        decoder = CompiledDecoder(model, PieceCompiler("none", FakePlatform(), LONGEST))
+        parts, _ = decoder.start(step.token_T, step.position_T, step.num_tokens)
+        cut = next(parts)
+        for _ in model.layers[1:]:
+            cut = parts.send(model.mix(cut, model.write(cut, step, caches), step, caches))
     experts = {name for piece in decoder.split.pieces for name in piece.experts}
     last = {*decoder.split.pieces[-1].inputs, decoder.split.result, *decoder.traced.sizes}
-    assert set(step.values) - set(decoder.split.constants) <= experts | last
+    assert parts.gi_frame is not None
+    assert set(parts.gi_frame.f_locals["values"]) - set(decoder.split.constants) <= experts | last
 
 
-def breakable(model: Decoder, kv: list[KV], buffers: Buffers, size: int) -> StepInPieces:
-    watch = ExpertWatch(model, FakePlatform())
-    return BreakableStep(FakePlatform(), None, model, kv, buffers, size, lambda: watch.look(True))
+def interpreted(model: Decoder, caches: list[Cache], buffers: Buffers, size: int) -> PiecesStep:
+    counter = ExpertCounter(model, FakePlatform())
+    return PiecesStep(
+        FakePlatform(), None, model, caches, buffers, size, lambda *args: (model.parts(*args), counter.record(True))
+    )
 
 
-def piecewise(model: Decoder, kv: list[KV], buffers: Buffers, size: int) -> StepInPieces:
+def compiled(model: Decoder, caches: list[Cache], buffers: Buffers, size: int) -> PiecesStep:
     decoder = CompiledDecoder(model, PieceCompiler("none", FakePlatform(), LONGEST))
-    return PiecewiseStep(FakePlatform(), None, decoder, kv, buffers, size)
+    return PiecesStep(FakePlatform(), None, model, caches, buffers, size, decoder.start)
 
 
-@pytest.mark.parametrize("make", [breakable, piecewise])
+@pytest.mark.parametrize("make", [interpreted, compiled])
 @pytest.mark.parametrize("name", ["qwen3_moe_published", "gemma4_text_top1_layer_types_sharded"])
-def test_no_nan_reaches_a_router(name: str, make: Callable[..., StepInPieces], tmp_path: Path) -> None:
+def test_no_nan_reaches_a_router(name: str, make: Callable[..., PiecesStep], tmp_path: Path) -> None:
     """Padding rows are zeros whatever the buffers held: what routers and experts of padding rows see is finite."""
     model = load(name, tmp_path)
     kv, num_tokens, size = pages(model), 11, 32
@@ -125,8 +134,8 @@ def test_no_nan_reaches_a_router(name: str, make: Callable[..., StepInPieces], t
         expected = model(prompt(model, num_tokens), kv)
         buffers = Buffers(model, size, CPU, torch.float32)
         step = make(model, kv, buffers, size)
-        buffers.q.fill_(float("nan"))
-        buffers.attended.fill_(float("nan"))
+        buffers.written.fill_(float("nan"))
+        buffers.mixed.fill_(float("nan"))
         buffers.input.fill_(3)
         found = step.run(prompt(model, num_tokens))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -146,9 +155,9 @@ def test_a_piece_for_some_sizes_only_is_refused() -> None:
 
     sizes = [2, 17, 1000]
     check_sizes([example(lambda size: bool(size >= 2)), torch.zeros(3)], sizes)
-    with pytest.raises(AssertionError, match=r"good where Eq\(Mod.*not for \[2, 17\]"):
+    with pytest.raises(AssertionError, match=r"valid where Eq\(Mod.*not for \[2, 17\]"):
         check_sizes([example(lambda size: bool(size % 8 == 0))], sizes)
-    with pytest.raises(AssertionError, match="good for 1000 tokens only"):
+    with pytest.raises(AssertionError, match="valid for 1000 tokens only"):
         check_sizes([example(lambda size: bool(size == 1000))], sizes)
 
 
@@ -163,7 +172,7 @@ import sys, torch
 from pathlib import Path
 from torch._dynamo.utils import counters
 from anabranch.compile.compiler import PieceCompiler
-from tests.compile.test_piecewise import CompiledDecoder, FakePlatform, LONGEST, load_model, pages, prompt
+from tests.compile.test_piecewise import CompiledDecoder, FakePlatform, LONGEST, load_model, pages, prompt, run
 
 def refuse(*args, **kwargs):
     raise AssertionError("compiled again")
@@ -173,7 +182,7 @@ model = load_model(sys.argv[1], dtype="float32", platform=FakePlatform())
 compiler = PieceCompiler("inductor", FakePlatform(), LONGEST)
 with torch.inference_mode():
     decoder = CompiledDecoder(model, compiler)
-    torch.save(decoder.run(prompt(model, 37), pages(model))[0], sys.argv[2])
+    torch.save(run(model, decoder, prompt(model, 37), pages(model)), sys.argv[2])
 print(compiler.num_loaded, compiler.num_compiled, counters["inductor"]["fxgraph_cache_miss"])
 """
 
@@ -192,7 +201,7 @@ def test_compiled_once_for_all_sizes_and_starts(
         assert compilations() != before, "the counters count"
         assert len(decoder.functions) == 4 and first.num_compiled == 3 and first.num_loaded == 0
         buffers = Buffers(model, 64, CPU, torch.float32)
-        steps = {size: PiecewiseStep(platform, None, decoder, kv, buffers, size) for size in (32, 64)}
+        steps = {size: PiecesStep(platform, None, model, kv, buffers, size, decoder.start) for size in (32, 64)}
 
         # Any number of tokens, captured or not, and nothing is compiled for it.
         before, rng = compilations(), random.Random(0)
@@ -200,13 +209,13 @@ def test_compiled_once_for_all_sizes_and_starts(
             step = prompt(model, rng.randrange(2, 150), number)
             num_tokens = step.token_T.shape[0]
             size = next((size for size in steps if size >= num_tokens), None)
-            found = decoder.run(step, kv)[0] if size is None else steps[size].run(step)
+            found = run(model, decoder, step, kv) if size is None else steps[size].run(step)
             if number % 8 == 0:
                 torch.testing.assert_close(found, model(step, kv), atol=1e-4, rtol=1e-4)
         assert compilations() == before
 
         # Another process loads what this one compiled.
-        expected = decoder.run(prompt(model, 37), kv)[0]
+        expected = run(model, decoder, prompt(model, 37), kv)
         folder, result = next(path.parent for path in (tmp_path / "model").rglob("config.json")), tmp_path / "x.pt"
         root = Path(__file__).parents[2]
         done = subprocess.run(
@@ -224,7 +233,7 @@ def test_compiled_once_for_all_sizes_and_starts(
         whole = torn.read_bytes()
         torn.write_bytes(whole[: len(whole) // 2])
         second = PieceCompiler("inductor", platform, LONGEST)
-        assert torch.equal(CompiledDecoder(model, second).run(prompt(model, 37), kv)[0], expected)
+        assert torch.equal(run(model, CompiledDecoder(model, second), prompt(model, 37), kv), expected)
         assert (second.num_loaded, second.num_compiled) == (2, 1)
         assert "is no compiled piece" in caplog.text
         assert sorted(path.stat().st_size > 1000 for path in torn.parent.iterdir()) == [True] * 3, "no leftovers"
@@ -260,7 +269,7 @@ def test_captured_pieces_on_a_gpu(
     with torch.inference_mode():
         decoder = CompiledDecoder(model, PieceCompiler(compiler, platform, LONGEST))
         pool, buffers = platform.make_graph_pool(), Buffers(model, 64, device, dtype)
-        captured = {size: PiecewiseStep(platform, pool, decoder, kv, buffers, size) for size in (64, 32)}
+        captured = {size: PiecesStep(platform, pool, model, kv, buffers, size, decoder.start) for size in (64, 32)}
         before, worst = compilations(), 0.0
         for num_tokens in (2, 31, 32, 33, 64, 65, 150, 7, 50):
             sequence = Sequence(Request(id="", prompt_ids=(), params=SamplingParams()), 0)
@@ -269,7 +278,7 @@ def test_captured_pieces_on_a_gpu(
             share = Share(sequence, 0, num_tokens, True)
             step = steps.make([share], lambda _: [list(range(LONGEST // PAGE)) for _ in groups])
             size = next((size for size in (32, 64) if size >= num_tokens), None)
-            found = decoder.run(step, kv)[0] if size is None else captured[size].run(step)
+            found = run(model, decoder, step, kv) if size is None else captured[size].run(step)
             found, expected = found.float(), model(step, kv).float()
             # Rows whose router is near a tie may go to another expert: most rows must be close.
             far_T = (found - expected).norm(dim=-1) / expected.norm(dim=-1) > allowed

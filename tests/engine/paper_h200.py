@@ -26,9 +26,9 @@ import anabranch.kernels.triton as package
 from anabranch import ops
 from anabranch.bench import offline
 from anabranch.config import EngineConfig, resolve
-from anabranch.engine.runner import TorchRunner
 from anabranch.engine.sampled import Logprobs
 from anabranch.engine.sampler import Sampler
+from anabranch.engine.torch_runner import TorchRunner
 from anabranch.kernels import tuning
 from anabranch.kernels.triton import (
     attention,
@@ -143,7 +143,8 @@ def make_runner(name: str, folder: Path, **options: Any) -> TorchRunner:
     settings = EngineConfig(model=str(folder), load_format="dummy", tune="off", **options)
     settings = resolve(settings, model, platform)
     runner = TorchRunner(settings, platform, None)
-    runner.allocate(runner.num_pages() if settings.num_pages else [1 << 16] * len(model.kv_groups))
+    num_pages = runner.num_pages() if settings.num_pages else [1 << 16] * len(model.kv_groups)
+    runner.allocate(num_pages, settings.max_model_len)
     return runner
 
 

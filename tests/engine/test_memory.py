@@ -14,7 +14,7 @@ import pytest
 from anabranch import platforms
 from anabranch.bench import offline
 from anabranch.config import EngineConfig
-from anabranch.engine import plan, runner
+from anabranch.engine import plan, torch_runner
 from anabranch.engine.engine import make_engine
 from anabranch.llm import LLM
 from anabranch.models.config import read_config
@@ -32,7 +32,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """24 GB, and whoever loads on it fails."""
     monkeypatch.setattr(CpuPlatform, "memory", lambda self: Memory(free=23 * GB, total=25 * GB))
     monkeypatch.setattr(platforms, "current", CpuPlatform)
-    monkeypatch.setattr(runner, "load_model", lambda *_, **__: pytest.fail("it is loaded"))
+    monkeypatch.setattr(torch_runner, "load_model", lambda *_, **__: pytest.fail("it is loaded"))
 
 
 def test_a_large_model_on_a_small_machine_is_refused_at_once(small_machine: None) -> None:

@@ -22,8 +22,8 @@ pytest.importorskip("triton")
 from anabranch import kernels
 from anabranch.config import EngineConfig
 from anabranch.engine.engine import make_engine
-from anabranch.engine.runner import TorchRunner
 from anabranch.engine.scheduler import Sequence, Share
+from anabranch.engine.torch_runner import TorchRunner
 from anabranch.kernels.triton import precompile
 from anabranch.kernels.triton.precompile import Job, recording
 from anabranch.request import Request

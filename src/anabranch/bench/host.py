@@ -13,8 +13,6 @@ import platform
 import random
 import statistics
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,10 +22,12 @@ from anabranch.bench.op_shapes import tiny
 from anabranch.config import EngineConfig
 from anabranch.engine.batch import StepMaker
 from anabranch.engine.engine import Engine
+from anabranch.engine.runner import Launched, Pages
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.scheduler import Sequence, Share
+from anabranch.engine.slots import Slots
 from anabranch.ranges import at_least
-from anabranch.request import Request, TokenLogprobs
+from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
 SIZES = (1, 64, 256, 1024)
@@ -45,15 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
 
 
-@dataclass(slots=True)
-class Made:
+class Made(Launched):
     """A step that took no time."""
-
-    shares: list[Share]
-    sampling: list[Share]
-    prompt_logprobs: dict[str, list[TokenLogprobs]]
-    sampled: Any = None
-    routed: Any = None
 
     def wait(self) -> list[int]:
         return [7] * len(self.sampling)
@@ -65,40 +58,34 @@ class NoModel:
     def __init__(self, config: EngineConfig, num_pages: int) -> None:
         self.config = config
         self.pages = num_pages
-        self.extras: dict[str, Any] = {}
 
     def num_pages(self) -> list[int]:
         return [self.pages]
 
-    def allocate(self, num_pages: list[int]) -> None:
+    def allocate(self, num_pages: list[int], max_model_len: int) -> None:
         config = self.config
         cpu = torch.device("cpu")
-        self.steps = StepMaker(1, config.max_num_seqs, config.max_model_len, config.page_size, cpu)
+        self.steps = StepMaker(1, config.max_num_seqs, max_model_len, config.page_size, cpu)
         self.sampler = Sampler(config.max_num_seqs, VOCABULARY, cpu)
         self.sampler.by_slot = True  # as where there are kernels
+        self.slots = Slots(self.sampler, ())
 
-    def launch(self, shares: list[Share], pages: Any) -> Made:
+    def launch(self, shares: list[Share], pages: Pages) -> Made:
         for share in shares:
             if not share.sequence.placed:
-                self._place(share.sequence)
+                self.slots.place(share.sequence)
+                self.steps.join(share.sequence.slot)
         self.steps.make(shares, pages)
         sampling = [share for share in shares if share.samples]
         if sampling:
             slots = [share.sequence.slot for share in sampling]
             self.sampler.sample(torch.zeros(len(slots), VOCABULARY), slots)
-        return Made(shares, sampling, {})
+        return Made(shares, sampling)
 
-    def _place(self, sequence: Sequence) -> None:
-        if self.sampler.slots[sequence.slot] is not None:
-            self.sampler.remove(sequence.slot)
-        self.sampler.add(sequence.slot, sequence.request)
-        self.steps.join(sequence.slot)
-        sequence.placed = True
-
-    def accept(self, sequence: Sequence, slot: int, token: int) -> None:
+    def accept(self, sequence: Sequence, token: int) -> None:
         return None
 
-    def idle(self) -> None:
+    def idle(self, waiting: bool = False) -> None:
         return None
 
     def expert_load(self, settled: bool = False) -> list[list[int]]:

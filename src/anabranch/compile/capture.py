@@ -1,4 +1,4 @@
-"""Captured work by kind and padded size, made when nobody waits; and the plainest such work, one graph."""
+"""Captured steps by variant and padded size; missed sizes are captured later. And the simplest one, a single graph."""
 
 from __future__ import annotations
 
@@ -14,75 +14,77 @@ from anabranch.platforms import Graph, Platform
 
 log = logging.getLogger(__name__)
 
-Kind = TypeVar("Kind", bound=str)
+Variant = TypeVar("Variant", bound=str)
 Made = TypeVar("Made")
 Output = TypeVar("Output")
 
-WORTH_IT, WORTH_WAITING = 8, 128
-"""How often a size is missed before it is made, and before somebody has to wait for it: a tenth of a second for a large
-model on an H200."""
-STAND_IN = 2
-"""How many times as large it may be."""
-CLOSE = 16
-"""Of a size's rows one in so many may be padding, where rows cost what they cost."""
+IDLE_MISSES, BUSY_MISSES = 8, 128
+"""How often a size is missed before it is captured, while the engine is idle and while requests wait: it takes a tenth
+of a second for a large model on an H200."""
+MAX_SUBSTITUTE = 2
+"""The largest captured size that may serve for a missing one, relative to it."""
+MAX_PADDING = 16
+"""One row in 16 may be padding in steps so large that the time grows with the rows."""
 
 
-class BySize(Generic[Kind, Made]):
-    def __init__(self, all_sizes: list[int], make: Callable[[Kind, int], Made], padded: int | None = None) -> None:
-        """Sizes above `padded` serve only what all but fills them."""
+class BySize(Generic[Variant, Made]):
+    def __init__(self, all_sizes: list[int], make: Callable[[Variant, int], Made], padded: int | None = None) -> None:
+        """Sizes above `padded` serve only steps that almost fill them."""
         self.sizes = all_sizes
         self.padded = all_sizes[-1] if padded is None else padded
         self.make = make
-        self.made: dict[tuple[Kind, int], Made] = {}
-        self.missed: Counter[tuple[Kind, int]] = Counter()
+        self.made: dict[tuple[Variant, int], Made] = {}
+        self.missed: Counter[tuple[Variant, int]] = Counter()
 
-    def find(self, kind: Kind, num_rows: int) -> Made | None:
-        """For so many rows. None: there is none that is not much too large. Nothing is made here: requests wait."""
+    def find(self, variant: Variant, num_rows: int) -> Made | None:
+        """The captured step for `num_rows` rows; None if there is none of about that size. Nothing is captured here:
+        requests wait for this step."""
         size = sizes.fitting(self.sizes, num_rows)
-        if size is None or (size > self.padded and num_rows < size - size // CLOSE):
+        if size is None or (size > self.padded and num_rows < size - size // MAX_PADDING):
             return None
-        found = self.made.get((kind, size))
+        found = self.made.get((variant, size))
         if found is not None:
             return found
-        self.missed[kind, size] += 1
-        most = min(self.padded, STAND_IN * size)
-        larger = [other for of, other in self.made if of == kind and size < other <= most]
-        return self.made[kind, min(larger)] if larger else None
+        self.missed[variant, size] += 1
+        most = min(self.padded, MAX_SUBSTITUTE * size)
+        larger = [other for of, other in self.made if of == variant and size < other <= most]
+        return self.made[variant, min(larger)] if larger else None
 
     def make_missed(self, waiting: bool = False) -> bool:
-        """One that was missed often, in a moment when nothing is to be done, or (`waiting`) something is but it was
-        missed very often. False: there is none."""
+        """Capture a size that was missed often; if requests are `waiting`, only one that was missed very often. False
+        if there is none."""
         if not self.missed:
             return False
-        (kind, size), times = self.missed.most_common(1)[0]
-        if times < (WORTH_WAITING if waiting else WORTH_IT):
+        (variant, size), times = self.missed.most_common(1)[0]
+        if times < (BUSY_MISSES if waiting else IDLE_MISSES):
             return False
-        self.add(kind, size)
+        self.add(variant, size)
         return True
 
-    def add(self, kind: Kind, size: int) -> Made:
-        found = self.made[kind, size] = self.make(kind, size)
-        self.missed.pop((kind, size), None)
-        log.debug("captured: %s, %d rows", kind, size)
+    def add(self, variant: Variant, size: int) -> Made:
+        found = self.made[variant, size] = self.make(variant, size)
+        self.missed.pop((variant, size), None)
+        log.debug("captured: %s, %d rows", variant, size)
         return found
 
 
 def capture(platform: Platform, work: Callable[[], None], pool: Any) -> Graph:
     """`work` as a graph, on a platform that has them."""
     graph = platform.capture(work, pool)
-    assert graph is not None, f"platform {platform.name} says that it captures graphs, and does not"
+    assert graph is not None, f"platform {platform.name} has the capability graphs but captured none"
     return graph
 
 
 class Captured(Generic[Output]):
-    """One graph. It replays the same work on the same buffers: what it reads is put into `input` before, and what it
-    computed stands in `output` until the next replay of any graph of the pool."""
+    """One graph. It replays the same work on the same buffers: it reads `input`, and what it computed stays in `output`
+    until the next replay of any graph of the pool."""
 
     def __init__(
         self, platform: Platform, pool: Any, input: torch.Tensor, body: Callable[[torch.Tensor], Output]
     ) -> None:
-        """`input`, on the device, is padding alone. The body is run before it is captured, for kernels are compiled and
-        libraries take their workspace when first used; with padding it must change nothing that others read."""
+        """`input`, on the device, is padding alone. The body runs once before it is captured, because kernels are
+        compiled and libraries take their workspace at first use; on padding it must change nothing that is read
+        later."""
         self.input = input
         self.output = body(input)
 

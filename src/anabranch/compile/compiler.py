@@ -1,7 +1,7 @@
-"""Pieces → callables: as they are, or compiled by Inductor. Equal pieces are compiled once, and kept on disk.
+"""Pieces → callables: interpreted, or compiled by Inductor. Equal pieces are compiled once, and cached on disk.
 
-A file is good for exactly the code, torch, device and piece it was made with, which is its name. One that cannot be
-read is passed over with a line in the log, and written anew.
+A file's name is the hash of the code, torch version, device and piece that it was made from. A file that cannot be
+read is skipped with a warning and written again.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Function = Callable[..., Sequence[torch.Tensor]]
 COMPILERS = ("inductor", "none")
 HOUSE = Path(__file__).parents[1]
 ROOMS = ("compile", "ops")
-"""Whose code a compiled piece depends on: how pieces are made, and the shapes that opaque ops promise. What layers and
-models do is in the piece itself, and kernels are not: they are called by name."""
+"""The code that a compiled piece depends on: how pieces are made, and the result shapes of opaque ops. What layers and
+models compute is in the piece itself; kernels are not, because they are called by name."""
 SIZES = (2, 3, 7, 16, 17, 48, 100, 256, 1023, 2048, 4099, 8192, 16384)
-"""Numbers of tokens that a compiled piece is asked about."""
+"""Numbers of tokens that the guards of a compiled piece are checked for."""
 
 
 class PieceCompiler:
     def __init__(self, compiler: str, platform: Platform, largest: int) -> None:
-        """Pieces must be good for up to `largest` tokens."""
+        """Pieces must be correct for up to `largest` tokens."""
         assert compiler in COMPILERS
         self.compiler = compiler
         self.sizes = [*(size for size in SIZES if size < largest), largest]
@@ -52,7 +52,7 @@ class PieceCompiler:
         self.num_loaded = 0
 
     def function(self, piece: Piece) -> Function:
-        """Takes the piece's inputs, gives its outputs; good for any number of tokens from two to the largest."""
+        """Takes the piece's inputs, returns its outputs; correct for any number of tokens from two to the largest."""
         if piece.key not in self.functions:
             if self.compiler == "none":
                 # GraphModule.forward, not the module: calling a module asks for hooks first.
@@ -66,15 +66,15 @@ class PieceCompiler:
         return cache_folder().with_name("pieces") / hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def _load(self, piece: Piece) -> Function | None:
-        from torch._inductor.standalone_compile import CompiledArtifact  # takes a second; not everybody compiles
+        from torch._inductor.standalone_compile import CompiledArtifact  # the import takes a second
 
         path = self.path(piece)
         if not path.exists():
             return None
         try:
             loaded: Function = CompiledArtifact.load(path=str(path), format="binary")
-        except Exception as error:  # torn or foreign bytes fail in as many ways as pickle has
-            log.warning("%s is no compiled piece (%s: %s); it is compiled again", path, type(error).__name__, error)
+        except Exception as error:  # a damaged file can raise anything that pickle can
+            log.warning("%s is not a compiled piece (%s: %s); it is compiled again", path, type(error).__name__, error)
             return None
         self.num_loaded += 1
         return loaded
@@ -95,33 +95,33 @@ class PieceCompiler:
 
 
 def check_sizes(examples: list[Any], sizes: Sequence[int]) -> None:
-    """A compiled piece has no guards: if the compiler took it for granted that the number of tokens is of some kind, it
-    would be wrong for others, and nobody would notice."""
+    """Assert that the compiler assumed nothing about the number of tokens that is false for one of `sizes`: a compiled
+    piece has no guards, so it would give wrong results without an error."""
     for example in examples:
         if isinstance(example, torch.Tensor) and example.dim() and isinstance(example.shape[0], torch.SymInt):
             node = example.shape[0].node
-            assert node.expr.is_Symbol, f"a compiled piece is good for {node.expr} tokens only"
+            assert node.expr.is_Symbol, f"a compiled piece is valid for {node.expr} tokens only"
             for expression in (guard.expr for guard in node.shape_env.guards):
                 if expression.free_symbols == {node.expr}:
                     wrong = [size for size in sizes if not expression.subs(node.expr, size)]
-                    assert not wrong, f"a compiled piece is good where {expression}, not for {wrong} tokens"
+                    assert not wrong, f"a compiled piece is valid where {expression}, not for {wrong} tokens"
 
 
 def _save(compiled: Any, path: Path) -> None:
-    """So that whoever reads meanwhile sees a whole file or none. A folder that cannot be written costs the next start
-    time, nothing else."""
+    """Write the file under another name and rename it, so that readers see a complete file or none. If the folder
+    cannot be written, the next start compiles again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
         os.close(handle)
     except OSError as error:
-        log.warning("compiled pieces are not kept: %s", error)
+        log.warning("compiled pieces are not cached: %s", error)
         return
     try:
         compiled.save(path=temporary, format="binary")
         os.replace(temporary, path)
     except OSError as error:
-        log.warning("compiled pieces are not kept: %s", error)
+        log.warning("compiled pieces are not cached: %s", error)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

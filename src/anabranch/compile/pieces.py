@@ -1,72 +1,89 @@
-"""A step of any shape as captured pieces with attention between them; what a piece is, is for others to say.
+"""A step of any shape as captured pieces of the layer loop, with the mixers between them.
 
-Attention runs uncaptured, because its work depends on the requests; it takes the real step, the pieces a padded one.
-A piece ends with the KV write: its slots stand in a buffer, so it can be captured.
+A mixer runs uncaptured, because its work depends on the requests; it takes the real step, the pieces a padded one. A
+piece ends with the mixer's write to its cache: the slots stand in a buffer, so it can be captured.
 
-    piece 0 → attention 0 → piece 1 → attention 1 → ... → piece L
+    piece 0 → mixer 0 → piece 1 → mixer 1 → ... → piece L
 
 L layers, T token rows (padded), N real ones.
 """
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from anabranch.compile.capture import capture
-from anabranch.layers.attention import KV
+from anabranch.layers.mixer import Cache
 from anabranch.layers.step import Step
-from anabranch.models.decoder import Decoder, Rope
-from anabranch.platforms import Graph, Platform
+from anabranch.models.decoder import Decoder, Parts
+from anabranch.platforms import Platform
+
+Start = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[Parts, list[torch.Tensor]]]
+"""(token_T, position_T, num_tokens) → the layer loop for them, and the list to which it adds expert_TK of every MoE
+layer."""
 
 
 class Buffers:
-    """What pieces and attention hand each other, for one padded size. Sizes share memory: none is used after a step."""
+    """What pieces and mixers pass to each other, for one padded size. All sizes share this memory: nothing in it is
+    used after a step."""
 
     def __init__(self, model: Decoder, largest: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.model = model
-        # An even number of columns: kernels are compiled apart for rows that do not begin at multiples of 16 bytes.
+        # An even number of columns: kernels are compiled separately for rows that do not begin at 16-byte boundaries.
         shape = 2 + len(model.config.kv_groups), largest + largest % 2
         self.input = torch.zeros(shape, dtype=torch.int64, device=device)
         """token, position, the slots of each group"""
         self.num_tokens = torch.zeros((), dtype=torch.int32, device=device)
-        heads = {layer.attention.num_heads * layer.attention.head_dim for layer in model.config.layers}
-        self.q, self.attended = (torch.zeros(largest * max(heads), dtype=dtype, device=device) for _ in range(2))
+        mixers = [layer.mixer for layer in model.layers]
+        self.shapes = [(mixer.written_shape, mixer.mixed_shape) for mixer in mixers]
+        """Of each layer."""
+        self.written, self.mixed = (
+            torch.zeros(largest * max(map(math.prod, shapes)), dtype=dtype, device=device)
+            for shapes in zip(*self.shapes)
+        )
 
-    def heads(self, layer_id: int) -> tuple[int, int]:
-        """(query heads, head dim)"""
-        attention = self.model.config.layers[layer_id].attention
-        return attention.num_heads, attention.head_dim
+    def rows(self, layer_id: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The beginning of `written` and of `mixed` as `num_rows` rows of a layer."""
+        written, mixed = self.shapes[layer_id]
+        return (
+            self.written[: num_rows * math.prod(written)].view(num_rows, *written),
+            self.mixed[: num_rows * math.prod(mixed)].view(num_rows, *mixed),
+        )
 
-    def rows(self, flat: torch.Tensor, heads: tuple[int, int], num_rows: int) -> torch.Tensor:
-        """The beginning of `q` or `attended` as rows of such heads."""
-        return flat[: num_rows * heads[0] * heads[1]].view(num_rows, *heads)
 
-
-class StepInPieces(abc.ABC):
+class PiecesStep:
     """The decoder for up to `size` token rows."""
 
     x_TD: torch.Tensor
     """Hidden rows, left by the last piece."""
 
     def __init__(
-        self, platform: Platform, pool: Any, model: Decoder, kv: Sequence[KV], buffers: Buffers, size: int
+        self,
+        platform: Platform,
+        pool: Any,
+        model: Decoder,
+        caches: Sequence[Cache],
+        buffers: Buffers,
+        size: int,
+        start: Start,
     ) -> None:
         self.model = model
-        self.kv = kv
+        self.caches = caches
         self.buffers = buffers
         self.size = size
+        self.start = start
+        self.parts: Parts | None = None
         self.experts: list[torch.Tensor] = []
         """expert_TK of each MoE layer."""
         token_T, position_T, *slots = buffers.input[:, :size].unbind()
         self.padded = Step(
             token_T=token_T,
             position_T=position_T,
-            query_start_R=buffers.num_tokens,  # attention takes the real step
+            query_start_R=buffers.num_tokens,  # mixers take the real step
             context_len_R=buffers.num_tokens,
             page_tables=(),
             slots=tuple(slots),
@@ -74,50 +91,52 @@ class StepInPieces(abc.ABC):
             num_tokens=buffers.num_tokens,
         )
         self._fill(None)
-        pieces = [partial(self.piece, layer_id) for layer_id in range(len(kv) + 1)]
-        for piece in pieces:  # once uncaptured: kernels are compiled and libraries take their workspace when first used
+        pieces = [partial(self._piece, layer_id) for layer_id in range(len(caches) + 1)]
+        for piece in pieces:  # first uncaptured: kernels are compiled and libraries take their workspace
             piece()
-        self.graphs: list[Graph] = []
-        for piece in pieces:
-            self.graphs.append(capture(platform, piece, pool))
+        self.graphs = [capture(platform, piece, pool) for piece in pieces]
 
-    @abc.abstractmethod
-    def piece(self, layer_id: int) -> None:
-        """From attention `layer_id` − 1, which left its rows in the buffers, to `store` of `layer_id`;
-        the last one leaves x_TD."""
-
-    def attended(self, layer_id: int) -> torch.Tensor:
-        return self.buffers.rows(self.buffers.attended, self.buffers.heads(layer_id), self.size)
-
-    def store(self, layer_id: int, heads: torch.Tensor, rope: Rope) -> None:
-        """The end of a piece: keys and values go into the pages, queries to where attention finds them."""
-        q_THD = self.model.store(layer_id, heads, rope, self.padded, self.kv[layer_id])
-        self.buffers.rows(self.buffers.q, self.buffers.heads(layer_id), self.size).copy_(q_THD)
+    def _piece(self, layer_id: int) -> None:
+        """From the mixer of the layer before, whose rows are in the buffers, to the write of this layer's mixer. The
+        last piece leaves x_TD."""
+        try:
+            if self.parts is None:
+                self.parts, self.experts = self.start(
+                    self.padded.token_T, self.padded.position_T, self.padded.num_tokens
+                )
+                cut = next(self.parts)
+            else:
+                cut = self.parts.send(self.buffers.rows(layer_id - 1, self.size)[1])
+        except StopIteration as end:
+            self.x_TD, self.parts = end.value, None
+            return
+        written, _ = self.buffers.rows(layer_id, self.size)
+        written.copy_(self.model.write(cut, self.padded, self.caches))
 
     def run(self, step: Step) -> torch.Tensor:
         """Hidden rows x_ND of a step of at most `size` rows; they stand until the next run."""
         num_rows, buffers = step.token_T.shape[0], self.buffers
         self._fill(step)
         views: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # of few shapes for many layers
-        for layer_id, layer_kv in enumerate(self.kv):
-            self.graphs[layer_id].replay()
-            shape = buffers.heads(layer_id)
-            if shape not in views:
-                views[shape] = buffers.rows(buffers.q, shape, num_rows), buffers.rows(buffers.attended, shape, num_rows)
-            q_NHD, attended_NHD = views[shape]
-            attended_NHD.copy_(self.model.attend(layer_id, q_NHD, step, layer_kv))
+        for layer_id, (graph, cache) in enumerate(zip(self.graphs, self.caches)):
+            graph.replay()
+            shapes = buffers.shapes[layer_id]
+            if shapes not in views:
+                views[shapes] = buffers.rows(layer_id, num_rows)
+            written, mixed = views[shapes]
+            mixed.copy_(self.model.layers[layer_id].mixer.mix(written, step, cache))
         self.graphs[-1].replay()
         return self.x_TD[:num_rows]
 
     def _fill(self, step: Step | None) -> None:
-        """Put a step where the pieces find it. Padding rows are rows of zeros: nothing that stood there before, NaN for
-        one, reaches a router."""
+        """Put a step where the pieces find it. Padding rows are rows of zeros, so that nothing left there by an earlier
+        step, NaN for example, reaches a router."""
         buffers, num_rows = self.buffers, 0 if step is None else step.token_T.shape[0]
         buffers.num_tokens.fill_(num_rows)
         buffers.input[:2, num_rows : self.size] = 0
         buffers.input[2:, num_rows : self.size] = -1
         if num_rows < self.size:
-            buffers.attended.zero_()
+            buffers.mixed.zero_()
         if step is not None:
             for row, values in zip(buffers.input, (step.token_T, step.position_T, *step.slots), strict=True):
                 row[:num_rows].copy_(values)

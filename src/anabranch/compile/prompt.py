@@ -1,8 +1,8 @@
-"""A step of one request as a few graphs, attention included: its kernels take lengths from the device, so what is
+"""A step of one request as a few graphs, mixers included: attention kernels take lengths from the device, so what is
 captured depends on the number of token rows alone.
 
-One graph of all layers would take the host longer to launch than the device should wait: the first is of few layers,
-and the others are launched while it runs.
+One graph of all layers would take the host longer to launch than the device should wait: the first graph has few
+layers, and the others are launched while it runs.
 
 T token rows (padded).
 """
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from anabranch.compile.capture import capture
-from anabranch.layers.attention import KV
-from anabranch.layers.norm import Hidden
+from anabranch.compile.pieces import Start
+from anabranch.layers.mixer import Cache
 from anabranch.layers.step import Step
-from anabranch.models.decoder import Decoder, Rope
+from anabranch.models.decoder import Cut, Decoder, Parts
 from anabranch.platforms import Platform
 
 FIRST_LAYERS, MORE_LAYERS = 2, 8
@@ -28,50 +28,49 @@ FIRST_LAYERS, MORE_LAYERS = 2, 8
 
 
 class PromptStep:
-    """The decoder for one request's step of up to so many token rows."""
+    """The decoder for one request's step of up to a number of token rows."""
 
     def __init__(
         self,
         platform: Platform,
         pool: Any,
         model: Decoder,
-        kv: Sequence[KV],
+        caches: Sequence[Cache],
         input: torch.Tensor,
         unpack: Callable[[torch.Tensor], Step],
-        look: Callable[[], list[torch.Tensor]],
+        start: Start,
     ) -> None:
-        """`input`, on the device, is padding alone, of which `unpack` makes a step. `look()` gives a list that every
-        MoE layer then adds its expert_TK to."""
-        self.input = input
+        """`input`, on the device, is padding alone, of which `unpack` makes a step."""
+        self.model, self.caches, self.input, self.unpack, self.start = model, caches, input, unpack, start
         self.experts: list[torch.Tensor] = []
         """expert_TK of each MoE layer."""
-        self.model, self.kv, self.unpack, self.look = model, kv, unpack, look
         self.step: Step
-        self.ropes: list[Rope] = []
-        self.x: Hidden
         self.x_TD: torch.Tensor
-        self.residual_TD: torch.Tensor | None = None
-        ends = [*range(FIRST_LAYERS, len(kv), MORE_LAYERS), len(kv)]
-        parts = [partial(self._layers, *pair) for pair in pairwise([0, *ends])]
-        for part in parts:  # once uncaptured: kernels are compiled and libraries take their workspace when first used
-            part()
+        self.parts: Parts | None = None
+        self.cut: Cut | None = None
+        ends = [*range(FIRST_LAYERS, len(caches), MORE_LAYERS), len(caches)]
+        graphs = [partial(self._layers, end - begin) for begin, end in pairwise([0, *ends])]
+        for graph in graphs:  # first uncaptured: kernels are compiled and libraries take their workspace
+            graph()
         self.size = self.x_TD.shape[0]
-        self.graphs = [capture(platform, part, pool) for part in parts]
+        self.graphs = [capture(platform, graph, pool) for graph in graphs]
 
-    def _layers(self, begin: int, end: int) -> None:
-        model = self.model
-        if begin == 0:
-            self.experts = self.look()
-            self.step = self.unpack(self.input)
-            self.x, self.ropes = model.enter(self.step.token_T, self.step.position_T)
-            self.residual_TD = None
-        for layer_id in range(begin, end):
-            self.x, self.residual_TD = model.layer(
-                layer_id, self.x, self.residual_TD, self.ropes, self.step, self.kv[layer_id]
-            )
-        if end == len(self.kv):
-            self.x = self.x_TD = model.leave(self.x, self.residual_TD)
-            self.residual_TD = None  # else no other graph could have its memory
+    def _layers(self, count: int) -> None:
+        """Run the layer loop over `count` mixers, to the cut after them; the last call leaves x_TD."""
+        if self.parts is None:
+            self.step = step = self.unpack(self.input)
+            self.parts, self.experts = self.start(step.token_T, step.position_T, step.num_tokens)
+            self.cut = next(self.parts)
+        parts = self.parts
+        for _ in range(count):
+            assert self.cut is not None
+            written = self.model.write(self.cut, self.step, self.caches)
+            mixed = self.model.mix(self.cut, written, self.step, self.caches)
+            self.cut = None  # its memory is for those that come after it
+            try:
+                self.cut = parts.send(mixed)
+            except StopIteration as end:
+                self.x_TD, self.parts = end.value, None
 
     def run(self, input: torch.Tensor) -> torch.Tensor:
         """Hidden rows x_TD, padding included; they stand until the next run of any graph of the pool. `input` lies in

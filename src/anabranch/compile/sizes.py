@@ -15,7 +15,7 @@ def decode_sizes(largest: int) -> list[int]:
 
 
 def prefill_sizes(largest: int) -> list[int]:
-    """Ascending, up to `largest`, which is one of them; four to a doubling, since a few rows more cost next to nothing
+    """Ascending, up to `largest`, which is one of them; four to a doubling, since a few more rows cost almost nothing
     while a step is bound by reading weights."""
     sizes = [16, 32, 48, 64]
     while sizes[-1] < largest:
@@ -24,7 +24,8 @@ def prefill_sizes(largest: int) -> list[int]:
 
 
 def prompt_sizes(padded: int, largest: int) -> list[int]:
-    """Those, up to `padded`; then doublings and `largest`: what is often filled, since long prompts are cut there."""
+    """The prefill sizes up to `padded`; then doublings and `largest`, which are often filled, since long prompts are
+    split there."""
     sizes = prefill_sizes(min(padded, largest))
     while 2 * sizes[-1] < largest:
         sizes.append(2 * sizes[-1])
@@ -32,13 +33,13 @@ def prompt_sizes(padded: int, largest: int) -> list[int]:
 
 
 def common_decode(sizes: list[int]) -> list[int]:
-    """Those worth having before the first request: powers of two, and from where rows cost something on what lies half
-    way between them. Round numbers, because people like to ask for those."""
+    """The sizes captured before the first request: powers of two and, where the time grows with the rows, the sizes
+    half way between them. Round numbers are common in requests."""
     return _round(sizes, halves_from=128)
 
 
 def common_prefill(sizes: list[int]) -> list[int]:
-    """The same; weights are what a step reads for longer here."""
+    """The same; here the time is dominated by reading weights up to a larger size."""
     return _round(sizes, halves_from=512)
 
 
@@ -50,5 +51,5 @@ def _round(sizes: list[int], halves_from: int) -> list[int]:
 
 
 def fitting(sizes: list[int], num_rows: int) -> int | None:
-    """The smallest that holds so many rows."""
+    """The smallest size of at least `num_rows`."""
     return next((size for size in sizes if size >= num_rows), None)

@@ -1,4 +1,4 @@
-"""A traced decoder, cut at its attentions into pieces that keep the order of the original.
+"""A traced decoder, cut at its mixers into pieces that keep the order of the original.
 
 A piece knows nothing of the layer it came from: its inputs are numbered as they are met and parameters are inputs like
 any other, so that pieces of equal layers are equal, which `Piece.key` says.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from anabranch.compile.trace import ATTEND, Traced
+from anabranch.compile.trace import MIX, Traced
 
 ROUTE = "anabranch::route"
 
@@ -35,23 +35,22 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """What stands between two pieces. Names of values."""
+class Mixing:
+    """A mixer between two pieces. Names of values."""
 
-    heads: str
-    cos: str
-    sin: str
-    attended: str
+    projected: tuple[str, ...]
+    rope: tuple[str, ...]
+    mixed: str
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     pieces: tuple[Piece, ...]
-    attentions: tuple[Attention, ...]
+    mixings: tuple[Mixing, ...]
     """One between each two pieces; that of layer 0 first."""
     result: str
     finished: tuple[frozenset[str], ...]
-    """For each piece: values that nobody reads after it and the attention behind it."""
+    """For each piece: values that are not read after it and the mixer that follows it."""
     constants: Mapping[str, torch.Tensor]
 
 
@@ -59,32 +58,33 @@ def split(traced: Traced) -> Split:
     nodes = list(traced.graph.graph.nodes)
     constants = dict(traced.constants)
     between: list[list[fx.Node]] = [[]]
-    attentions: list[fx.Node] = []
+    mixers: list[fx.Node] = []
     for node in nodes:
         if node.op == "get_attr":
             constants[node.name] = operator.attrgetter(node.target)(traced.graph)
         elif node.op not in ("placeholder", "output"):
-            if node.target is ATTEND:
-                assert node.args[3] == len(attentions), "attentions out of order"
-                attentions.append(node)
+            if node.target is MIX:
+                assert node.args[2] == len(mixers), "mixers out of order"
+                mixers.append(node)
                 between.append([])
             else:
                 between[-1].append(node)
     (result,) = nodes[-1].args[0]
     pieces = tuple(_piece(part, result) for part in between)
-    parts = tuple(_attention(node) for node in attentions)
+    mixings = tuple(_mixing(node) for node in mixers)
     return Split(
         pieces=pieces,
-        attentions=parts,
+        mixings=mixings,
         result=result.name,
-        finished=_finished(pieces, parts, kept={result.name, *constants}),
+        finished=_finished(pieces, mixings, kept={result.name, *constants}),
         constants=constants,
     )
 
 
-def _attention(node: fx.Node) -> Attention:
-    heads, cos, sin = (arg.name for arg in node.all_input_nodes)
-    return Attention(heads, cos, sin, attended=node.name)
+def _mixing(node: fx.Node) -> Mixing:
+    lists: Any = node.args[:2]
+    projected, rope = (tuple(arg.name for arg in args) for args in lists)
+    return Mixing(projected, rope, mixed=node.name)
 
 
 def _piece(part: list[fx.Node], result: fx.Node) -> Piece:
@@ -154,16 +154,14 @@ class _Numbered:
     number: int
 
 
-def _finished(
-    pieces: tuple[Piece, ...], attentions: tuple[Attention, ...], kept: set[str]
-) -> tuple[frozenset[str], ...]:
-    """Memory of captured pieces that nobody needs any more is for those behind them."""
+def _finished(pieces: tuple[Piece, ...], mixings: tuple[Mixing, ...], kept: set[str]) -> tuple[frozenset[str], ...]:
+    """Memory of captured pieces that is not needed any more is for later ones."""
     last: dict[str, int] = {}
     for place, piece in enumerate(pieces):
         for name in (*piece.inputs, *piece.outputs):
             last[name] = place
-        if place < len(attentions):
-            last |= dict.fromkeys((attentions[place].heads, attentions[place].cos, attentions[place].sin), place)
+        if place < len(mixings):
+            last |= dict.fromkeys((*mixings[place].projected, *mixings[place].rope), place)
         kept |= set(piece.experts)
     return tuple(
         frozenset(name for name, at in last.items() if at == place and name not in kept) for place in range(len(pieces))

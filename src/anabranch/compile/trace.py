@@ -1,9 +1,9 @@
-"""The decoder as one FX graph, traced once for any number of tokens. Attention stands in it as an opaque op.
+"""The decoder as one FX graph, traced once for any number of tokens. Mixers stand in it as opaque ops.
 
 The graph is all that is kept of Dynamo: it is never called through again, so no guards are checked in a step and
-nothing can be compiled anew behind our back. Parameters are inputs of the graph, not constants in it.
+nothing can be compiled again unnoticed. Parameters are inputs of the graph, not constants in it.
 
-T token rows, H query heads, D head dim, F rotated pairs.
+T token rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import torch
 from torch import fx
 
 from anabranch import ops
-from anabranch.layers.norm import Hidden
-from anabranch.models.decoder import Decoder
+from anabranch.models.decoder import Cut, Decoder, run_parts
 from anabranch.ops.opaque import opaque, shown_to_compiler
 
-BETWEEN_ATTENTIONS = (
+BETWEEN_MIXERS = (
     ops.rms_norm,
     ops.add_rms_norm,
     ops.norm_add,
@@ -36,21 +35,16 @@ EXAMPLE_TOKENS = 1000
 """Compilers choose tiles by it. Not 0 or 1, which they take to be special."""
 
 
-def _attend(heads: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, layer: int, num: int) -> torch.Tensor:
-    raise AssertionError("anabranch::attend is where a graph is split; pieces are run with attention between them")
+def _mix(projected: list[torch.Tensor], rope: list[torch.Tensor], layer: int, shape: list[int]) -> torch.Tensor:
+    raise AssertionError("anabranch::mix is where a graph is split; pieces run with mixers between them")
 
 
-def _fake_attend(heads: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor, layer: int, num: int) -> torch.Tensor:
-    return heads.new_empty(heads.shape[0], num, heads.shape[2])
+def _fake_mix(projected: list[torch.Tensor], rope: list[torch.Tensor], layer: int, shape: list[int]) -> torch.Tensor:
+    return projected[0].new_empty(projected[0].shape[0], *shape)
 
 
-ATTEND = opaque(
-    "attend",
-    "(Tensor heads, Tensor cos_TF, Tensor sin_TF, int layer_id, int num_heads) -> Tensor",
-    _attend,
-    _fake_attend,
-)
-"""Rope, KV write and attention of a layer: heads of queries, keys and values → attended_THD."""
+MIX = opaque("mix", "(Tensor[] projected, Tensor[] rope, int layer_id, int[] shape) -> Tensor", _mix, _fake_mix)
+"""The mixer of a layer: what was projected → rows of `shape`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +64,16 @@ def trace(model: Decoder, look_into: bool) -> Traced:
     """`look_into`: the compiler is to see the insides of simple ops, and fuse them."""
 
     def decoder(token_T: torch.Tensor, position_T: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        x: Hidden
-        x, ropes = model.enter(token_T, position_T)
-        residual_TD = None
-        for layer_id, layer in enumerate(model.config.layers):
-            heads, residual_TD = model.before(layer_id, x, residual_TD)
-            rope = ropes[model.rope_of_layer[layer_id]]
-            attended_THD = ATTEND(heads, *rope, layer_id, layer.attention.num_heads)
-            x, residual_TD = model.after(layer_id, attended_THD, residual_TD, num_tokens)
-        return model.leave(x, residual_TD)
+        def mix(cut: Cut) -> torch.Tensor:
+            return MIX(cut.projected, cut.rope, cut.layer_id, model.layers[cut.layer_id].mixer.mixed_shape)  # type: ignore[no-any-return]
+
+        return run_parts(model.parts(token_T, position_T, num_tokens), mix)
 
     device = model.embed_tokens.weight.device
     token_T, position_T = (torch.zeros(EXAMPLE_TOKENS, dtype=torch.int64, device=device) for _ in range(2))
     num_tokens = torch.zeros((), dtype=torch.int32, device=device)
-    model.enter(token_T, position_T)  # tables are made when first used, and that must not be traced
+    for rotary in model.rotaries:
+        rotary(position_T)  # tables are made when first used, and that must not be traced
     for input in (token_T, position_T):
         torch._dynamo.mark_dynamic(input, 0)
 
@@ -101,8 +91,8 @@ def trace(model: Decoder, look_into: bool) -> Traced:
 
     # Dynamo remembers models traced before and takes sizes that differ from theirs, of weights too, to be dynamic.
     static = torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
-    with static, shown_to_compiler(BETWEEN_ATTENTIONS, look_into):
-        torch.compile(_anew(decoder), fullgraph=True, backend=backend)(token_T, position_T, num_tokens)
+    with static, shown_to_compiler(BETWEEN_MIXERS, look_into):
+        torch.compile(_with_new_code(decoder), fullgraph=True, backend=backend)(token_T, position_T, num_tokens)
     (graph,) = graphs
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     by_name = dict(zip(names, given, strict=True))
@@ -124,7 +114,7 @@ def trace(model: Decoder, look_into: bool) -> Traced:
     )
 
 
-def _anew(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_new_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """With a code object of its own: Dynamo counts compilations by it, and another model is no recompilation."""
     code = function.__code__.replace()
     return types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)

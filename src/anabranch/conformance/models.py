@@ -5,7 +5,6 @@ Where the platform runs models its own way (Platform.runner), only the engine's 
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +19,7 @@ from anabranch.config import EngineConfig, resolve
 from anabranch.conformance import tiny
 from anabranch.conformance.result import Result, attempt
 from anabranch.engine.engine import Engine
+from anabranch.engine.runner import load_runner
 from anabranch.engine.single import SingleSequence
 from anabranch.loader.load import DTYPES, load_model
 from anabranch.models.config import read_config
@@ -90,8 +90,7 @@ def answers(folder: Path, platform: Platform) -> dict[str, list[int]]:
     asked = EngineConfig(model=str(folder), dtype="float32", max_num_seqs=8, max_num_batched_tokens=128, num_pages=64)
     model = read_config(folder)
     config = resolve(replace(asked, tune="off"), model, platform)
-    module, _, name = platform.runner.partition(":")
-    runner = getattr(importlib.import_module(module), name)(config, platform, None)
+    runner = load_runner(config, platform)
     engine = Engine(config, runner, model, None)
     runner.warm_up()
     rng = random.Random(1)

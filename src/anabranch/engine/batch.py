@@ -11,7 +11,6 @@ R requests, T token rows, S slots, M page-table width.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
@@ -19,12 +18,9 @@ from typing import NamedTuple
 import torch
 
 from anabranch import ops
+from anabranch.engine.runner import Pages
 from anabranch.engine.scheduler import Share
 from anabranch.layers.step import Step
-
-Pages = Callable[[str], list[list[int]]]
-"""Request id → for each KVGroup, the page of each logical page, all equally many. The same object as long as the
-sequence keeps its slot: it may only get longer."""
 
 
 class Rows(NamedTuple):

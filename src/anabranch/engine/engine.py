@@ -8,7 +8,6 @@ device never waits for the host.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import time
@@ -22,7 +21,7 @@ from anabranch import platforms
 from anabranch.config import EngineConfig, resolve
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.metrics import Metrics
-from anabranch.engine.runner import Extras
+from anabranch.engine.runner import Runner, load_runner
 from anabranch.engine.sampler import needs_host_tokens
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
 from anabranch.loader.locate import locate
@@ -34,7 +33,7 @@ from anabranch.sampling_params import Grammar
 from anabranch.stages import stage
 
 if TYPE_CHECKING:
-    from anabranch.engine.runner import Launched, TorchRunner
+    from anabranch.engine.runner import Launched
     from anabranch.text.grammar import GrammarCompiler, Matcher
     from anabranch.text.tokenizer import Tokenizer
 
@@ -58,7 +57,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        runner: TorchRunner,
+        runner: Runner,
         model: ModelConfig,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -74,8 +73,8 @@ class Engine:
         longest = self._longest(config.max_model_len)
         if longest < config.max_model_len:
             log.info("max_model_len: %d → %d, which is what the KV pool holds", config.max_model_len, longest)
-        self.config = runner.config = replace(config, max_model_len=longest)
-        runner.allocate(num_pages)
+        self.config = replace(config, max_model_len=longest)
+        runner.allocate(num_pages, longest)
         self.model = model
         self.runner = runner
         self.tokenizer = tokenizer
@@ -117,13 +116,11 @@ class Engine:
         params = request.params
         bad_word_ids = self._bad_words(request)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
-        sequence = Sequence(request, self.num_arrived, needs_host_tokens(params, bad_word_ids), stop_ids)
+        sequence = Sequence(request, self.num_arrived, needs_host_tokens(params, bad_word_ids), stop_ids, bad_word_ids)
         if request.params.grammar is not None:
             self.compiling.append((self._matcher(request.params.grammar), sequence))
         else:
             self.scheduler.add(sequence)
-        if bad_word_ids:
-            self.runner.extras[request.id] = Extras(bad_word_ids=bad_word_ids)
         self.num_arrived += 1
         self.sequences[request.id] = sequence
         self.metrics.arrive(request.id, request.arrival)
@@ -200,7 +197,6 @@ class Engine:
         self.sequences.pop(sequence.id, None)
         self.prompt_logprobs.pop(sequence.id, None)
         self.routed.pop(sequence.id, None)
-        self.runner.extras.pop(sequence.id, None)
         self.metrics.finish(sequence.id, reason)
 
     @property
@@ -235,7 +231,7 @@ class Engine:
                 failed.append(Update(id=sequence.id, finish_reason="error", error=_why_refused(error)))
                 self._forget(sequence, "error")
             else:
-                self.runner.extras.setdefault(sequence.id, Extras()).matcher = future.result().copy()
+                sequence.matcher = future.result().copy()
                 self.scheduler.add(sequence)
         self.compiling = waiting
         return failed
@@ -263,12 +259,11 @@ class Engine:
                     known.append(token)
                     updates.append(Update(sequence.id, [token], [], None, sequence.num_cached))
                 continue
-            slot = sequence.slot
             if not self.scheduler.read(sequence, token):
                 continue
             ended = None
             if sequence.waits_for_host and sequence.finish_reason is None:
-                ended = self.runner.accept(sequence, slot, token)
+                ended = self.runner.accept(sequence, token)
                 if ended is not None:
                     self.scheduler.finish(sequence, "stop" if ended == "stop" else "error")
             updates.append(self._update(launched, row, sequence, token))
@@ -294,9 +289,9 @@ class Engine:
 
     def _contradiction(self, sequence: Sequence) -> str:
         """Which of the request's constraints leave no token together."""
-        extras, params = self.runner.extras.get(sequence.id), sequence.request.params
-        if extras is not None and extras.matcher is not None and extras.matcher.error:
-            return f"grammar: {extras.matcher.error}"
+        matcher, params = sequence.matcher, sequence.request.params
+        if matcher is not None and matcher.error:
+            return f"grammar: {matcher.error}"
         first, *others = [name for name in CONSTRAINTS if getattr(params, name)] or ["logits"]
         against = f"contradicts {' and '.join(others)}, " if others else ""
         return f"{first}: {against}no token is allowed after {len(sequence.output)} generated tokens"
@@ -388,8 +383,7 @@ def make_engine(config: EngineConfig, progress: Callable[[int, int], None] | Non
         model = read_config(folder, quantized=platform.reads_quantized)
         read_sampling_defaults(folder, config.generation_config)  # refused before weights are read
         config = resolve(replace(config, model=str(folder)), model, platform)
-    module, _, name = platform.runner.partition(":")
-    runner = getattr(importlib.import_module(module), name)(config, platform, progress)
+    runner = load_runner(config, platform, progress)
     tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
     engine = Engine(config, runner, model, tokenizer)
     runner.warm_up()

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 import torch
 
-from anabranch.layers.attention import KV
+from anabranch.layers.mixer import Cache
 from anabranch.models.config import ModelConfig
 
 
 def allocate(
     config: ModelConfig, num_pages: Sequence[int], page_size: int, dtype: torch.dtype, device: torch.device
-) -> list[KV]:
+) -> list[Cache]:
     """Zeroed pages for every layer; `num_pages` gives a number for each of config.kv_groups.
 
     Zeroed, because kernels read whole pages and a masked weight of 0 does not cancel a stray NaN.
     """
-    layers: dict[int, KV] = {}
+    layers: dict[int, Cache] = {}
     for group, pages in zip(config.kv_groups, num_pages, strict=True):
         shape = (2, pages, page_size, group.num_kv_heads, group.head_dim)
         for layer_id in group.layers:

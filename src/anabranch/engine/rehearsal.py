@@ -19,7 +19,7 @@ from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from anabranch.engine.runner import TorchRunner
+    from anabranch.engine.torch_runner import TorchRunner
 
 FEW_ROWS = (1, 2, 3, 4, 8, 16)
 """Of products that have a version for each number of rows, as long as there are few: the vocabulary's, in any step."""

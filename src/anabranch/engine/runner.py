@@ -1,65 +1,40 @@
-"""Executes steps on a torch platform: the model, its pages, the sampler. Knows shares of sequences, not why they run.
+"""The contract between the engine and what executes its steps, and what crosses between them.
 
-Steps in which every sequence has one token are replayed as captured graphs where the platform has them.
-
-R sampled rows, L MoE layers, T token rows, K experts per token.
+The engine decides who computes what and which pages they have; a runner owns the model, the pages' memory and the
+sampling state. Platforms name their runner as "module:class" (Platform.runner).
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from anabranch import kernels
-from anabranch.compile.breakable import BreakableStep
-from anabranch.compile.capture import BySize, Captured
-from anabranch.compile.compiler import PieceCompiler
-from anabranch.compile.pieces import Buffers, StepInPieces
-from anabranch.compile.piecewise import CompiledDecoder, PiecewiseStep
-from anabranch.compile.prompt import PromptStep
-from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, prefill_sizes, prompt_sizes
 from anabranch.config import EngineConfig
-from anabranch.engine import kv_tensors, plan
-from anabranch.engine.batch import Pages, Rows, StepMaker
-from anabranch.engine.expert_watch import ExpertWatch
-from anabranch.engine.progress import Tally
-from anabranch.engine.rehearsal import rehearse
-from anabranch.engine.sampled import Logprobs, Sampled, token_logprobs
-from anabranch.engine.sampler import Sampler
-from anabranch.engine.sampling_plan import Kind
+from anabranch.engine.sampled import Logprobs, Sampled
 from anabranch.engine.scheduler import Sequence, Share
-from anabranch.layers.attention import KV
-from anabranch.layers.step import Step
-from anabranch.loader.load import DTYPES, load_model, resolve_dtype
-from anabranch.models.config import read_config
-from anabranch.moe.tuning import tune
 from anabranch.platforms import Fetch, Platform
-from anabranch.stages import stage
 
-if TYPE_CHECKING:
-    from anabranch.text.grammar import Matcher
-
-LARGEST_PREFILL = 2048
-"""Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host. But many
-requests are served at a time with small models, where it does not: see `largest_captured`."""
-ROWS_OF_LOGITS = 256
-"""Prompt rows whose logits are in memory at the same time."""
+Pages = Callable[[str], list[list[int]]]
+"""Request id → for each cache group, the page of each logical page, all equally many. The same object as long as the
+sequence keeps its slot: it may only get longer."""
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
 
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way. What it computed is read when it is waited for."""
+    """A step that was launched. `wait` gives what it sampled."""
 
     shares: list[Share]
     sampling: list[Share]
     sampled: Sampled | None = None
     tokens: Fetch | None = None
     routed: Fetch | None = None
-    """expert_TLK of the step's tokens."""
+    """expert_TLK of the step's tokens: T token rows, L MoE layers, K experts per token."""
     prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)
 
     @property
@@ -71,355 +46,43 @@ class Launched:
         return [] if self.tokens is None else self.tokens.wait().tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """What a captured step leaves behind."""
+class Runner(Protocol):
+    """Made with (config, platform, progress), which loads the model; then `allocate` and `warm_up`, once each."""
 
-    token_R: torch.Tensor
-    """Not for requests that want more of the sampler: theirs are drawn from the logits afterwards."""
-    logits_RV: torch.Tensor
-    """As the model gives them."""
-    experts: list[torch.Tensor]
-    """expert_TK of each MoE layer."""
-
-
-@dataclass(slots=True)
-class Extras:
-    """What sampling a request takes beside its parameters."""
-
-    matcher: Matcher | None = None
-    bad_word_ids: list[list[int]] = field(default_factory=list)
-
-    def verdict(self, token: int, allowed: bool) -> str | None:
-        """Of the grammar, over a token it was told: "stop" if it is complete, another text if it broke down."""
-        if self.matcher is None:
-            return None
-        if not allowed:
-            return f"grammar: {self.matcher.error or f'token {token} is not allowed'}"
-        return "stop" if self.matcher.is_finished else None
-
-
-class TorchRunner:
-    def __init__(self, config: EngineConfig, platform: Platform, progress: Callable[[int, int], None] | None) -> None:
-        self.platform = platform
-        self.config = config
-        self._check_memory()
-        self.model = load_model(
-            config.model,
-            dtype=config.dtype,
-            load_format=config.load_format,  # type: ignore[arg-type]
-            platform=platform,
-            progress=progress,
-            moe_combine=config.moe_combine,
-            shared_expert=config.shared_expert,
-        )
-        shown = None if progress is None else Tally("measuring tiles")
-        with stage("tune"):
-            tune(self.model, platform, config.tune, config.max_num_batched_tokens, shown)
-        self.num_active = plan.count_active(self.model.config)
-        self.extras: dict[str, Extras] = {}
-        """Of requests on their way that have any."""
-        self.decodes: BySize[Kind, Captured[Decoded]] | None = None
-        """Captured steps of single tokens, where the platform has graphs."""
-        self.prompts: BySize[str, PromptStep] | None = None
-        """Captured steps of one request with several tokens."""
-        self.prefills: BySize[str, StepInPieces] | None = None
-        """Captured steps of other shapes, in pieces."""
-        self.compiled: CompiledDecoder | None = None
-        """For steps of more tokens than any captured one has, where pieces are compiled."""
-
-    def _check_memory(self) -> None:
-        """Refuse what cannot fit before a weight is read or drawn: a host that runs out of memory kills the process."""
-        model, memory = read_config(self.config.model), self.platform.memory()
-        plan.check_memory(
-            model,
-            self.config,
-            _name(resolve_dtype(self.config.dtype, model, self.platform)),
-            free=memory.free + memory.cached,
-            total=memory.total,
-            captured_tokens=self.captured_tokens,
-        )
+    platform: Platform
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.embed_tokens.weight.dtype
+        """Of activations, keys and values."""
 
     def num_pages(self) -> list[int]:
-        """Pages of each KVGroup: as configured, else what the memory plan leaves for them, but no more than all
-        sequences at their longest could hold, twice over where the prefix cache keeps what they leave."""
-        config, model = self.config, self.model.config
-        useful = [plan.pages_needed(group, config.max_model_len, config.page_size) for group in model.kv_groups]
-        if config.num_pages:
-            return plan.pages_for(model, config.num_pages, config.max_model_len, config.page_size)
-        memory = self.platform.memory()
-        found = plan.plan_memory(
-            model,
-            memory.total,
-            fraction=config.memory_fraction,
-            dtype=_name(self.dtype),
-            page_size=config.page_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            captured_tokens=self.captured_tokens,
-        )
-        # Others may use the device too: what is free now, the weights being loaded, bounds the plan.
-        found = replace(found, kv=min(found.kv, memory.free + memory.cached - found.workspace))
-        if not found.fits:
-            raise ValueError(
-                f"the model does not fit: of {found.usable / 1e9:.1f} GB, {found.weights / 1e9:.1f} GB of weights "
-                f"and {found.workspace / 1e9:.1f} GB of workspace leave nothing for KV pages; see `anabranch plan`"
-            )
-        most = config.max_num_seqs * (2 if config.prefix_cache else 1)
-        planned = found.num_pages(min(config.max_model_len, 8192))
-        return [min(pages, most * needed) for pages, needed in zip(planned, useful, strict=True)]
+        """Pages of each cache group: as configured, else as many as there is memory for."""
 
-    def allocate(self, num_pages: list[int]) -> None:
-        """Take the memory for pages and per-slot state."""
-        config, device = self.config, self.platform.device
-        groups = self.model.config.kv_groups
-        self.kv = kv_tensors.allocate(self.model.config, num_pages, config.page_size, self.dtype, device)
-        self.steps = StepMaker(len(groups), config.max_num_seqs, config.max_model_len, config.page_size, device)
-        self.sampler = Sampler(config.max_num_seqs, self.model.config.vocab_size, device, config.seed)
-        self.experts = ExpertWatch(self.model, self.platform, config.expert_load_interval)
-        self.owners: list[Sequence | None] = [None] * config.max_num_seqs
-        """Whose sampling state a slot holds."""
-        self.recorded: set[int] = set()
-        """Slots whose owners want to know their experts."""
-        self.asking: set[int] = set()
-        """Slots whose owners want log probabilities of their prompt."""
-        self._plan_graphs()
+    def allocate(self, num_pages: list[int], max_model_len: int) -> None:
+        """Take the memory for pages and per-slot state. `max_model_len`: as far as these pages allow."""
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile and capture the steps that most requests will meet."""
-        with stage("compile"), torch.inference_mode():
-            kernels.compile_ahead(self.platform, partial(rehearse, self))
-        work: list[Callable[[], object]] = []
-        for prompts in (self.prompts, self.prefills):
-            if prompts is not None:
-                work += [partial(prompts.add, "any", size) for size in common_prefill(prompts.sizes)]
-        if self.decodes is not None:
-            for size in common_decode(self.decodes.sizes):
-                work += [partial(self.decodes.add, kind, size) for kind in ("greedy", "drawn")]
-        with stage("capture"), torch.inference_mode():
-            for done, one in enumerate(work):
-                one()
-                if progress is not None:
-                    progress(done + 1, len(work))
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile and capture ahead what most steps need."""
 
     def idle(self, waiting: bool = False) -> None:
-        """Capture a size that was missed."""
-        with torch.inference_mode():
-            for captured in (self.decodes, self.prompts, self.prefills):
-                if captured is not None and captured.make_missed(waiting):
-                    return
-
-    @property
-    def largest_captured(self) -> int:
-        """Token rows; room for every request's next token and as many of new prompts three times over."""
-        return min(self.config.max_num_batched_tokens, max(LARGEST_PREFILL, 4 * self.config.max_num_seqs))
-
-    @property
-    def longest_prompt(self) -> int:
-        """Token rows of the largest step of one request that is captured whole. Longer ones keep the device busy for so
-        long that it does not matter who launches them, and graphs have memory of their own."""
-        config = self.config
-        return max(2, min(config.max_num_batched_tokens, config.max_model_len, self.platform.batch_tokens // 2))
-
-    @property
-    def captured_tokens(self) -> int:
-        """Token rows of the largest captured step of any kind."""
-        config = self.config
-        if config.prefill_graph == "none":
-            return config.max_num_seqs if config.graph_mode == "full" else 0
-        return max(self.largest_captured, self.longest_prompt if config.prefill_graph == "full" else 0)
-
-    def _plan_graphs(self) -> None:
-        config, platform = self.config, self.platform
-        pool = platform.make_graph_pool()
-        if config.graph_mode == "full":
-
-            def decode(kind: Kind, size: int) -> Captured[Decoded]:
-                return Captured(platform, pool, self.steps.padding(size), partial(self.decode, kind, kv=self.kv))
-
-            self.decodes = BySize(decode_sizes(config.max_num_seqs), decode)
-        if config.prefill_graph != "none":
-            largest = max(2, self.largest_captured)  # compilers take one for special
-            buffers = Buffers(self.model, largest, platform.device, self.dtype)
-            look = partial(self.experts.look, True)
-            if config.prefill_graph == "piecewise":
-                self.experts.look(False)  # nobody looks while the model is traced
-                compiler = PieceCompiler(config.compiler, platform, max(2, config.max_num_batched_tokens))
-                with torch.inference_mode():
-                    self.compiled = CompiledDecoder(self.model, compiler)
-
-            def prefill(kind: str, size: int) -> StepInPieces:
-                if self.compiled is not None:
-                    return PiecewiseStep(platform, pool, self.compiled, self.kv, buffers, size)
-                return BreakableStep(platform, pool, self.model, self.kv, buffers, size, look)
-
-            self.prefills = BySize(prefill_sizes(largest), prefill)
-        if config.prefill_graph == "full":
-            unpack = partial(self.steps.unpack_any, num_requests=1, columns=self.steps.width)
-
-            def prompt(kind: str, size: int) -> PromptStep:
-                input = self.steps.padding_of_one(size)
-                return PromptStep(platform, pool, self.model, self.kv, input, unpack, look)
-
-            self.prompts = BySize(prompt_sizes(largest, self.longest_prompt), prompt, padded=largest)
+        """Do one thing that makes later steps faster, if there is any. `waiting`: the caller waits for it."""
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
-        """Enqueue one step, its shares of one token first; nothing here waits for the device."""
-        num_tokens = sum(end - begin for _, begin, end, _ in shares)
-        with torch.inference_mode(), self.platform.step(num_tokens * self.num_active):
-            return self._launch(shares, pages)
+        """Enqueue one step, its shares of one token first."""
 
-    def _launch(self, shares: list[Share], pages: Pages) -> Launched:
-        for share in shares:
-            if not share[0].placed:
-                self._place(share[0])
-        record = bool(self.recorded) and any(share.sequence.slot in self.recorded for share in shares)
-
-        rows = self.steps.rows(shares, pages)
-        launched = self._replay(shares, rows, record)
-        if launched is None:
-            launched = self._run(shares, rows, record)
-        self.experts.end_step()
-        return launched
-
-    def _run(self, shares: list[Share], rows: Rows, record: bool) -> Launched:
-        """Any step."""
-        step, hidden_TD, seen = self._forward(rows, self.experts.counts or record)
-        launched = Launched(
-            shares=shares,
-            sampling=shares if rows.logit_rows is None else [share for share in shares if share.samples],
-            prompt_logprobs=self._prompt_logprobs(hidden_TD, shares) if self.asking else {},
-        )
-        if launched.sampling:
-            rows_RD = hidden_TD if step.logit_row is None else hidden_TD[step.logit_row]
-            self._sample(launched, self.model.logits(rows_RD))
-        self.experts.count(seen)
-        if record:
-            self._keep_routed(launched, seen)
-        return launched
-
-    def _forward(self, rows: Rows, look: bool) -> tuple[Step, torch.Tensor, list[torch.Tensor]]:
-        """(step, hidden rows, expert_TK of each MoE layer); what is not captured of it, kernel by kernel."""
-        num_rows = len(rows.slots)
-        prompt = None if self.prompts is None or len(rows.starts) > 2 else self.prompts.find("any", num_rows)
-        if prompt is not None:
-            hidden_TD = prompt.run(self.steps.pack_any(rows, prompt.size))
-            return prompt.step, hidden_TD, prompt.experts
-        step = self.steps.unpack_rows(rows)
-        captured = None if self.prefills is None else self.prefills.find("any", num_rows)
-        if captured is not None:
-            return step, captured.run(step), captured.experts
-        if self.compiled is not None:
-            return step, *self.compiled.run(step, self.kv)
-        seen = self.experts.look(look)
-        return step, self.model(step, self.kv), seen
-
-    def _replay(self, shares: list[Share], rows: Rows, record: bool) -> Launched | None:
-        """A step of single tokens as a captured graph; None if there is none for it."""
-        if self.decodes is None or rows.max_query > 1 or rows.logit_rows is not None:
-            return None
-        if self.asking and any(begin < s.num_prompt and s.slot in self.asking for s, begin, _, _ in shares):
-            return None
-        kind = self.sampler.kind(rows.slots)
-        captured = self.decodes.find("greedy" if kind == "any" else kind, len(shares))
-        if captured is None:
-            return None
-        decoded = captured.replay(self.steps.pack(rows, captured.input.shape[1]))
-        launched = Launched(shares=shares, sampling=shares)
-        if kind == "any":
-            self._sample(launched, decoded.logits_RV[: len(shares)])
-        else:
-            launched.sampled = Sampled(decoded.token_R[: len(shares)])
-            launched.tokens = self.platform.fetch(launched.sampled.token_R)
-        if record:
-            self._keep_routed(launched, decoded.experts)
-        return launched
-
-    def decode(self, kind: Kind, packed_3R: torch.Tensor, kv: list[KV]) -> Decoded:
-        """What is captured: a step of single tokens, from the host's three numbers a row to the tokens it samples."""
-        step = self.steps.unpack(packed_3R, self.steps.width, padded=True)
-        seen = self.experts.look(True)
-        logits_RV = self.model.logits(self.model(step, kv))
-        slot_R = packed_3R[0].long()
-        slot_R = torch.where(slot_R < 0, self.config.max_num_seqs, slot_R)
-        token_R = self.sampler.sample_slots(logits_RV, slot_R, kind)
-        self.steps.last_token_S.index_copy_(0, slot_R, token_R)
-        self.experts.count(seen)
-        return Decoded(token_R, logits_RV, seen)
-
-    def _sample(self, launched: Launched, logits_RV: torch.Tensor) -> None:
-        slots = [share.sequence.slot for share in launched.sampling]
-        launched.sampled = self.sampler.sample(logits_RV, slots)
-        self.steps.keep_tokens(slots, launched.sampled.token_R)
-        launched.tokens = self.platform.fetch(launched.sampled.token_R)
-
-    def _keep_routed(self, launched: Launched, seen: list[torch.Tensor]) -> None:
-        if seen:
-            launched.routed = self.platform.fetch(torch.stack(seen, dim=1)[: launched.num_tokens])
-
-    def _prompt_logprobs(self, hidden_TD: torch.Tensor, shares: list[Share]) -> dict[str, list[Logprobs]]:
-        """For shares that ask: the log probability of each prompt token after the share's first, and of the one that
-        follows the share."""
-        found: dict[str, list[Logprobs]] = {}
-        row = 0
-        for share in shares:
-            top_n = share.sequence.request.params.prompt_logprobs
-            if top_n is not None and share.begin < share.sequence.num_prompt:
-                targets = share.sequence.tokens[share.begin + 1 : min(share.end + 1, share.sequence.num_prompt)]
-                found[share.sequence.id] = []
-                for begin in range(0, len(targets), ROWS_OF_LOGITS):
-                    target_T = torch.tensor(targets[begin : begin + ROWS_OF_LOGITS], device=hidden_TD.device)
-                    logits = self.model.logits(hidden_TD[row + begin :][: target_T.shape[0]])
-                    found[share.sequence.id].append(token_logprobs(logits, target_T, top_n).to_host())
-            row += share.end - share.begin
-        return found
-
-    def _place(self, sequence: Sequence) -> None:
-        """Put the sequence's sampling state into its slot, where that of an earlier one may still be."""
-        if self.owners[sequence.slot] is not None:
-            self.sampler.remove(sequence.slot)
-        self.owners[sequence.slot] = sequence
-        sequence.placed = True
-        self.steps.join(sequence.slot)
-        params = sequence.request.params
-        for slots, wanted in (
-            (self.recorded, params.return_routed_experts),
-            (self.asking, params.prompt_logprobs is not None),
-        ):
-            (slots.add if wanted else slots.discard)(sequence.slot)
-        extras = self.extras.get(sequence.id, Extras())
-        self.sampler.add(
-            sequence.slot,
-            sequence.request,
-            sequence.output,
-            extras.matcher,
-            eos_ids=self.model.config.eos_ids,
-            bad_word_ids=extras.bad_word_ids,
-        )
-
-    def accept(self, sequence: Sequence, slot: int, token: int) -> str | None:
-        """The host knows a token that was sampled in `slot` (−1: the sequence has left it and is told when placed).
-
-        Gives "stop" if the request's grammar is complete with it, another text if the grammar broke down over it.
-        """
-        if slot < 0 or self.owners[slot] is not sequence:
-            return None
-        allowed = self.sampler.accept(slot, token)
-        extras = self.extras.get(sequence.id)
-        return None if extras is None else extras.verdict(token, allowed)
+    def accept(self, sequence: Sequence, token: int) -> str | None:
+        """The host has read the sequence's last token; for sequences with `waits_for_host`. Returns "stop" if the
+        request's grammar is complete with it, another text if the grammar does not allow it."""
 
     def expert_load(self, settled: bool = False) -> list[list[int]]:
-        """Tokens per MoE layer and expert since the start, as of the last copy to the host; as of now where no step is
-        on its way (`settled`)."""
-        return self.experts.load(settled)
+        """Tokens by MoE layer and expert since the start; up to date if no step is in flight (`settled`)."""
 
     def close(self) -> None:
-        """Nothing runs after this."""
+        """Nothing is called after this."""
 
 
-def _name(dtype: torch.dtype) -> str:
-    return next(name for name, value in DTYPES.items() if value == dtype)
+def load_runner(config: EngineConfig, platform: Platform, progress: Progress | None = None) -> Runner:
+    """The platform's runner, with the model loaded."""
+    module, _, name = platform.runner.partition(":")
+    runner: Runner = getattr(importlib.import_module(module), name)(config, platform, progress)
+    return runner

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from anabranch.engine.kv_cache import KVCache
 from anabranch.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from anabranch.text.grammar import Matcher
 
 
 class Sequence:
     """A request on its way through the engine."""
 
     __slots__ = (
+        "bad_word_ids",
         "finish_reason",
         "id",
         "limit",
+        "matcher",
         "num_cached",
         "num_computed",
         "num_preemptions",
@@ -41,7 +46,12 @@ class Sequence:
     )
 
     def __init__(
-        self, request: Request, order: int, waits_for_host: bool = False, stop_ids: frozenset[int] = frozenset()
+        self,
+        request: Request,
+        order: int,
+        waits_for_host: bool = False,
+        stop_ids: frozenset[int] = frozenset(),
+        bad_word_ids: list[list[int]] | None = None,
     ) -> None:
         self.request = request
         self.id = request.id
@@ -51,6 +61,9 @@ class Sequence:
         """Must not be scheduled while its last token is unread (a grammar has to see it first)."""
         self.stop_ids = stop_ids
         """Tokens that end it."""
+        self.bad_word_ids = bad_word_ids or []
+        self.matcher: Matcher | None = None
+        """Of its grammar, once that is compiled. For the sampler, as the bad words."""
         params = request.params
         wants_more = params.logprobs is not None or params.prompt_logprobs is not None or params.return_routed_experts
         self.plain = not (wants_more or waits_for_host)
@@ -71,7 +84,7 @@ class Sequence:
         self.slot = -1
         """Its row in the device's state while running."""
         self.placed = False
-        """Whether the runner has put its state there since it got the slot."""
+        """Whether the runner has put its sampling state there."""
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
@@ -99,6 +112,15 @@ class Share(NamedTuple):
     end: int
     samples: bool
     """The last of them is the sequence's last token, so the step samples the next one."""
+
+    @property
+    def prompt_targets(self) -> list[int]:
+        """The prompt tokens that its rows predict, if the request wants their log probabilities: those after its first,
+        and the one that follows it."""
+        sequence = self.sequence
+        if sequence.request.params.prompt_logprobs is None:
+            return []
+        return sequence.tokens[self.begin + 1 : min(self.end + 1, sequence.num_prompt)]
 
 
 class Scheduler:
@@ -136,7 +158,7 @@ class Scheduler:
             self._commit(sequence)
         del self.running[sequence]
         self.free_slots.append(sequence.slot)
-        sequence.slot = -1
+        sequence.slot, sequence.placed = -1, False
         self.kv.release(sequence.id)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -227,7 +249,6 @@ class Scheduler:
             self.running[sequence] = None
             self.admitted.append(sequence)
             sequence.slot = self.free_slots.pop()
-            sequence.placed = False
             if not sequence.num_preemptions:
                 sequence.num_cached = found
             budget -= count

@@ -16,7 +16,7 @@ class Rotary(nn.Module):
     def __init__(self, config: RopeConfig) -> None:
         super().__init__()
         self.config = config
-        # Made when first used, on the device of the positions: models are built without memory behind them.
+        # Made when first used, on the device of the positions: models are built without memory.
         self.frequency_F: torch.Tensor | None = None
 
     def forward(self, position_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

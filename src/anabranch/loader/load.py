@@ -100,7 +100,7 @@ def resolve_dtype(dtype: str, config: ModelConfig, platform: platforms.Platform)
 
 
 def build(config: ModelConfig, dtype: torch.dtype, moe: MoESetup | None = None) -> Decoder:
-    """The model of a config without memory behind it (meta device)."""
+    """The model of a config, without memory (meta device)."""
     family = importlib.import_module(f"anabranch.models.{config.model_type}")
     with torch.device("meta"), _default_dtype(dtype):
         model: Decoder = family.Model(config, moe or MoESetup())

@@ -94,7 +94,7 @@ def _explain(model: str, error: Exception) -> str:
 
     hub = constants.ENDPOINT
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # "not in the cache either" is said of every cause; the cause is what helps
+        error = error.__cause__  # its message says "not in the cache either" whatever the cause
     if isinstance(error, OfflineModeIsEnabled):
         return (
             f"not (or not wholly) in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids a download;"

@@ -228,7 +228,7 @@ class Reader:
             if not count and any(target.nbytes for target in targets):
                 raise CheckpointError(f"{span.file}: became shorter while it was read; download it again")
             offset += count
-            # A read may stop anywhere: go on behind what has come.
+            # A read may return fewer bytes: continue after them.
             while targets and count >= targets[0].nbytes:
                 count -= targets.pop(0).nbytes
             if targets:

@@ -1,4 +1,4 @@
-"""Executes steps in MLX: the whole model through mlx_lm, its caches, the sampler. `engine.runner.TorchRunner`'s twin.
+"""The Runner of MLX: the whole model through mlx_lm, its caches, the sampler.
 
 A share's tokens but the last are computed alone, for their keys and values; the last tokens of all shares that sample
 run together, so that logits are made of nothing else. Sampling is torch's, on the host: logits cross over once a step,
@@ -13,7 +13,7 @@ R sampled rows, B rows of a batch, V vocabulary, N tokens, L MoE layers, K exper
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import mlx.core as mx
@@ -23,11 +23,11 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from anabranch import kernels, platforms
 from anabranch.config import EngineConfig
-from anabranch.engine.batch import Pages
-from anabranch.engine.runner import Extras, Launched
+from anabranch.engine.runner import Launched, Pages, Progress
 from anabranch.engine.sampled import Logprobs, token_logprobs
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.scheduler import Sequence, Share
+from anabranch.engine.slots import Slots
 from anabranch.mlx import families, memory
 from anabranch.mlx.expert_watch import ExpertWatch
 from anabranch.mlx.kv_cache import Batch, Row, empty_caches
@@ -70,7 +70,7 @@ class InFlight:
 
 
 class MlxRunner:
-    def __init__(self, config: EngineConfig, platform: Platform, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, config: EngineConfig, platform: Platform, progress: Progress | None) -> None:
         self.platform = platform
         self.config = config
         self.model = read_config(config.model, quantized=True)
@@ -79,8 +79,6 @@ class MlxRunner:
         with stage("weights"):
             self.loaded = self.thread.run(lambda: load(config, self.model, platform, progress))
             count(self.loaded.num_bytes)
-        self.extras: dict[str, Extras] = {}
-        """Of requests on their way that have any."""
         self.in_flight: InFlight | None = None
 
     @property
@@ -93,8 +91,8 @@ class MlxRunner:
             self.config, self.model, self.loaded.dtype, self.loaded.num_bytes, self.platform.memory()
         )
 
-    def allocate(self, num_pages: list[int]) -> None:
-        """Take the memory for pages and per-slot state."""
+    def allocate(self, num_pages: list[int], max_model_len: int) -> None:
+        self.config = replace(self.config, max_model_len=max_model_len)
         self.thread.run(lambda: self._allocate(num_pages))
 
     def _allocate(self, num_pages: list[int]) -> None:
@@ -111,8 +109,7 @@ class MlxRunner:
         self.experts = ExpertWatch(self.loaded.model)
         self.rows: dict[Sequence, Row] = {}
         """Of sequences that run."""
-        self.owners: list[Sequence | None] = [None] * config.max_num_seqs
-        """Whose sampling state a slot holds."""
+        self.slots = Slots(self.sampler, model.eos_ids)
         self.last_tokens = [0] * config.max_num_seqs
         """Per slot; the engine may not have read it yet."""
         # MLX keeps what it frees for reuse until memory is short. On a Mac that is too late.
@@ -120,13 +117,13 @@ class MlxRunner:
         mx.set_cache_limit(memory.workspace_bytes(config, model, dtype))
         maybe_set_recommended_wired_limit()
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None) -> None:
         """What MLX compiles at first use, it compiles now: a prompt's kernels, one row's, a batch's."""
         with stage("compile"):
             self.thread.run(self._warm_up)
 
     def idle(self, waiting: bool = False) -> None:
-        """There is nothing that would make later steps faster."""
+        pass
 
     def _warm_up(self) -> None:
         batches = [Batch([], empty_caches(self.working.windows)) for _ in range(2)]
@@ -178,7 +175,7 @@ class MlxRunner:
     def _row(self, share: Share, pages: Pages) -> Row:
         sequence = share.sequence
         if not sequence.placed:
-            self._place(sequence)
+            self.slots.place(sequence)
             # What it begins with lies in pages that others filled.
             tables = pages(sequence.id)
             self.rows[sequence] = Row(sequence, sequence.slot, tables, length=share.begin, saved=share.begin)
@@ -207,10 +204,8 @@ class MlxRunner:
 
     def _prefill(self, step: InFlight, share: Share, row: Row, tokens: list[int]) -> None:
         """Keys and values of tokens from which nothing is sampled. Logits are computed only for log probabilities."""
-        sequence, top_n = share.sequence, share.sequence.request.params.prompt_logprobs
-        targets: list[int] = []
-        if top_n is not None:
-            targets = sequence.tokens[share.begin + 1 : min(share.end + 1, sequence.num_prompt)]
+        sequence, targets = share.sequence, share.prompt_targets
+        top_n = sequence.request.params.prompt_logprobs or 0
         size = ROWS_OF_LOGITS if targets else memory.PREFILL_TOKENS
         batch = self.working.assemble([row], len(tokens))
         for begin in range(0, len(tokens), size):
@@ -219,7 +214,7 @@ class MlxRunner:
             logits_1NV = batch.forward(self.loaded.model, [tokens[begin : begin + size]])
             if part := targets[begin : begin + size]:
                 found = step.launched.prompt_logprobs.setdefault(sequence.id, [])
-                found.append(_logprobs(logits_1NV[0, : len(part)], part, top_n or 0))
+                found.append(_logprobs(logits_1NV[0, : len(part)], part, top_n))
             self._keep_experts(step, [row])
             self.working.save(batch)
             batch.trim()
@@ -275,37 +270,10 @@ class MlxRunner:
         expert_TLK = np.concatenate([part for row in step.rows for part in parts[row]])
         step.launched.routed = self.platform.fetch(torch.from_numpy(expert_TLK))
 
-    # -- sampling state ------------------------------------------------------------------------------------------------
-
-    def _place(self, sequence: Sequence) -> None:
-        """Put the sequence's sampling state into its slot, where that of an earlier one may still be."""
-        if self.owners[sequence.slot] is not None:
-            self.sampler.remove(sequence.slot)
-        self.owners[sequence.slot] = sequence
-        sequence.placed = True
-        extras = self.extras.get(sequence.id, Extras())
-        self.sampler.add(
-            sequence.slot,
-            sequence.request,
-            sequence.output,
-            extras.matcher,
-            eos_ids=self.model.eos_ids,
-            bad_word_ids=extras.bad_word_ids,
-        )
-
-    def accept(self, sequence: Sequence, slot: int, token: int) -> str | None:
-        """The host knows a token that was sampled in `slot` (−1: the sequence has left it and is told when placed).
-
-        Gives "stop" if the request's grammar is complete with it, another text if the grammar broke down over it.
-        """
-        if slot < 0 or self.owners[slot] is not sequence:
-            return None
-        allowed = self.sampler.accept(slot, token)
-        extras = self.extras.get(sequence.id)
-        return None if extras is None else extras.verdict(token, allowed)
+    def accept(self, sequence: Sequence, token: int) -> str | None:
+        return self.slots.accept(sequence, token)
 
     def expert_load(self, settled: bool = False) -> list[list[int]]:
-        """Tokens per MoE layer and expert since the start."""
         return self.experts.count_LE.tolist()
 
     def check(self) -> None:

@@ -5,15 +5,16 @@ T token rows, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.layers.attention import KV, Attention
+from anabranch.layers.attention import Attention
 from anabranch.layers.linear import Embedding, Linear
+from anabranch.layers.mixer import Cache, Mixer, Rope
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import Hidden, RMSNorm
 from anabranch.layers.rotary import Rotary
@@ -22,17 +23,15 @@ from anabranch.models.config import LayerConfig, ModelConfig
 from anabranch.moe.layer import MoELayer
 from anabranch.moe.setup import MoESetup
 
-Rope = tuple[torch.Tensor, torch.Tensor]
-
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, feed-forward (dense or experts), with the residual carried beside."""
+    """Norm, attention, norm, feed-forward (dense or experts), with the residual carried separately."""
 
-    def __init__(self, model: ModelConfig, layer: LayerConfig, kv_group: int, moe: MoESetup) -> None:
+    def __init__(self, model: ModelConfig, layer: LayerConfig, cache_group: int, moe: MoESetup) -> None:
         super().__init__()
         width, eps = model.hidden_size, model.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(layer.attention, width, eps, kv_group)
+        self.self_attn = Attention(layer.attention, width, eps, cache_group)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp: nn.Module
         if layer.moe is not None:
@@ -40,31 +39,60 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MLP(width, layer.mlp_width, model.activation, model.mlp_bias)
 
-    def before(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def mixer(self) -> Mixer:
+        return self.self_attn
+
+    def before(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         x_TD, residual_TD = self.input_layernorm.add(x, residual_TD)
-        return self.self_attn.project(x_TD), residual_TD
+        return self.mixer.project(x_TD), residual_TD
 
     def after(
-        self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
+        self, mixed: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
     ) -> tuple[Hidden, torch.Tensor | None]:
-        x_TD = self.self_attn.output(attended_THD)
-        x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
+        x_TD, residual_TD = self.post_attention_layernorm.add(self.mixer.output(mixed), residual_TD)
         y_TD = self.mlp.forward_to_norm(x_TD, num_tokens) if isinstance(self.mlp, MoELayer) else self.mlp(x_TD)
         return y_TD, residual_TD
 
 
 class Layer(Protocol):
-    """What the decoder asks of a layer."""
+    """What the layer loop asks of a layer."""
 
-    self_attn: Attention
+    @property
+    def mixer(self) -> Mixer: ...
 
-    def before(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Up to attention: (heads of queries, keys and values; residual)."""
+    def before(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Up to the mixer: (what its `project` returns, residual)."""
 
     def after(
-        self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
+        self, mixed: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
     ) -> tuple[Hidden, torch.Tensor | None]:
-        """From attention on: (x, residual) for the next layer. Rows from `num_tokens` on are padding."""
+        """From the mixer on: (x, residual) for the next layer. Rows from `num_tokens` on are padding."""
+
+
+class Cut(NamedTuple):
+    """A point at which the layer loop waits for a mixer."""
+
+    layer_id: int
+    projected: tuple[torch.Tensor, ...]
+    rope: Rope
+
+
+Parts = Generator[Cut, torch.Tensor, torch.Tensor]
+"""The layer loop: yields a Cut for every layer, is sent what that layer's mixer returns, returns hidden rows x_TD."""
+
+
+def run_parts(parts: Parts, mix: Callable[[Cut], torch.Tensor]) -> torch.Tensor:
+    """The layer loop in one go."""
+    try:
+        cut = next(parts)
+        while True:
+            mixed = mix(cut)
+            del cut  # its tensors are not needed any more
+            cut = parts.send(mixed)
+    except StopIteration as end:
+        x_TD: torch.Tensor = end.value
+        return x_TD
 
 
 class Decoder(nn.Module):
@@ -94,49 +122,42 @@ class Decoder(nn.Module):
         self.rope_of_layer = [ropes.index(layer.attention.rope) for layer in config.layers]
         self.requires_grad_(False)
 
-    def forward(self, step: Step, kv: Sequence[KV]) -> torch.Tensor:
-        """Hidden rows x_TD after the last norm. Keys and values of the step's tokens are left in `kv`, one a layer."""
-        x: Hidden
-        x, ropes = self.enter(step.token_T, step.position_T)
-        residual_TD = None
-        for layer_id, layer_kv in enumerate(kv):
-            x, residual_TD = self.layer(layer_id, x, residual_TD, ropes, step, layer_kv)
-        return self.leave(x, residual_TD)
+    def forward(self, step: Step, caches: Sequence[Cache]) -> torch.Tensor:
+        """Hidden rows x_TD after the last norm. The mixers leave what later steps need in `caches`, one a layer; with
+        fewer caches than layers only the first layers run."""
+        return self.run(self.parts(step.token_T, step.position_T, step.num_tokens, len(caches)), step, caches)
 
-    def layer(
-        self, layer_id: int, x: Hidden, residual_TD: torch.Tensor | None, ropes: list[Rope], step: Step, kv: KV
-    ) -> tuple[Hidden, torch.Tensor | None]:
-        heads, residual_TD = self.before(layer_id, x, residual_TD)
-        q_THD = self.store(layer_id, heads, ropes[self.rope_of_layer[layer_id]], step, kv)
-        attended_THD = self.attend(layer_id, q_THD, step, kv)
-        return self.after(layer_id, attended_THD, residual_TD, step.num_tokens)
+    def run(self, parts: Parts, step: Step, caches: Sequence[Cache]) -> torch.Tensor:
+        """A layer loop, this model's or a compiled one, with this model's mixers."""
+        return run_parts(parts, lambda cut: self.mix(cut, self.write(cut, step, caches), step, caches))
 
-    # The parts of `forward`, for those who run what is between attentions in one piece. Only `store` and `attend` know
-    # more of a step than its tokens.
-
-    def enter(self, token_T: torch.Tensor, position_T: torch.Tensor) -> tuple[torch.Tensor, list[Rope]]:
-        x_TD = self.embed_tokens(token_T)
+    def parts(
+        self,
+        token_T: torch.Tensor,
+        position_T: torch.Tensor,
+        num_tokens: torch.Tensor | None,
+        num_layers: int | None = None,
+    ) -> Parts:
+        """The only layer loop. It knows no more of a step than its tokens; rows from `num_tokens` on are padding."""
+        x: Any = self.embed_tokens(token_T)
         if self.config.embedding_scale != 1.0:
             # As the families do it: the scale is rounded to the model's dtype first.
-            x_TD = x_TD * torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype)
-        return x_TD, [rotary(position_T) for rotary in self.rotaries]
-
-    def before(self, layer_id: int, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layers[layer_id].before(x, residual_TD)
-
-    def store(self, layer_id: int, heads: torch.Tensor, rope: Rope, step: Step, kv: KV) -> torch.Tensor:
-        return self.layers[layer_id].self_attn.store(heads, rope, step, kv)
-
-    def attend(self, layer_id: int, q_THD: torch.Tensor, step: Step, kv: KV) -> torch.Tensor:
-        return self.layers[layer_id].self_attn.attend(q_THD, step, kv)
-
-    def after(
-        self, layer_id: int, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
-    ) -> tuple[Hidden, torch.Tensor | None]:
-        return self.layers[layer_id].after(attended_THD, residual_TD, num_tokens)
-
-    def leave(self, x: Hidden, residual_TD: torch.Tensor | None) -> torch.Tensor:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+        ropes = [rotary(position_T) for rotary in self.rotaries]
+        residual_TD = None
+        for layer_id in range(len(self.layers) if num_layers is None else num_layers):
+            layer = self.layers[layer_id]
+            # One name for all: a tensor that has served its purpose must not stay in memory while a part runs.
+            x, residual_TD = layer.before(x, residual_TD)
+            x = yield Cut(layer_id, x, ropes[self.rope_of_layer[layer_id]])
+            x, residual_TD = layer.after(x, residual_TD, num_tokens)
         return self.norm.add(x, residual_TD)[0]
+
+    def write(self, cut: Cut, step: Step, caches: Sequence[Cache]) -> torch.Tensor:
+        return self.layers[cut.layer_id].mixer.write(cut.projected, cut.rope, step, caches[cut.layer_id])
+
+    def mix(self, cut: Cut, written: torch.Tensor, step: Step, caches: Sequence[Cache]) -> torch.Tensor:
+        return self.layers[cut.layer_id].mixer.mix(written, step, caches[cut.layer_id])
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """logits_TV of hidden rows; pick the rows first, the vocabulary is large. They are in the model's dtype, which

@@ -12,6 +12,7 @@ from torch import nn
 from anabranch import ops
 from anabranch.layers.attention import Attention
 from anabranch.layers.linear import Linear
+from anabranch.layers.mixer import Mixer
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import RMSNorm
 from anabranch.models.config import LayerConfig, ModelConfig, MoEConfig
@@ -42,11 +43,11 @@ class Gemma4Router(nn.Module):
 
 
 class Gemma4Layer(nn.Module):
-    def __init__(self, model: ModelConfig, layer: LayerConfig, kv_group: int, moe: MoESetup) -> None:
+    def __init__(self, model: ModelConfig, layer: LayerConfig, cache_group: int, moe: MoESetup) -> None:
         super().__init__()
         width, eps = model.hidden_size, model.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(layer.attention, width, eps, kv_group)
+        self.self_attn = Attention(layer.attention, width, eps, cache_group)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.pre_feedforward_layernorm = RMSNorm(width, eps)
         self.mlp = MLP(width, layer.mlp_width, model.activation)
@@ -61,14 +62,20 @@ class Gemma4Layer(nn.Module):
             self.post_feedforward_layernorm_2 = RMSNorm(width, eps)
         self.side_stream = moe.side_stream
 
-    def before(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer before ended in a scale of the whole stream, so there is no residual beside x."""
-        return self.self_attn.project(self.input_layernorm(x_TD)), x_TD
+    @property
+    def mixer(self) -> Mixer:
+        return self.self_attn
+
+    def before(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """The previous layer ended in a scale of the whole stream, so x is the residual."""
+        return self.mixer.project(self.input_layernorm(x_TD)), x_TD
 
     def after(
-        self, attended_THD: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
+        self, mixed: torch.Tensor, residual_TD: torch.Tensor, num_tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x_TD = self.post_attention_layernorm.add_to(residual_TD, self.self_attn.output(attended_THD))
+        x_TD = self.post_attention_layernorm.add_to(residual_TD, self.mixer.output(mixed))
         if self.moe is None:
             y_TD = self._dense(x_TD)
         else:

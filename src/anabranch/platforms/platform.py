@@ -85,7 +85,7 @@ class Platform(abc.ABC):
     """torch.distributed's name for the collective library."""
     providers: ClassVar[Mapping[str, str]]
     """Kernel providers, best first: name → module whose import registers its kernels."""
-    runner: ClassVar[str] = "anabranch.engine.runner:TorchRunner"
+    runner: ClassVar[str] = "anabranch.engine.torch_runner:TorchRunner"
     """`module:class` of the Runner that executes steps here."""
     reads_quantized: ClassVar[bool] = False
     """Whether that Runner takes checkpoints with a `quantization_config`."""

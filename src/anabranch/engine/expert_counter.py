@@ -1,5 +1,5 @@
-"""Which experts tokens go to: a histogram on the device that counts every token of every step, copied to the host now
-and then; and the ids themselves for requests that ask.
+"""Which experts tokens go to: a histogram on the device that counts every token of every step, copied to the host
+every few steps; and the ids themselves for requests that ask for them.
 
 L MoE layers, T token rows, K experts per token, E experts.
 """
@@ -14,7 +14,7 @@ from anabranch.moe.layer import RoutedExperts
 from anabranch.platforms import Fetch, Platform
 
 
-class ExpertWatch:
+class ExpertCounter:
     def __init__(self, model: nn.Module, platform: Platform, interval: int = 0) -> None:
         """A copy to the host every `interval` steps; 0: nothing is counted."""
         self.platform = platform
@@ -28,17 +28,17 @@ class ExpertWatch:
         """Since the last copy."""
         self.fetch: Fetch | None = None
 
-    def look(self, wanted: bool) -> list[torch.Tensor]:
-        """From now on every layer adds its expert_TK to the list, or, if not wanted, none does."""
-        seen: list[torch.Tensor] = []
+    def record(self, enabled: bool) -> list[torch.Tensor]:
+        """A list to which every MoE layer adds its expert_TK from now on; not `enabled`: no layer does."""
+        recorded: list[torch.Tensor] = []
         for layer in self.layers:
-            layer.on_route = seen.append if wanted else None
-        return seen
+            layer.on_route = recorded.append if enabled else None
+        return recorded
 
-    def count(self, seen: list[torch.Tensor]) -> None:
-        """What `look` gave for one step joins the histogram. Can be captured."""
+    def count(self, recorded: list[torch.Tensor]) -> None:
+        """Add what was recorded in one step to the histogram. Can be captured."""
         if self.counts:
-            ops.count_experts(torch.stack(seen), self.count_LE)
+            ops.count_experts(torch.stack(recorded), self.count_LE)
 
     def end_step(self) -> None:
         """A step that was counted has been launched."""
@@ -47,8 +47,8 @@ class ExpertWatch:
             self._copy()
 
     def load(self, settled: bool) -> list[list[int]]:
-        """Tokens by MoE layer and expert, as of the last copy. `settled`: no step is on its way, so that a copy of what
-        is counted by now makes nobody wait."""
+        """Tokens by MoE layer and expert, as of the last copy. `settled`: no step is in flight, so that a new copy
+        does not have to wait."""
         if settled and self.counts and self.num_steps:
             self._copy()
         return [] if self.fetch is None else self.fetch.wait().tolist()

@@ -1,0 +1,44 @@
+"""Which sequence's sampling state each slot holds: bookkeeping that all runners share."""
+
+from __future__ import annotations
+
+from anabranch.engine.sampler import Sampler
+from anabranch.engine.scheduler import Sequence
+
+
+class Slots:
+    def __init__(self, sampler: Sampler, eos_ids: tuple[int, ...]) -> None:
+        self.sampler = sampler
+        self.eos_ids = eos_ids
+        self.routed: set[int] = set()
+        """Slots of requests with `return_routed_experts`."""
+        self.prompt_logprobs: set[int] = set()
+        """Slots of requests with `prompt_logprobs`."""
+
+    def place(self, sequence: Sequence) -> None:
+        """Put the sequence's sampling state into its slot, in place of an earlier sequence's."""
+        slot, params = sequence.slot, sequence.request.params
+        if self.sampler.slots[slot] is not None:
+            self.sampler.remove(slot)
+        self.sampler.add(
+            slot,
+            sequence.request,
+            sequence.output,
+            sequence.matcher,
+            eos_ids=self.eos_ids,
+            bad_word_ids=sequence.bad_word_ids,
+        )
+        (self.routed.add if params.return_routed_experts else self.routed.discard)(slot)
+        (self.prompt_logprobs.discard if params.prompt_logprobs is None else self.prompt_logprobs.add)(slot)
+        sequence.placed = True
+
+    def accept(self, sequence: Sequence, token: int) -> str | None:
+        """See Runner.accept. A sequence that was preempted meanwhile gets its tokens when it is placed again."""
+        if not sequence.placed:
+            return None
+        allowed, matcher = self.sampler.accept(sequence.slot, token), sequence.matcher
+        if matcher is None:
+            return None
+        if not allowed:
+            return f"grammar: {matcher.error or f'token {token} is not allowed'}"
+        return "stop" if matcher.is_finished else None
