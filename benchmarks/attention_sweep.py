@@ -130,7 +130,7 @@ def draw(shape: Shape, requests: list[tuple[int, int]], page_size: int) -> list[
             {
                 "q_THD": torch.randn(int(start[-1]), shape.heads, shape.dim, dtype=DTYPE, device=DEVICE),
                 "k_PSGD": cache[0],
-                "v_PSGD": cache[1],
+                "v_PSGE": cache[1],
                 "page_table_RM": table.to(DEVICE),
                 "query_start_R": start.to(DEVICE),
                 "context_len_R": torch.tensor([length for _, length in requests], dtype=torch.int32).to(DEVICE),
@@ -152,12 +152,12 @@ def reference(call: Row, requests: list[tuple[int, int]]) -> torch.Tensor:
             given = call | {
                 "q_THD": call["q_THD"][row + begin : row + end].float(),
                 "k_PSGD": call["k_PSGD"][pages].float(),
-                "v_PSGD": call["v_PSGD"][pages].float(),
+                "v_PSGE": call["v_PSGE"][pages].float(),
                 "page_table_RM": torch.arange(len(pages), dtype=torch.int32, device=DEVICE)[None],
                 "query_start_R": torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE),
                 "context_len_R": torch.tensor([length - new + end], dtype=torch.int32, device=DEVICE),
             }
-            out.append(ops.attention.reference(**given))
+            out.append(ops.attention.reference(ops.AttentionCall(**given)))
         row += new
     return torch.cat(out)
 
@@ -205,7 +205,7 @@ def measure(what: str, shape: Shape, size: str, options: argparse.Namespace) -> 
         row = {"part": what, "shape": shape.name, "size": size, "tile": short(tile), "chosen": place == 0}
         with override(what, tile):
             try:
-                found = attention.attention(**calls[0])
+                found = attention.attention(ops.AttentionCall(**calls[0]))
                 error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
                 timed = [partial(attention.attention, **call) for call in calls]
                 us = microseconds(platforms.current(), timed, repeats=1 if TINY else 7)
@@ -227,7 +227,7 @@ def compile_all(cases: list[tuple[str, Shape, str]], options: argparse.Namespace
             call["page_table_RM"] = call["page_table_RM"].new_zeros(len(requests), wide)
             for tile in tiles_of(what, shape, requests, options.chosen):
                 with override(what, tile):
-                    attention.attention(**call)
+                    attention.attention(ops.AttentionCall(**call))
     failed = precompile(jobs)
     print(
         f"{len(jobs)} kernels compiled in {time.perf_counter() - begin:.0f} s; failed: {failed or 'none'}", flush=True

@@ -27,8 +27,9 @@ import torch
 
 from anabranch import kernels, ops, platforms
 from anabranch.kernels.compiling.precompile import precompile, recording
-from anabranch.kernels.triton import decode_inputs, draw, logprobs, mask_logits, penalize, sample
+from anabranch.kernels.triton import decode_inputs, logprobs, mask_logits, penalize, sample
 from anabranch.kernels.tuning.timing import microseconds
+from anabranch.ops import SampleCall
 from tests.ops.sampling_rows import sampling_rows
 
 TINY = not torch.cuda.is_available()
@@ -92,11 +93,11 @@ def make_arguments(rows: int, kind: str, distribution: str) -> Arguments:
 
 
 def call(arguments: Arguments, kind: str) -> torch.Tensor:
-    """What the engine would call: rows that are all greedy or uncut go to `draw`."""
+    """What the engine would call: without truncation where all rows are greedy or exclude no token."""
     if kind in ("greedy", "plain"):
         names = ("logits_RV", "temperature_R", "seed_R", "position_R")
-        return draw.draw(**{name: arguments[name] for name in names})
-    return sample.sample(**arguments)
+        return sample.sample(SampleCall(**{name: arguments[name] for name in names}))
+    return sample.sample(SampleCall(**arguments))
 
 
 def time_call(platform: platforms.Platform, arguments: Arguments, kind: str) -> float:
@@ -122,7 +123,7 @@ def check() -> list[dict[str, int]]:
         for begin in range(0, rows, 500):
             part = sampling_rows(min(500, rows - begin), vocabulary, generator)
             part = {name: value.to(DEVICE) for name, value in part.items()}
-            differing += int((sample.sample(**part) != ops.sample.reference(**part)).sum())
+            differing += int((sample.sample(SampleCall(**part)) != ops.sample.reference(SampleCall(**part))).sum())
         found.append({"rows": rows, "vocabulary": vocabulary, "differing": differing})
         print(f"check: {differing} of {rows} tokens differ, V {vocabulary}", flush=True)
     return found
@@ -131,7 +132,9 @@ def check() -> list[dict[str, int]]:
 def compare_tokens(arguments: Arguments, label: str) -> None:
     for begin in range(0, arguments["logits_RV"].shape[0], 64):  # the reference takes 50 bytes for a logit
         part = {name: value[begin : begin + 64] for name, value in arguments.items()}
-        assert torch.equal(sample.sample(**part), ops.sample.reference(**part)), f"{label}: other tokens"
+        assert torch.equal(sample.sample(SampleCall(**part)), ops.sample.reference(SampleCall(**part))), (
+            f"{label}: other tokens"
+        )
 
 
 def time_all(platform: platforms.Platform) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from anabranch import ops
 from anabranch.kernels.triton import activation, linear, norm, rope_store, route
 from anabranch.kernels.triton.launch import dependent_launch
 from anabranch.kernels.triton.linear import MultiplyTiles, StreamTiles, Tiles, add_to, enter, load_inside, pack
+from anabranch.ops.weight import Weight
 
 TINY = not torch.cuda.is_available()
 DEVICE, DTYPE = ("cpu", torch.float32) if TINY else ("cuda", torch.bfloat16)
@@ -273,7 +274,7 @@ def sweep_norm(options: argparse.Namespace) -> Iterator[Row]:
                         )
 
 
-def rope_arguments(model: Model, heads: tuple[int, int, int], tokens: int) -> tuple[Any, ...]:
+def rope_arguments(model: Model, heads: tuple[int, int, int], tokens: int) -> ops.RopeStoreCall:
     H, G, D = heads
     packed = normal(tokens, H + 2 * G, D)
     angle_TF = torch.rand(tokens, D // 2, device=DEVICE)
@@ -281,7 +282,7 @@ def rope_arguments(model: Model, heads: tuple[int, int, int], tokens: int) -> tu
     weight_D = normal(D) if model.normed else None
     slot_T = torch.randperm(pages.shape[1] * 16, device=DEVICE)[:tokens]
     rest = (angle_TF.cos(), angle_TF.sin(), weight_D, weight_D, False, 1e-6, pages[0], pages[1], slot_T)
-    return (*packed.split([H, G, G], dim=1), *rest)
+    return ops.RopeStoreCall(*packed.split([H, G, G], dim=1), *rest)
 
 
 def sweep_rope(options: argparse.Namespace) -> Iterator[Row]:
@@ -290,12 +291,12 @@ def sweep_rope(options: argparse.Namespace) -> Iterator[Row]:
             H, G, D = heads
             for tokens in options.tokens:
                 given = [rope_arguments(model, heads, tokens) for _ in range(4)]
-                expected = ops.rope_store.reference(*given[0])
+                expected = ops.rope_store.reference(given[0])
                 usual = rope_store.FEW_ELEMENTS if tokens <= rope_store.FEW_TOKENS else rope_store.MANY_ELEMENTS
                 for elements in (256, 512, 1024, 2048, 4096):
                     with constants(rope_store, FEW_ELEMENTS=elements, MANY_ELEMENTS=elements):
                         yield timed(
-                            [partial(rope_store.rope_store, *one) for one in given],
+                            [partial(rope_store.rope_store, one) for one in given],
                             expected,
                             DTYPE,
                             part="rope",
@@ -443,16 +444,18 @@ class Chain:
                 x_TD, residual_TD = norm.add_rms_norm(x_TD, residual_TD, self.norm_D, 1e-6)
                 packed = project(x_TD, qkv, None, DTYPE)
             heads = packed.unflatten(-1, (-1, self.D)).split([self.H, self.G, self.G], dim=1)
-            q_THD = rope_store.rope_store(*heads, *self.rope)
+            q_THD = rope_store.rope_store(ops.RopeStoreCall(*heads, *self.rope))
             x_TD = project(q_THD.flatten(1), o, None, DTYPE)
             x_TD, residual_TD = norm.add_rms_norm(x_TD, residual_TD, self.norm_D, 1e-6)
-            found = route.route(project(x_TD, router, None, torch.float32), min(8, self.model.num_experts))
+            found = route.route(
+                ops.RouteCall(project(x_TD, router, None, torch.float32), min(8, self.model.num_experts))
+            )
         return x_TD, residual_TD, found[0].sum(1)
 
 
 def own(x_TD: torch.Tensor, weight_FD: torch.Tensor, bias_F: None, out_dtype: torch.dtype) -> torch.Tensor:
-    if linear.accepts(x_TD, weight_FD, bias_F, out_dtype):
-        return linear.linear(x_TD, weight_FD, bias_F, out_dtype)
+    if linear.accepts(x_TD, Weight.of(weight_FD), bias_F, out_dtype):
+        return linear.linear(x_TD, Weight.of(weight_FD), bias_F, out_dtype)
     return library(x_TD, weight_FD, bias_F, out_dtype)
 
 

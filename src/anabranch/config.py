@@ -26,7 +26,7 @@ CHOICES = {
     "graph_mode": ("auto", "full", "none"),
     "prefill_graph": ("auto", "full", "breakable", "piecewise", "none"),
     "compiler": ("inductor", "none"),
-    "moe_combine": ("auto", "fused", "ordered", "unfused"),
+    "moe_combine": ("fastest", "fused", "ordered", "unfused"),
     "shared_expert": ("auto", "stream", "inline"),
     "tune": ("off", "fast", "full"),
 }
@@ -72,7 +72,7 @@ class EngineConfig:
     piecewise: they are traced, split at attention, compiled and captured; none: they are not."""
     compiler: str = "inductor"
     """Of piecewise steps. inductor: simple ops are fused; none: the pieces run our kernels as they stand."""
-    moe_combine: str = "auto"
+    moe_combine: str = "fastest"
     """How experts' rows come back to their token. fused: added where they are computed, in any order; ordered: the same
     bits every time for the same batch; unfused: written, then summed; auto: whichever is fastest."""
     shared_expert: str = "auto"

@@ -75,7 +75,7 @@ def test_short_names_and_mistakes() -> None:
     with pytest.raises(SystemExit):
         run("route", "--tokens", "0")
     assert set(bench.SHORT.values()) <= set(CASES)
-    assert run("sort", "--tokens", "3") == 0
+    assert run("activation", "--tokens", "3") == 0
 
 
 def test_all_ways_to_combine_and_skewed_routing(tmp_path: Path) -> None:
@@ -234,9 +234,9 @@ def test_what_cannot_be_captured_is_called(monkeypatch: pytest.MonkeyPatch) -> N
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "ops.svg"
-    assert run("sort", "norm", "--tokens", "1", "4", "--plot", str(file)) == 0
+    assert run("route", "norm", "--tokens", "1", "4", "--plot", str(file)) == 0
     text = file.read_text()
-    assert "expert_sort" in text and "add_rms_norm" in text
+    assert "route" in text and "add_rms_norm" in text
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
@@ -245,7 +245,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured first"))
     with pytest.raises(ValueError, match="pip install 'anabranch"):
-        run("sort", "--plot", str(tmp_path / "x.png"))
+        run("route", "--plot", str(tmp_path / "x.png"))
 
 
 def test_ratios_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,6 @@ def test_a_profile_without_kernels_says_what_may_be_wrong() -> None:
         ("experts_hopper.down_hopper", "experts"),
         ("attention_decode.attend_pieces", "attention"),
         ("route.route_kernel", "routing"),
-        ("expert_sort.place_kernel", "routing"),
         ("rope_store.rope_store_kernel", "norm, rope, KV"),
         ("activation.add_gated_kernel", "norm, rope, KV"),
         ("sample.choose_kernel", "sampling"),

@@ -13,6 +13,7 @@ import torch
 from anabranch import ops
 from anabranch.engine import sampled as sampled_file
 from anabranch.engine.sampler import Sampler, check_token_ids, needs_host_tokens, token_logprobs
+from anabranch.ops import SampleCall
 from anabranch.ops.sample import gumbel
 from anabranch.request import Request
 from anabranch.sampling_params import Grammar, SamplingParams
@@ -298,8 +299,10 @@ def test_nothing_cut_draws_as_sample_does() -> None:
     rows = 300
     logits, seed, position = 3 * torch.randn(rows, V), torch.arange(rows), torch.arange(rows) % 7
     temperature, one, none = torch.full((rows,), 0.8), torch.ones(rows), torch.zeros(rows)
-    drawn = ops.draw(logits, temperature, seed, position)
-    assert torch.equal(drawn, ops.sample.reference(logits, temperature, none.int(), one, none, seed, position))
+    drawn = ops.sample(SampleCall(logits, temperature, seed, position))
+    assert torch.equal(
+        drawn, ops.sample.reference(SampleCall(logits, temperature, seed, position, none.int(), one, none))
+    )
     assert drawn.unique().numel() > V // 2
 
 

@@ -11,6 +11,7 @@ from anabranch.config import CHOICES, EngineConfig
 from anabranch.moe.overlap import OVERLAP_TOKENS
 from anabranch.moe.setup import make_setup
 from anabranch.ops.experts import COMBINES
+from anabranch.ops.weight import Weight
 from anabranch.platforms.fake import FakePlatform
 from tests.models import tiny
 from tests.moe.test_layer import GATED, ROUTED, TOKENS, WIDTH, make_layer, platform
@@ -41,19 +42,19 @@ def test_two_layers_may_combine_differently(platform: FakePlatform, monkeypatch:
     real = ops.experts.bound[0].function
     spy = dataclasses.replace(
         ops.experts.bound[0],
-        function=lambda *args, **kwargs: [seen.append(kwargs["combine"]), real(*args, **kwargs)][1],
+        function=lambda call: [seen.append(call.combine), real(call)][1],
     )
     monkeypatch.setattr(ops.experts, "bound", (spy,))
-    layers = [make_layer(ROUTED, platform, make_setup(platform, combine=combine)) for combine in ("auto", "ordered")]
+    layers = [make_layer(ROUTED, platform, make_setup(platform, combine=combine)) for combine in ("fastest", "ordered")]
     layers[1].load_state_dict(layers[0].state_dict())
     x_TD = torch.randn(TOKENS, WIDTH)
     torch.testing.assert_close(layers[0](x_TD), layers[1](x_TD))
-    assert seen == ["auto", "ordered"]
+    assert seen == ["fastest", "ordered"]
 
 
 def test_the_engine_knows_the_same_ways_to_combine() -> None:
     assert CHOICES["moe_combine"] == COMBINES
-    with pytest.raises(ValueError, match="moe_combine must be one of auto, fused, ordered, unfused, not 'fussed'"):
+    with pytest.raises(ValueError, match="moe_combine must be one of fastest, fused, ordered, unfused, not 'fussed'"):
         EngineConfig(model="x", moe_combine="fussed")
 
 
@@ -81,7 +82,8 @@ def test_rows_are_summed_in_the_order_of_their_slots_on_request() -> None:
     x_TD, weight_TK = torch.randn(9, 16), torch.rand(9, 3)
     expert_TK = torch.rand(9, 5).argsort(-1)[:, :3].int()
     weights = torch.randn(5, 24, 16), torch.randn(5, 16, 12)
-    rows_TKD = experts(x_TD, weight_TK, expert_TK, *weights, "silu", combined=False)
+    call = ops.ExpertsCall(x_TD, weight_TK, expert_TK, *map(Weight.of, weights), "silu")
+    rows_TKD = experts(call._replace(combined=False))
     for combine in ("ordered", "unfused"):
-        y_TD = experts(x_TD, weight_TK, expert_TK, *weights, "silu", combine=combine)
+        y_TD = experts(call._replace(combine=combine))
         assert torch.equal(y_TD, rows_TKD.sum(1))

@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -61,9 +60,9 @@ def test_padding_adds_nothing_whatever_its_rows_hold(platform: FakePlatform, mon
     monkeypatch.setattr(ops.add_rms_norm, "bound", ())  # torch's differs in the last bits
     real = ops.experts.bound[0].function
 
-    def undefined(*args: Any, **kwargs: Any) -> torch.Tensor:
-        y = real(*args, **kwargs)
-        return y if kwargs["combined"] else y.masked_fill((args[2] < 0)[..., None], float("nan"))
+    def undefined(call: ops.ExpertsCall) -> torch.Tensor:
+        y = real(call)
+        return y if call.combined else y.masked_fill((call.expert_TK < 0)[..., None], float("nan"))
 
     monkeypatch.setattr(ops.experts, "bound", (dataclasses.replace(ops.experts.bound[0], function=undefined),))
     x_TD, residual_TD = torch.randn(2, 9, WIDTH)
@@ -105,7 +104,7 @@ def test_only_kernels_that_write_rows_leave_the_sum(
     monkeypatch.setattr(ops.experts, "bound", WITH_TRAITS)
     assert chosen() is None, "the norm's kernel has to be there too"
     monkeypatch.setattr(ops.sum_add_rms_norm, "bound", WITH_TRAITS)
-    assert chosen() == (REDUCE_IN_NORM_TOKENS if combine in ("auto", "unfused") else None)
+    assert chosen() == (REDUCE_IN_NORM_TOKENS if combine in ("fastest", "unfused") else None)
     monkeypatch.setattr(ops.experts, "bound", ())
     assert chosen() is None
 

@@ -63,7 +63,9 @@ def test_each_shape_is_asked_for_once(folder: Path, monkeypatch: pytest.MonkeyPa
     said = tuning.tune(model, platform, "fast", 512)
     assert len(said) == 1 and "2 token counts" in said[0] and "2.5 s" in said[0]
     dtype = model.embed_tokens.weight.dtype
-    assert tuner.asked == [((6, 32, 24, 2, dtype), 3, "silu", platform, "fast", 512, None)], "three layers' weights"
+    assert tuner.asked == [((6, 32, 24, 2, dtype, "plain"), 3, "silu", platform, "fast", 512, None)], (
+        "three layers' weights"
+    )
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("no ptxas"), OSError("disk full"), torch.cuda.OutOfMemoryError("no")])

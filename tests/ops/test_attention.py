@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from anabranch import ops
+from anabranch.ops import AttentionCall
 
 PAGE_SIZE, DIM = 4, 8
 
@@ -55,7 +56,7 @@ def paged(requests: list[Request], window: int, padding: int = 0) -> torch.Tenso
     q_THD = torch.cat([q_THD, torch.full((padding, *q_THD.shape[1:]), float("nan"))])
     lengths = torch.tensor([request.k_LGD.shape[0] for request in requests], dtype=torch.int32)
     starts = torch.tensor(start, dtype=torch.int32)
-    return ops.attention.reference(q_THD, k_PSGD, v_PSGD, page_table_RM, starts, lengths, 0.3, window)
+    return ops.attention.reference(AttentionCall(q_THD, k_PSGD, v_PSGD, page_table_RM, starts, lengths, 0.3, window))
 
 
 # (queries, context length): prefill, chunk, decode, a decode that starts a page, nothing.

@@ -144,6 +144,8 @@ def test_judge_sees(fault: str, double: Op[..., Any]) -> None:
 def test_judge_sees_wrong_integers_and_wrong_writes() -> None:
     assert not list(differences("n", torch.tensor([1, 2]), torch.tensor([1, 2]), torch.tensor([1, 2]), 1.0))
     assert list(differences("n", torch.tensor([1, 2]), torch.tensor([1, 3]), torch.tensor([1, 3]), 1.0))
-    _, arguments = next(ops.kv_store.samples(torch.float32, torch.Generator().manual_seed(0)))
-    nothing_written = faults(ops.kv_store, lambda **_: None, arguments, torch.float32)
-    assert ["k_PSGD" in nothing_written[0], "v_PSGD" in nothing_written[1]] == [True, True]
+    _, arguments = next(ops.rope_store.samples(torch.float32, torch.Generator().manual_seed(0)))
+    on_a_copy = faults(
+        ops.rope_store, lambda **given: ops.rope_store.reference(**copy(given)), arguments, torch.float32
+    )
+    assert ["k_PSGD" in on_a_copy[0], "v_PSGD" in on_a_copy[1]] == [True, True]

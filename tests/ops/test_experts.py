@@ -1,23 +1,11 @@
-"""The one op for all of the experts' work is the chain of its steps."""
+"""The experts' feed-forward against a computation by hand."""
 
-import pytest
 import torch
 
 from anabranch import ops
+from anabranch.ops.weight import Weight
 
 SAMPLES = dict(ops.experts.samples(torch.float32, torch.Generator().manual_seed(1)))
-
-
-@pytest.mark.parametrize("label", SAMPLES)
-def test_experts_is_the_chain_of_its_steps(label: str) -> None:
-    a = SAMPLES[label]
-    order_N, start_E = ops.expert_sort.reference(a["expert_TK"], a["gate_up_EFD"].shape[0])
-    row_N = order_N // a["expert_TK"].shape[1]
-    h = ops.expert_matmul.reference(a["x_TD"], a["gate_up_EFD"], start_E, row_N, a["gate_up_bias_EF"])
-    h = ops.gated_activation.reference(h, a["activation"])
-    rows_ND = ops.expert_matmul.reference(h, a["down_EDI"], start_E, None, a["down_bias_ED"])
-    y = ops.combine.reference(rows_ND, order_N, start_E, a["weight_TK"], a["scaling"], a["combined"])
-    torch.testing.assert_close(ops.experts.reference(**a), y)
 
 
 def test_by_hand() -> None:
@@ -32,33 +20,19 @@ def test_by_hand() -> None:
         return down[e] * silu * up[e] * x
 
     weight_TK, expert_TK = torch.tensor([[0.25, 0.5]]), torch.tensor([[2, 0]], dtype=torch.int32)
-    y_TD = ops.experts.reference(torch.tensor([[x]]), weight_TK, expert_TK, gate_up_EFD, down_EDI, "silu", scaling=2.0)
+    weights = Weight.of(gate_up_EFD), Weight.of(down_EDI)
+    call = ops.ExpertsCall(torch.tensor([[x]]), weight_TK, expert_TK, *weights, "silu", scaling=2.0)
+    y_TD = ops.experts.reference(call)
     torch.testing.assert_close(y_TD, torch.tensor([[2.0 * (0.25 * expert(2) + 0.5 * expert(0))]]))
 
 
 def test_tokens_without_experts_are_exactly_zero_and_the_input_stays() -> None:
-    a = dict(SAMPLES["E=6, top 4, gelu"])
-    x_TD = a["x_TD"].clone()
+    call = SAMPLES["E=6, top 4, gelu"]["call"]
+    x_TD = call.x_TD.clone()
     x_TD[1] = float("nan")  # a padding row may hold anything
-    a["x_TD"] = x_TD
     before = x_TD.clone()
-    y_TD = ops.experts.reference(**a)
-    assert (a["expert_TK"][1] == -1).all()
+    y_TD = ops.experts.reference(call._replace(x_TD=x_TD))
+    assert (call.expert_TK[1] == -1).all()
     assert torch.equal(y_TD[1], torch.zeros_like(y_TD[1]))
     assert y_TD[[0, 2]].isfinite().all()
     assert torch.equal(x_TD.view(torch.int32), before.view(torch.int32))
-
-
-def test_expert_sort_by_hand() -> None:
-    expert_TK = torch.tensor([[2, 0], [-1, 2], [0, 3]], dtype=torch.int32)
-    order_N, start_E = ops.expert_sort.reference(expert_TK, 4)
-    assert order_N.tolist() == [1, 4, 0, 3, 5, 2]
-    assert start_E.tolist() == [0, 2, 2, 4, 5]
-    assert (order_N.dtype, start_E.dtype) == (torch.int32, torch.int32)
-
-
-def test_combine_of_no_tokens() -> None:
-    none = torch.zeros(0, dtype=torch.int32)
-    arguments = torch.zeros(0, 8), none, torch.zeros(3, dtype=torch.int32), torch.zeros(0, 2)
-    assert ops.combine.reference(*arguments).shape == (0, 8)
-    assert ops.combine.reference(*arguments, reduce=False).shape == (0, 2, 8)

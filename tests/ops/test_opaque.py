@@ -8,6 +8,7 @@ import torch
 from anabranch import kernels, ops
 from anabranch.ops import Op
 from anabranch.ops.opaque import opaque_op, shown_to_compiler
+from anabranch.ops.weight import Weight
 from anabranch.platforms.fake import FakePlatform
 
 FAKED = [op for op in ops.OPS.values() if op.fake is not None]
@@ -39,13 +40,15 @@ def test_simple_ops_are_looked_into_if_so_wanted() -> None:
             seen.append(str(module.graph))
             return module.forward
 
-        def function(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> torch.Tensor:
+        weight_FD = Weight.of(torch.randn(6, 8))
+
+        def function(x_TD: torch.Tensor) -> torch.Tensor:
             return ops.linear(ops.rms_norm(x_TD, None, 1e-6), weight_FD)
 
-        x_TD, weight_FD = torch.randn(4, 8), torch.randn(6, 8)
+        x_TD = torch.randn(4, 8)
         with shown_to_compiler((ops.rms_norm, ops.linear), look_into):
-            found = torch.compile(function, backend=backend, fullgraph=True)(x_TD, weight_FD)
-        torch.testing.assert_close(found, function(x_TD, weight_FD))
+            found = torch.compile(function, backend=backend, fullgraph=True)(x_TD)
+        torch.testing.assert_close(found, function(x_TD))
         (text,) = seen
         return text
 

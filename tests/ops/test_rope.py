@@ -1,13 +1,13 @@
-"""Rotary tables and rotation against transformers, for each kind of rope; head norms come before the rotation."""
+"""Rotary tables and rotation against transformers, for each kind of rope. Norms and writes: test_rope_store."""
 
 import pytest
 import torch
 
-from anabranch import ops
 from anabranch.layers.rotary import Rotary, frequencies
 from anabranch.models.config import RopeConfig
+from anabranch.ops.rope_store import rotate
 
-HEADS, KV_HEADS, DIM = 4, 2, 16
+HEADS, DIM = 4, 16
 POSITIONS = torch.tensor([0, 1, 7, 100, 4095])
 
 LLAMA_KINDS = {
@@ -44,12 +44,11 @@ def test_as_llama_does_it(kind: str) -> None:
     )
     torch.testing.assert_close(frequencies(ours), theirs.inv_freq, rtol=1e-6, atol=0)
 
-    q_THD, k_TGD = torch.randn(5, HEADS, DIM), torch.randn(5, KV_HEADS, DIM)
-    cos, sin = theirs(q_THD, POSITIONS[None])
-    expected = apply_rotary_pos_emb(q_THD[None], k_TGD[None], cos, sin, unsqueeze_dim=2)
-    found = ops.qk_norm_rope.reference(q_THD, k_TGD, *Rotary(ours)(POSITIONS), None, None, 1e-6)
-    for mine, their in zip(found, expected):
-        torch.testing.assert_close(mine, their[0], rtol=1e-4, atol=1e-4)  # 4095 radians in fp32
+    x_THD = torch.randn(5, HEADS, DIM)
+    cos, sin = theirs(x_THD, POSITIONS[None])
+    expected, _ = apply_rotary_pos_emb(x_THD[None], x_THD[None], cos, sin, unsqueeze_dim=2)
+    found = rotate(x_THD, *Rotary(ours)(POSITIONS))
+    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)  # 4095 radians in fp32
 
 
 def test_llama3_blends_between_long_and_short_waves() -> None:
@@ -82,35 +81,13 @@ def test_as_gemma4_does_it(layer_type: str) -> None:
     theirs = Gemma4TextRotaryEmbedding(config)
     torch.testing.assert_close(frequencies(ours), getattr(theirs, f"{layer_type}_inv_freq"), rtol=1e-6, atol=0)
 
-    q_THD, k_TGD = torch.randn(5, HEADS, ours.head_dim), torch.randn(5, KV_HEADS, ours.head_dim)
-    cos, sin = theirs(q_THD, POSITIONS[None], layer_type)
-    found = ops.qk_norm_rope.reference(q_THD, k_TGD, *Rotary(ours)(POSITIONS), None, None, 1e-6)
-    for mine, x in zip(found, (q_THD, k_TGD)):
-        their = apply_rotary_pos_emb(x[None], cos, sin, unsqueeze_dim=2)[0]
-        torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-4)
+    x_THD = torch.randn(5, HEADS, ours.head_dim)
+    cos, sin = theirs(x_THD, POSITIONS[None], layer_type)
+    expected = apply_rotary_pos_emb(x_THD[None], cos, sin, unsqueeze_dim=2)[0]
+    torch.testing.assert_close(rotate(x_THD, *Rotary(ours)(POSITIONS)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_partial_rope_leaves_the_rest_as_it_is() -> None:
-    q_THD, k_TGD = torch.randn(5, HEADS, DIM), torch.randn(5, KV_HEADS, DIM)
-    cos_TF, sin_TF = Rotary(RopeConfig(head_dim=DIM, rotary_dim=8))(POSITIONS)
-    q, k = ops.qk_norm_rope.reference(q_THD, k_TGD, cos_TF, sin_TF, None, None, 1e-6)
-    inner = ops.qk_norm_rope.reference(q_THD[..., :8], k_TGD[..., :8], cos_TF, sin_TF, None, None, 1e-6)
-    assert torch.equal(q, torch.cat([inner[0], q_THD[..., 8:]], -1))
-    assert torch.equal(k, torch.cat([inner[1], k_TGD[..., 8:]], -1))
-
-
-@pytest.mark.parametrize("over", ["head", "all"])
-def test_norm_comes_before_the_rotation(over: str) -> None:
-    q_THD, k_TGD = torch.randn(5, HEADS, DIM), torch.randn(5, KV_HEADS, DIM)
-    rope = Rotary(RopeConfig(head_dim=DIM, rotary_dim=DIM))(POSITIONS)
-
-    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows = x if over == "head" else x.flatten(1)
-        return torch.nn.functional.rms_norm(rows, weight.shape, weight, 1e-6).view_as(x)
-
-    q_weight = torch.randn(DIM if over == "head" else HEADS * DIM)
-    k_weight = torch.randn(DIM if over == "head" else KV_HEADS * DIM)
-    found = ops.qk_norm_rope.reference(q_THD, k_TGD, *rope, q_weight, k_weight, 1e-6)
-    normed = norm(q_THD, q_weight), norm(k_TGD, k_weight)
-    expected = ops.qk_norm_rope.reference(*normed, *rope, None, None, 1e-6)
-    torch.testing.assert_close(found, expected)
+    x_THD = torch.randn(5, HEADS, DIM)
+    rope = Rotary(RopeConfig(head_dim=DIM, rotary_dim=8))(POSITIONS)
+    assert torch.equal(rotate(x_THD, *rope), torch.cat([rotate(x_THD[..., :8], *rope), x_THD[..., 8:]], -1))

@@ -9,8 +9,11 @@ from torch import nn
 
 from anabranch import ops
 
-route = ops.route.reference
 TOKENS, EXPERTS, TOP_K = 50, 16, 4
+
+
+def route(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return ops.route.reference(ops.RouteCall(*args, **options))
 
 
 def check(found: tuple[torch.Tensor, torch.Tensor], weight_TK: torch.Tensor, expert_TK: torch.Tensor) -> None:

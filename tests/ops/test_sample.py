@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from anabranch import ops
+from anabranch.ops.arguments import map_tensors
 
 # Chi-square exceeds this with probability 1e-4. The draws are a pure function of fixed seeds, so no test flickers.
 CRITICAL = {7: 29.9, 63: 115.0}
@@ -20,15 +21,16 @@ def sample(logits: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, **o
     def fill(name: str, default: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((rows,), options.get(name, default), dtype=dtype)
 
-    return ops.sample.reference(
+    call = ops.SampleCall(
         logits.expand(rows, -1),
         fill("temperature", 1.0),
+        seed,
+        position,
         fill("top_k", 0, torch.int32),
         fill("top_p", 1.0),
         fill("min_p", 0.0),
-        seed,
-        position,
     )
+    return ops.sample.reference(call)
 
 
 def allowed(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -100,14 +102,13 @@ def test_neighbouring_draws_are_independent(step: str) -> None:
 
 
 def test_a_request_draws_the_same_whatever_is_in_the_batch() -> None:
-    arguments = dict(next(ops.sample.samples(torch.float32, torch.Generator().manual_seed(3)))[1])
-    rows = arguments["logits_RV"].shape[0]
-    together = ops.sample.reference(**arguments)
+    call = dict(ops.sample.samples(torch.float32, torch.Generator().manual_seed(3)))["mixed"]["call"]
+    rows = call.logits_RV.shape[0]
+    together = ops.sample.reference(call)
     order = torch.randperm(rows)
-    shuffled = ops.sample.reference(**{name: value[order] for name, value in arguments.items()})
-    assert torch.equal(shuffled, together[order])
+    assert torch.equal(ops.sample.reference(map_tensors(lambda x: x[order], call)), together[order])
     for r in range(rows):
-        alone = ops.sample.reference(**{name: value[r : r + 1] for name, value in arguments.items()})
+        alone = ops.sample.reference(map_tensors(lambda x, r=r: x[r : r + 1], call))
         assert alone.item() == together[r].item()
 
 

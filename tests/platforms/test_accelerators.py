@@ -32,8 +32,6 @@ TRITON = {
     "count_experts",
     "decode_inputs",
     "decode_pages",
-    "draw",
-    "expert_sort",
     "experts",
     "gated_activation",
     "linear",

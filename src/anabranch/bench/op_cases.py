@@ -19,6 +19,7 @@ import torch
 from anabranch import ops
 from anabranch.bench.op_shapes import ModelShape
 from anabranch.models.config import AttentionConfig
+from anabranch.ops.weight import Weight
 from anabranch.platforms import Platform
 
 COLD_BYTES = 256 << 20
@@ -27,7 +28,6 @@ ROUTE_TARGETS = {
     torch.bfloat16: {1: 2.0, 64: 2.2, 2048: 3.0, 16384: 5.0, 250_000: 50.0},
     torch.float32: {1: 2.5, 250_000: 90.0},
 }
-SORT_TARGETS = {256: 3.0, 16384: 10.0}
 JUDGED_TOKENS = 512
 """Tokens of a batch of experts that are compared with an exact result: the first ones."""
 
@@ -42,7 +42,7 @@ class Setting:
     tokens: tuple[int, ...] = ()
     """Empty: each op's own list."""
     zipf: bool = False
-    combines: tuple[str, ...] = ("auto",)
+    combines: tuple[str, ...] = ("fastest",)
 
     @property
     def small(self) -> bool:
@@ -129,14 +129,14 @@ def sum_add_rms_norm(setting: Setting, model: ModelShape) -> Iterator[Case]:
 def linear(setting: Setting, model: ModelShape) -> Iterator[Case]:
     for name, inputs, outputs, out_dtype in projections(model):
         bytes_of_one = inputs * outputs * setting.dtype.itemsize
-        weights = [setting.normal(outputs, inputs) / inputs**0.5 for _ in range(num_sets(bytes_of_one))]
+        weights = [Weight.of(setting.normal(outputs, inputs) / inputs**0.5) for _ in range(num_sets(bytes_of_one))]
         for tokens in setting.sizes(1, 2, 4, 8, 16, 64, 256):
             x_TD = setting.normal(tokens, inputs)
             size = (out_dtype or setting.dtype).itemsize
             yield Case(
                 tokens,
                 f"{name} {inputs}→{outputs}",
-                [(x_TD, weight_FD) for weight_FD in weights],
+                [(x_TD, weight) for weight in weights],
                 num_bytes=bytes_of_one + tokens * (inputs * setting.dtype.itemsize + outputs * size),
                 flops=2.0 * tokens * inputs * outputs,
                 named={"out_dtype": out_dtype},
@@ -183,13 +183,13 @@ def sample(setting: Setting, model: ModelShape) -> Iterator[Case]:
         ):
             rest = (
                 torch.full((rows,), temperature, device=device),
+                seed_R,
+                position_R,
                 torch.full((rows,), top_k, dtype=torch.int32, device=device),
                 torch.full((rows,), top_p, device=device),
                 torch.zeros(rows, device=device),
-                seed_R,
-                position_R,
             )
-            given = [(logits_RV, *rest) for logits_RV in logits]
+            given = [(ops.SampleCall(logits_RV, *rest),) for logits_RV in logits]
             yield Case(rows, label, given, 4.0 * rows * vocabulary, judged=temperature == 0)
 
 
@@ -224,7 +224,8 @@ def attention_case(
     given = []
     for _ in range(min(4, num_sets(per_layer))):
         kv = setting.normal(2, requests * pages_each, page_size, heads.num_kv_heads, heads.head_dim)
-        given.append((setting.normal(requests * queries, heads.num_heads, heads.head_dim), kv[0], kv[1], *rest))
+        q_THD = setting.normal(requests * queries, heads.num_heads, heads.head_dim)
+        given.append((ops.AttentionCall(q_THD, kv[0], kv[1], *rest),))
     # A causal mask leaves half of the square; a window leaves each token at most the window.
     pairs = requests * (context * (context + 1) / 2 - (context - seen) * (context - seen + 1) / 2)
     if queries == 1:
@@ -255,7 +256,7 @@ def rope_store(setting: Setting, model: ModelShape) -> Iterator[Case]:
             slot_T = torch.randperm(num_pages * 16, device=device)[:tokens]
             packed = [setting.normal(tokens, H + 2 * G, D) for _ in range(4)]
             rest = (angle_TF.cos(), angle_TF.sin(), norm_D, norm_D, False, 1e-6, pages[0], pages[1], slot_T)
-            given = [(*qkv.split([H, G, G], dim=1), *rest) for qkv in packed]
+            given = [(ops.RopeStoreCall(qkv[:, :H], qkv[:, H : H + G], qkv[:, H + G :], *rest),) for qkv in packed]
             num_bytes = 2.0 * tokens * (H + 2 * G) * D * setting.dtype.itemsize + 4 * tokens * D
             yield Case(tokens, f"H {H} G {G} D {D}", given, num_bytes)
 
@@ -279,25 +280,16 @@ def route(setting: Setting, model: ModelShape) -> Iterator[Case]:
     dtypes = (torch.float32,) if setting.small else (torch.bfloat16, torch.float16, torch.float32)
     E, k = model.moe.num_experts, model.moe.top_k
     scale_E = torch.rand(E, device=setting.platform.device) + 0.5
+    options: dict[str, Any] = {"top_k": k, "renormalize": model.moe.renormalize, "expert_scale_E": scale_E}
     for dtype in dtypes:
         for tokens in setting.sizes(1, 2, 16, 64, 256, 1024, 2048, 4096, 16384, 250_000):
             yield Case(
                 tokens,
                 f"E {E} k {k} {str(dtype).removeprefix('torch.')}",
-                [(draw_logits(setting, E, tokens, dtype),) for _ in range(4)],
+                [(ops.RouteCall(draw_logits(setting, E, tokens, dtype), **options),) for _ in range(4)],
                 num_bytes=tokens * (E * dtype.itemsize + 8 * k),
-                named={"top_k": k, "renormalize": model.moe.renormalize, "expert_scale_E": scale_E},
                 more={"target_us": ROUTE_TARGETS.get(dtype, {}).get(tokens) if E == 128 else None},
             )
-
-
-@cases("expert_sort")
-def expert_sort(setting: Setting, model: ModelShape) -> Iterator[Case]:
-    E, k = model.moe.num_experts, model.moe.top_k
-    for tokens in setting.sizes(1, 16, 64, 256, 512, 1024, 4096, 16384):
-        given = [(draw_logits(setting, E, tokens).topk(k).indices.int(), E) for _ in range(4)]
-        more = {"target_us": SORT_TARGETS.get(tokens) if k == 8 else None}
-        yield Case(tokens, f"E {E} k {k}", given, 4.0 * (2 * tokens * k + E + 1), more=more)
 
 
 @cases("experts")
@@ -306,42 +298,43 @@ def experts(setting: Setting, model: ModelShape) -> Iterator[Case]:
     E, D, inner, item = model.moe.num_experts, model.config.hidden_size, model.moe.width, setting.dtype.itemsize
     elements = 3 * D * inner
     weights = [
-        (setting.normal(E, 2 * inner, D) * D**-0.5, setting.normal(E, D, inner) * inner**-0.5)
+        (
+            Weight.of(setting.normal(E, 2 * inner, D) * D**-0.5),
+            Weight.of(setting.normal(E, D, inner) * inner**-0.5),
+        )
         for _ in range(min(4, num_sets(E * elements * item)) if setting.small else 4)
     ]
     for tokens in setting.sizes(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
         torch.manual_seed(tokens)
-        given = []
+        calls = []
         for i in range(4 * len(weights) if tokens <= 64 else len(weights)):
             weight_TK, expert_TK = draw_logits(setting, E, tokens).softmax(-1).topk(model.moe.top_k)
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-            x_TD = setting.normal(tokens, D)
-            given.append((x_TD, weight_TK, expert_TK.int(), *weights[i % len(weights)], model.config.activation))
-        hit = sum(one[2].unique().numel() for one in given) / len(given)
+            gate_up_EFD, down_EDI = weights[i % len(weights)]
+            given = setting.normal(tokens, D), weight_TK, expert_TK.int(), gate_up_EFD, down_EDI
+            calls.append(ops.ExpertsCall(*given, model.config.activation))
+        hit = sum(call.expert_TK.unique().numel() for call in calls) / len(calls)
         known = {f"{who}_us": us.get(str(tokens)) for who, us in model.experts_us.items()}
         for combine in setting.combines:
             yield Case(
                 tokens,
                 ("zipf, " if setting.zipf else "") + combine,
-                given,
+                [(call._replace(combine=combine),) for call in calls],
                 num_bytes=(hit * elements + 2 * tokens * D) * item,
                 flops=2.0 * tokens * model.moe.top_k * elements,
-                named={"combine": combine},
                 expected=exact,
                 more=known,
             )
 
 
-def exact(
-    x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor, *weights: Any, **_: Any
-) -> torch.Tensor:
+def exact(call: ops.ExpertsCall) -> torch.Tensor:
     """In fp64, expert by expert, for the first tokens."""
-    gate_up_EFD, down_EDI, activation = weights
-    x_TD, weight_TK, expert_TK = (x[:JUDGED_TOKENS] for x in (x_TD, weight_TK, expert_TK))
+    x_TD, weight_TK, expert_TK = (x[:JUDGED_TOKENS] for x in call[:3])
     y_TD = torch.zeros_like(x_TD, dtype=torch.float64)
-    for e in range(down_EDI.shape[0]):
+    for e in range(call.down_EDI.shape[0]):
         token, slot = (expert_TK == e).nonzero(as_tuple=True)
         if token.numel():
-            h = ops.gated_activation.reference(x_TD[token].double() @ gate_up_EFD[e].double().T, activation)
-            y_TD.index_add_(0, token, h @ down_EDI[e].double().T * weight_TK[token, slot, None].double())
+            h = x_TD[token].double() @ call.gate_up_EFD.data[e].double().T
+            h = ops.gated_activation.reference(h, call.activation)
+            y_TD.index_add_(0, token, h @ call.down_EDI.data[e].double().T * weight_TK[token, slot, None].double())
     return y_TD

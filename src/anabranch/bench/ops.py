@@ -36,7 +36,6 @@ from anabranch.ops.experts import COMBINES
 from anabranch.options import at_least
 
 SHORT = {
-    "sort": "expert_sort",
     "norm": "add_rms_norm",
     "rope": "rope_store",
     "activation": "gated_activation",
@@ -58,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=at_least(1), nargs="+", default=[], metavar="N", help="sizes to time (default: each op's own)")
     add("--dtype", default="bfloat16", choices=DTYPES, help="default bfloat16")
     add("--zipf", action="store_true", help="skewed routing")
-    add("--combine", default="auto", choices=[*COMBINES, "all"], help="how experts' outputs are summed (default auto)")
+    add("--combine", default="fastest", choices=[*COMBINES, "all"], help="how to sum experts' rows (default fastest)")
     add("--compile", action="store_true", help="route: also time eager torch and torch.compile (minutes)")
     add("--repeats", type=at_least(1), default=7, metavar="N", help="timings to take the median of (default 7)")
     add("--no-check", action="store_true", help="do not compare with the reference")

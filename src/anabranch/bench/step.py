@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from anabranch.llm import LLM
 
 GROUPS = {
-    "experts": r"(?<!count_)experts|gate_up|expert_matmul",
+    "experts": r"(?<!count_)experts|gate_up",
     "attention": r"attention|attn|flash|fmha|scaled_dot_product",
-    "routing": r"route|expert_sort|topk|top_k|count_experts",
+    "routing": r"route|topk|top_k|count_experts",
     "norm, rope, KV": r"norm|rope|rotary|kv_store|activation|silu|gelu",
     "sampling": r"sample|argmax|draw|penal|logprob|mask_logits|softmax",
     "dense": r"linear|gemm|gemv|cutlass|nvjet|cublas|splitk|matmul|::mm\b|::addmm\b|::bmm\b",

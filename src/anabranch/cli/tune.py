@@ -17,6 +17,8 @@ from anabranch.options import add_shared, at_least
 if TYPE_CHECKING:
     import torch
 
+    from anabranch.ops.weight import Weight
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -72,18 +74,24 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def draw(shape: tuple[int, int, int, int, torch.dtype], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(shape: tuple[Any, ...], device: torch.device) -> tuple[Weight, Weight]:
     """Random weights of one layer."""
     import torch
 
-    num_experts, width, inner, _, dtype = shape
-    gate_up_EFD = torch.empty(num_experts, 2 * inner, width, dtype=dtype, device=device).normal_(std=width**-0.5)
-    down_EDI = torch.empty(num_experts, width, inner, dtype=dtype, device=device).normal_(std=inner**-0.5)
-    return gate_up_EFD, down_EDI
+    from anabranch.formats import FORMATS
+    from anabranch.ops.weight import Weight
+
+    num_experts, width, inner, _, dtype, format = shape
+
+    def normal(*size: int) -> Weight:
+        data = torch.empty(size, dtype=dtype, device=device).normal_(std=size[-1] ** -0.5)
+        return Weight.view(FORMATS[format], size, FORMATS[format].quantize(data))
+
+    return normal(num_experts, 2 * inner, width), normal(num_experts, width, inner)
 
 
 def report(tuner: Any, shape: tuple[Any, ...], tuned: Any) -> list[str]:
-    E, D, inner, top_k, dtype = shape
+    E, D, inner, top_k, dtype, _ = shape
     lines = [f"{E} experts of {D} × {inner}, {top_k} per token, {dtype}"]
     if tuned.table is None:
         return [*lines, "  nothing could be measured; the built-in tiles stay"]

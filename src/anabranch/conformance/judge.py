@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anabranch.ops.arguments import map_tensors, named_tensors
 from anabranch.ops.op import Op
 
 Arguments = dict[str, Any]
@@ -24,10 +25,7 @@ def faults(
     The judge is on the CPU: a reference computed by the device would share its mistakes."""
     given = copy(arguments, device)
     arguments = copy(arguments, torch.device("cpu"))
-    exact = {
-        name: value.float() if isinstance(value, torch.Tensor) and value.dtype == dtype else value
-        for name, value in copy(arguments).items()
-    }
+    exact = map_tensors(lambda tensor: tensor.float() if tensor.dtype == dtype else tensor, copy(arguments))
     like = copy(arguments)
     expected = outputs(op, op.reference(**exact), exact)
     form = outputs(op, op.reference(**like), like)
@@ -36,8 +34,9 @@ def faults(
     found = outputs(op, result, given)
 
     wrong = []
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) and name not in op.mutates and not same_bits(value, given[name].cpu()):
+    after = dict(named_tensors(given))
+    for name, value in named_tensors(arguments):
+        if name not in op.mutates and not same_bits(value, after[name].cpu()):
             wrong.append(f"writes over its input {name}")
     if found.keys() != expected.keys():
         return [*wrong, f"gives {len(found)} outputs, not {len(expected)}"]
@@ -63,19 +62,19 @@ def differences(
 def outputs(op: Op[..., Any], result: Any, arguments: Arguments) -> Mapping[str, torch.Tensor]:
     """What a call gave: its results and the arguments it may write to."""
     results = () if result is None else (result,) if isinstance(result, torch.Tensor) else result
-    return {f"result {i}": tensor for i, tensor in enumerate(results)} | {name: arguments[name] for name in op.mutates}
+    written = {name: tensor for name, tensor in named_tensors(arguments) if name in op.mutates}
+    return {f"result {i}": tensor for i, tensor in enumerate(results)} | written
 
 
 def copy(arguments: Arguments, device: torch.device | None = None) -> Arguments:
     """Fresh tensors with the same strides."""
 
-    def duplicate(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)
-        return fresh.copy_(value)
+    def duplicate(tensor: torch.Tensor) -> torch.Tensor:
+        where = device or tensor.device
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where).copy_(tensor)
 
-    return {name: duplicate(value) for name, value in arguments.items()}
+    copied: Arguments = map_tensors(duplicate, arguments)
+    return copied
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ What happens to a row of logits, in this order:
 1. masks: allowed_token_ids, the grammar, bad_words, min_tokens (EOS and stop_token_ids until so many tokens exist);
    and logit_bias, which is added
 2. repetition_penalty (tokens of prompt and output), then frequency_penalty and presence_penalty (of the output alone)
-3. temperature, top_k, top_p, min_p and the draw (ops.sample, ops.draw); temperature 0 takes the best of 2
+3. temperature, top_k, top_p, min_p and the draw (ops.sample); temperature 0 takes the best of 2
 
 Log probabilities are the model's own: of the logits before all of this.
 
@@ -46,7 +46,7 @@ from anabranch.engine.sampling_plan import (
     Trait,
 )
 from anabranch.ops.mask_logits import pack_mask
-from anabranch.ops.sample import or_reason
+from anabranch.ops.sample import SampleCall, or_reason
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 from anabranch.text.grammar import fill_masks
@@ -206,10 +206,11 @@ class Sampler:
         is "greedy" or "drawn"."""
         if kind == "greedy":
             zero_R, none_R = (tensor[: logits_RV.shape[0]] for tensor in self._nothing_S)
-            return ops.draw(logits_RV, zero_R, none_R, none_R)
+            return ops.sample(SampleCall(logits_RV, zero_R, none_R, none_R))
         temperature_R, top_p_R, min_p_R = self._float_6S[:3].index_select(1, slot_R)
         top_k_R, seed_R, position_R = self._int_3S.index_select(1, slot_R)
-        token_R = ops.sample(logits_RV, temperature_R, top_k_R.int(), top_p_R, min_p_R, seed_R, position_R)
+        truncation = top_k_R.int(), top_p_R, min_p_R
+        token_R = ops.sample(SampleCall(logits_RV, temperature_R, seed_R, position_R, *truncation))
         self._position_S.index_add_(0, slot_R, torch.ones_like(slot_R))
         return token_R
 
@@ -259,8 +260,9 @@ class Sampler:
             position_N = self._position_S[draw.slot_N]
             for part in chunks(draw.slot_N.shape[0], self.vocab_size):
                 row_N = part if draw.row_N is None else draw.row_N[part]
-                arguments = [argument_N[part] for argument_N in draw.arguments]
-                token_R[row_N] = draw.op(logits_RV[row_N], *arguments, position_N[part])
+                temperature_N, seed_N, *truncation = (argument_N[part] for argument_N in draw.arguments)
+                call = SampleCall(logits_RV[row_N], temperature_N, seed_N, position_N[part], *truncation)
+                token_R[row_N] = ops.sample(call)
         return token_R
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -277,7 +279,7 @@ class Sampler:
 
         slot_R = self._upload(slots)
         plan = Plan(self._some(("greedy",), slots), slot_R, torch.ones_like(slot_R))
-        # Both give the same token where nothing is cut off; `draw` has less to do.
+        # Both give the same token where no token is excluded; without truncation there is less to do.
         for trait in ("uncut", "cut"):
             if rows := [row for row, slot in enumerate(slots) if slot in self._having[trait]]:
                 row_N = None if len(rows) == len(slots) else self._upload(rows)
@@ -306,8 +308,8 @@ class Sampler:
     def _plan_draw(self, row_N: torch.Tensor | None, slot_N: torch.Tensor, cut: bool) -> Draw:
         temperature_N, top_p_N, min_p_N = self._float_6S[:3, slot_N]
         top_k_N, seed_N = self._int_3S[:2, slot_N]
-        arguments = [temperature_N, top_k_N.int(), top_p_N, min_p_N, seed_N] if cut else [temperature_N, seed_N]
-        return Draw(ops.sample if cut else ops.draw, row_N, slot_N, arguments)
+        truncation = [top_k_N.int(), top_p_N, min_p_N] if cut else []
+        return Draw(row_N, slot_N, [temperature_N, seed_N, *truncation])
 
     def _plan_edits(self, edited: list[tuple[int, int, Occupant]]) -> Edits:
         counts = [len(o.edits) for _, _, o in edited]

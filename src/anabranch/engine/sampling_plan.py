@@ -5,7 +5,7 @@ Data only; engine.sampler makes all of it and acts on it. Letters as there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -128,12 +128,11 @@ Kind = Literal["greedy", "drawn", "any"]
 class Draw:
     """Rows that draw at random."""
 
-    op: Callable[..., torch.Tensor]
     row_N: torch.Tensor | None
     """None: all rows."""
     slot_N: torch.Tensor
     arguments: list[torch.Tensor]
-    """The op's between logits and position."""
+    """Temperatures and seeds; then top_k, top_p and min_p, if they exclude tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,12 +55,13 @@ class Attention(nn.Module):
             q, k = (norm(x.flatten(1)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
             q, k, v = (x.clamp(-config.clip, config.clip) for x in (q, k, v))
             q_weight = k_weight = None
-        return ops.rope_store(
+        call = ops.RopeStoreCall(
             q, k, v, rope[0], rope[1], q_weight, k_weight, config.v_norm, self.eps, k_pages, v_pages, slot_T
         )
+        return ops.rope_store(call)
 
     def mix(self, written: torch.Tensor, step: Step, cache: Cache) -> torch.Tensor:
-        return ops.attention(
+        call = ops.AttentionCall(
             written,
             cache[0],
             cache[1],
@@ -71,6 +72,7 @@ class Attention(nn.Module):
             self.config.window,
             step.max_query,
         )
+        return ops.attention(call)
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
         return self.o_proj(mixed.flatten(1))

@@ -16,7 +16,7 @@ class Linear(nn.Module):
         self.bias = Weight((outputs,)) if bias else None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return ops.linear(x_TD, self.weight.data, None if self.bias is None else self.bias.data)
+        return ops.linear(x_TD, self.weight, None if self.bias is None else self.bias.data)
 
 
 class PackedLinear(Linear):

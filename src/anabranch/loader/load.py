@@ -40,7 +40,7 @@ def load_model(
     load_format: Literal["safetensors", "dummy"] = "safetensors",
     platform: platforms.Platform | None = None,
     progress: Progress | None = None,
-    moe_combine: str = "auto",
+    moe_combine: str = "fastest",
     shared_expert: str = "auto",
 ) -> Decoder:
     """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it."""

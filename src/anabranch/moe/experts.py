@@ -37,13 +37,14 @@ class Experts(nn.Module):
     def forward(self, x_MD: torch.Tensor, dispatched: Dispatched, combined: bool = True) -> torch.Tensor:
         """y_MD, each row's weighted sum over its experts here; not `combined`: y_MKD, the rows before that sum, of
         which those of experts that are not here (−1) may be anything."""
-        return ops.experts(
+        call = ops.ExpertsCall(
             x_MD,
             dispatched.weight_MK,
             dispatched.expert_MK,
-            self.gate_up_EFD.data,
-            self.down_EDI.data,
+            self.gate_up_EFD,
+            self.down_EDI,
             self.activation,
             combined=combined,
             combine=self.combine,
         )
+        return ops.experts(call)

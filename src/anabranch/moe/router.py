@@ -25,5 +25,5 @@ class Router(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(weight_TK, expert_TK); rows from `num_tokens` on go to no expert."""
-        logits_TE = ops.linear(x_TD, self.weight.data, out_dtype=torch.float32)
-        return ops.route(logits_TE, self.top_k, renormalize=self.renormalize, num_tokens=num_tokens)
+        logits_TE = ops.linear(x_TD, self.weight, out_dtype=torch.float32)
+        return ops.route(ops.RouteCall(logits_TE, self.top_k, renormalize=self.renormalize, num_tokens=num_tokens))

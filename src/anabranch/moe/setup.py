@@ -22,15 +22,15 @@ class MoESetup:
     side_stream: SideStream = field(default_factory=InlineStream)
     """Where a shared expert runs."""
     dispatcher: Dispatcher = field(default_factory=LocalDispatcher)
-    combine: str = "auto"
+    combine: str = "fastest"
     """How a kernel sums the experts' rows; see ops.experts."""
     reduce_in_norm: int | None = None
     """With more tokens than this the next norm sums the experts' rows; None: never."""
 
 
-def make_setup(platform: Platform, *, combine: str = "auto", shared_expert: str = "auto") -> MoESetup:
+def make_setup(platform: Platform, *, combine: str = "fastest", shared_expert: str = "auto") -> MoESetup:
     """For options as in EngineConfig. Ops must be bound."""
-    in_norm = combine in ("auto", "unfused") and kernels_write_rows()
+    in_norm = combine in ("fastest", "unfused") and kernels_write_rows()
     return MoESetup(
         side_stream=InlineStream() if shared_expert == "inline" else platform.make_side_stream(),
         combine=combine,

@@ -14,6 +14,7 @@ from torch import nn
 
 from anabranch import ops
 from anabranch.moe.layer import RoutedExperts
+from anabranch.ops.weight import Weight
 
 if TYPE_CHECKING:
     from anabranch.kernels.tuning.search import Progress
@@ -51,16 +52,16 @@ def tune(
     return done
 
 
-def shapes_of(
-    model: nn.Module,
-) -> dict[tuple[tuple[int, int, int, int, torch.dtype], str], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """((E, D, I, K, dtype), activation) → the weights of the layers of that shape."""
-    found: dict[tuple[tuple[int, int, int, int, torch.dtype], str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+Key = tuple[tuple[int, int, int, int, torch.dtype, str], str]
+"""(E, D, I, K, dtype, format of the weights), activation."""
+
+
+def shapes_of(model: nn.Module) -> dict[Key, list[tuple[Weight, Weight]]]:
+    """The weights of the layers of each shape."""
+    found: dict[Key, list[tuple[Weight, Weight]]] = {}
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
-            experts, router = layer.experts, layer.router
-            num_experts, width, inner = experts.down_EDI.shape
-            top_k: int = router.top_k  # type: ignore[operator,assignment]
-            shape = num_experts, width, inner, top_k, experts.down_EDI.dtype
-            found.setdefault((shape, experts.activation), []).append((experts.gate_up_EFD.data, experts.down_EDI.data))
+            experts, top_k = layer.experts, layer.router.top_k
+            shape = *experts.down_EDI.shape, top_k, experts.down_EDI.dtype, experts.gate_up_EFD.format.name
+            found.setdefault((shape, experts.activation), []).append((experts.gate_up_EFD, experts.down_EDI))  # type: ignore[arg-type]
     return found

@@ -4,49 +4,42 @@ Never imports `kernels`: kernels register on ops. Shapes are in the names; each 
 """
 
 from anabranch.ops.activation import add_gated, gated_activation
-from anabranch.ops.attention import attention
-from anabranch.ops.combine import combine
+from anabranch.ops.attention import AttentionCall, attention
 from anabranch.ops.count_experts import count_experts
 from anabranch.ops.decode_inputs import decode_inputs, decode_pages
-from anabranch.ops.draw import draw
-from anabranch.ops.expert_matmul import expert_matmul
-from anabranch.ops.expert_sort import expert_sort
-from anabranch.ops.experts import experts
-from anabranch.ops.kv_store import kv_store
+from anabranch.ops.experts import ExpertsCall, experts
 from anabranch.ops.linear import linear
 from anabranch.ops.logprobs import logprobs
 from anabranch.ops.mask_logits import mask_logits
 from anabranch.ops.norm import add_rms_norm, norm_add, rms_norm, sum_add_rms_norm
 from anabranch.ops.op import OPS, Op, bind
 from anabranch.ops.penalize import penalize
-from anabranch.ops.rope import qk_norm_rope
-from anabranch.ops.rope_store import rope_store
-from anabranch.ops.route import route
-from anabranch.ops.sample import sample
+from anabranch.ops.rope_store import RopeStoreCall, rope_store
+from anabranch.ops.route import RouteCall, route
+from anabranch.ops.sample import SampleCall, sample
 
 __all__ = [
     "OPS",
+    "AttentionCall",
+    "ExpertsCall",
     "Op",
+    "RopeStoreCall",
+    "RouteCall",
+    "SampleCall",
     "add_gated",
     "add_rms_norm",
     "attention",
     "bind",
-    "combine",
     "count_experts",
     "decode_inputs",
     "decode_pages",
-    "draw",
-    "expert_matmul",
-    "expert_sort",
     "experts",
     "gated_activation",
-    "kv_store",
     "linear",
     "logprobs",
     "mask_logits",
     "norm_add",
     "penalize",
-    "qk_norm_rope",
     "rms_norm",
     "rope_store",
     "route",

@@ -1,16 +1,36 @@
 """Causal attention over paged keys and values, for any mix of prefill chunks and decode tokens.
 
 T tokens of all requests one after another, R requests, H query heads, G key-value heads (H divisible by G),
-D head dim, P pages, S slots in a page, M page-table width.
+D head dim of queries and keys, E of values, P pages, S slots in a page, M page-table width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from anabranch.ops.op import Sample, op
+
+
+class AttentionCall(NamedTuple):
+    q_THD: torch.Tensor
+    k_PSGD: torch.Tensor
+    v_PSGE: torch.Tensor
+    """Keys and values of this step's tokens are in the pages already."""
+    page_table_RM: torch.Tensor
+    """int32."""
+    query_start_R: torch.Tensor
+    """int32, R + 1 entries: request r has the rows query_start_R[r] .. query_start_R[r + 1]."""
+    context_len_R: torch.Tensor
+    """int32: tokens of a request; its rows are the last of them."""
+    scale: float
+    window: int = 0
+    """Tokens that a query sees, itself included; 0: all before it."""
+    max_query: int = 0
+    """At least the most rows of a request (0: not known), so that a kernel can tell a decode step without asking the
+    device."""
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
@@ -22,6 +42,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         ("window", [(9, 9), (1, 14), (4, 13)], 3, 4, 2, 8),
         ("window longer than context", [(5, 8), (1, 3)], 64, 2, 1, 8),
         ("padding rows and an empty request", [(2, 6), (0, 0), (1, 1)], 0, 2, 1, 8),
+        ("narrow values", [(3, 9), (1, 5), (1, 12)], 0, 4, 2, 16),
         ("pages of 128", [(3, 150), (1, 5), (2, 128)], 0, 4, 2, 64),
         ("pages of 128, window", [(4, 140), (1, 300)], 9, 2, 1, 64),
     ):
@@ -32,51 +53,34 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
             start.append(start[-1] + n)
         cache = torch.randn(2, pages, page_size, kv_heads, dim, generator=generator).to(dtype)
         table = torch.zeros(len(requests), 5, dtype=torch.int32)
-        # Page 0 belongs to nobody and holds NaN, as table entries past a request's pages point there.
+        # Page 0 belongs to no request and holds NaN: table entries past a request's pages point there.
         cache[:, 0] = float("nan")
         free = (1 + torch.randperm(pages - 1, generator=generator)).tolist()
         for r, (_, length) in enumerate(requests):
             for j in range(-(-length // page_size)):
                 table[r, j] = free.pop()
-        yield (
-            label,
-            {
-                "q_THD": torch.randn(tokens, heads, dim, generator=generator).to(dtype),
-                "k_PSGD": cache[0],
-                "v_PSGD": cache[1],
-                "page_table_RM": table,
-                "query_start_R": torch.tensor(start, dtype=torch.int32),
-                "context_len_R": torch.tensor([length for _, length in requests], dtype=torch.int32),
-                "scale": dim**-0.5,
-                "window": window,
-                "max_query": 0 if "chunked" in label else max(n for n, _ in requests),
-            },
+        call = AttentionCall(
+            q_THD=torch.randn(tokens, heads, dim, generator=generator).to(dtype),
+            k_PSGD=cache[0],
+            v_PSGE=cache[1, ..., : dim // 2].contiguous() if label.startswith("narrow") else cache[1],
+            page_table_RM=table,
+            query_start_R=torch.tensor(start, dtype=torch.int32),
+            context_len_R=torch.tensor([length for _, length in requests], dtype=torch.int32),
+            scale=dim**-0.5,
+            window=window,
+            max_query=0 if "chunked" in label else max(n for n, _ in requests),
         )
+        yield label, {"call": call}
 
 
 @op(samples=samples)
-def attention(
-    q_THD: torch.Tensor,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    page_table_RM: torch.Tensor,
-    query_start_R: torch.Tensor,
-    context_len_R: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    max_query: int = 0,
-) -> torch.Tensor:
-    """Request r owns rows query_start_R[r] .. query_start_R[r + 1] (R + 1 entries) and they are the *last* tokens
-    of its context_len_R[r] tokens, whose keys and values are already in the pages.
-
-    A query sees itself and what came before; with a window, only the last `window` tokens, itself included, and
-    page-table entries wholly behind the window are never read. Rows of no request (padding) give zeros.
-    `max_query` bounds the tokens of a request in this step (0: nothing is known), so that a kernel can tell a decode
-    step without asking the device.
-    """
-    out_THD = torch.zeros_like(q_THD)
+def attention(call: AttentionCall) -> torch.Tensor:
+    """out_THE. A query sees itself and what came before it; with a window, only the last `window` tokens, itself
+    included, and page-table entries before the window are never read. Rows of no request (padding) give zeros."""
+    q_THD, k_PSGD, v_PSGE = call.q_THD, call.k_PSGD, call.v_PSGE
+    out_THE = q_THD.new_zeros(*q_THD.shape[:2], v_PSGE.shape[3])
     page_size, heads_per_kv = k_PSGD.shape[1], q_THD.shape[1] // k_PSGD.shape[2]
-    starts, lengths = query_start_R.tolist(), context_len_R.tolist()
+    starts, lengths, window = call.query_start_R.tolist(), call.context_len_R.tolist(), call.window
     for r, length in enumerate(lengths):
         rows = slice(starts[r], starts[r + 1])
         num_queries = rows.stop - rows.start
@@ -85,17 +89,17 @@ def attention(
         first_query = length - num_queries
         first_key = max(0, first_query - window + 1) if window else 0
         first_page = first_key // page_size
-        pages = page_table_RM[r, first_page : -(-length // page_size)].long()
+        pages = call.page_table_RM[r, first_page : -(-length // page_size)].long()
         keys = slice(first_key - first_page * page_size, length - first_page * page_size)
         k_LHD = k_PSGD[pages].flatten(0, 1)[keys].float().repeat_interleave(heads_per_kv, dim=1)
-        v_LHD = v_PSGD[pages].flatten(0, 1)[keys].float().repeat_interleave(heads_per_kv, dim=1)
+        v_LHE = v_PSGE[pages].flatten(0, 1)[keys].float().repeat_interleave(heads_per_kv, dim=1)
 
         query = torch.arange(first_query, length, device=q_THD.device)[:, None]
         key = torch.arange(first_key, length, device=q_THD.device)[None, :]
         visible = key <= query
         if window:
             visible &= key > query - window
-        scores_HQL = torch.einsum("qhd,lhd->hql", q_THD[rows].float(), k_LHD) * scale
+        scores_HQL = torch.einsum("qhd,lhd->hql", q_THD[rows].float(), k_LHD) * call.scale
         weights_HQL = scores_HQL.masked_fill(~visible, float("-inf")).softmax(-1)
-        out_THD[rows] = torch.einsum("hql,lhd->qhd", weights_HQL, v_LHD).to(q_THD.dtype)
-    return out_THD
+        out_THE[rows] = torch.einsum("hql,lhe->qhe", weights_HQL, v_LHE).to(q_THD.dtype)
+    return out_THE

@@ -30,7 +30,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
 
 @op(samples=samples, mutates=("count_LE",))
 def count_experts(expert_LTK: torch.Tensor, count_LE: torch.Tensor) -> None:
-    """count_LE[l, e] (int64) grows by the number of times e stands in expert_LTK[l] (int32). −1 (padding) is not
+    """count_LE[l, e] (int64) grows by the number of times e occurs in expert_LTK[l] (int32). −1 (padding) is not
     counted."""
     expert_LN = expert_LTK.flatten(1).long()
     count_LE.scatter_add_(1, expert_LN.clamp(min=0), (expert_LN >= 0).long())

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from anabranch.ops.op import Sample, op
+from anabranch.ops.weight import Weight
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
@@ -21,7 +22,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
             f"T{tokens} D{width} F{out} bias={bias} out={out_dtype}",
             {
                 "x_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "weight_FD": torch.randn(out, width, generator=generator).to(dtype),
+                "weight_FD": Weight.of(torch.randn(out, width, generator=generator).to(dtype)),
                 "bias_F": torch.randn(out, generator=generator).to(dtype) if bias else None,
                 "out_dtype": out_dtype,
             },
@@ -30,7 +31,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
 
 def fake(
     x_TD: torch.Tensor,
-    weight_FD: torch.Tensor,
+    weight_FD: Weight,
     bias_F: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -40,11 +41,10 @@ def fake(
 @op(samples=samples, fake=fake)
 def linear(
     x_TD: torch.Tensor,
-    weight_FD: torch.Tensor,
+    weight_FD: Weight,
     bias_F: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x · weightᵀ + bias, in x's dtype; with `out_dtype` the sum is not rounded to x's dtype on its way there."""
-    if out_dtype is None or out_dtype == x_TD.dtype:
-        return F.linear(x_TD, weight_FD, bias_F)
-    return F.linear(x_TD.to(out_dtype), weight_FD.to(out_dtype), None if bias_F is None else bias_F.to(out_dtype))
+    dtype = out_dtype or x_TD.dtype
+    return F.linear(x_TD.to(dtype), weight_FD.dense(dtype), None if bias_F is None else bias_F.to(dtype))

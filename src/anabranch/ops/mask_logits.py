@@ -13,7 +13,7 @@ from anabranch.ops.op import Sample, op
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
-    # A finite value for the forbidden, so that a kernel's error on the other tokens can be measured beside them.
+    # A finite value for forbidden tokens, so that a kernel's error on the others can be measured.
     for rows, vocabulary, num_words, row in ((4, 70, 3, [2, 0]), (1, 64, 2, [0]), (2, 70, 2, [1, 0]), (3, 8, 1, [])):
         words = torch.randint(-(2**31), 2**31, (len(row), num_words), generator=generator)
         yield (

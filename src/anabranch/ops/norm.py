@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the last dimension, computed in fp32, and what is added before or behind it.
+"""Root-mean-square normalisation over the last dimension, computed in fp32, and what is added before or after it.
 
 T tokens, D width, K experts per token.
 """
@@ -62,7 +62,7 @@ def sum_add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> 
         expert_TK = torch.randint(9, (tokens, top_k), generator=generator, dtype=torch.int32)
         if tokens > 1:
             expert_TK[1] = -1  # padding
-            expert_TK[-1, 0] = -1  # an expert that lives elsewhere
+            expert_TK[-1, 0] = -1  # an expert that another rank holds
             rows_TKD[expert_TK < 0] = float("nan")
         yield (
             f"T{tokens} K{top_k} D{width}",

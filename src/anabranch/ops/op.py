@@ -3,10 +3,11 @@
 An op is a plain-torch reference function. Kernels register on it from other files (`ops` imports none of them):
 
     @route.kernel("triton", on=("cuda", "hip"), needs=..., accepts=...)
-    def route_triton(logits_TE, top_k, ...): ...
+    def route_triton(call: RouteCall): ...
 
-`needs(platform)` is asked once, when ops are bound to a platform; `accepts(*args)` per call and may look at
-shapes and dtypes only. Whatever no kernel accepts, the reference computes.
+An op with many parameters takes one record instead, a NamedTuple as its only parameter `call`, so that they are written
+down once. `needs(platform)` is called once, when ops are bound to a platform; `accepts` with the arguments of each
+call, and may look at formats, shapes and dtypes only. What no kernel accepts, the reference computes.
 
 ANABRANCH_KERNELS chooses by hand: `reference` (bisect: is it a kernel?), `PROVIDER` (that provider wherever it
 has a kernel), or `OP=PROVIDER,OP=reference,...`. Forcing a provider that is not there raises.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 import torch
 
@@ -121,6 +122,12 @@ class Op(Generic[P, R]):
     def has_trait(self, trait: str) -> bool:
         """Whether the first bound kernel has this property."""
         return bool(self.bound) and trait in self.bound[0].traits
+
+    @property
+    def record(self) -> type[tuple[Any, ...]] | None:
+        """The NamedTuple that is the op's only parameter, if it has one."""
+        first: Any = next(iter(get_type_hints(self.reference).values()))
+        return first if hasattr(first, "_fields") else None
 
     def _check_parameters(self, function: Callable[..., object]) -> None:
         expected, given = _parameters(self.reference), _parameters(function)

@@ -1,4 +1,4 @@
-"""What stands between the packed projection and attention: head norms, rope and the KV write, in one op.
+"""What comes between the packed projection and attention: head norms, rope and the KV write, in one op.
 
 T tokens, H query heads, G key-value heads, D head dim, F rotated pairs (2F ≤ D), P pages, S slots in a page.
 """
@@ -6,13 +6,33 @@ T tokens, H query heads, G key-value heads, D head dim, F rotated pairs (2F ≤ 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from anabranch.ops.kv_store import kv_store
 from anabranch.ops.norm import rms_norm
 from anabranch.ops.op import Sample, op
-from anabranch.ops.rope import qk_norm_rope
+
+
+class RopeStoreCall(NamedTuple):
+    q_THD: torch.Tensor
+    k_TGD: torch.Tensor
+    v_TGD: torch.Tensor
+    """May be the same tensor as k."""
+    cos_TF: torch.Tensor
+    sin_TF: torch.Tensor
+    """fp32. Only the first 2F of D dimensions are rotated (partial rope). Proportional rope is F = D / 2 with zero
+    angles at the end."""
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    """Of the norm of each head, or of all heads together where they are that wide; None: no norm."""
+    v_norm: bool
+    """Each value head is normalised, without a weight."""
+    eps: float
+    k_PSGD: torch.Tensor
+    v_PSGD: torch.Tensor
+    slot_T: torch.Tensor
+    """Token t goes to slot_T[t] = page · S + offset; −1 (a padding row) is not written."""
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
@@ -21,59 +41,73 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         ("head norm", 3, 8, 2, 32, 16, "head", False),
         ("head norm, normed values", 3, 4, 4, 64, 32, "head", True),
         ("head norm, values are keys", 4, 4, 1, 32, 16, "head", True),
+        ("head norm, pages in one piece", 5, 4, 2, 16, 8, "head", False),
         ("partial rope, odd width", 2, 3, 1, 24, 4, "head", False),
         ("norm over all heads", 4, 6, 2, 8, 4, "all", False),
+        ("no padding, pages in one piece", 1, 4, 1, 32, 16, "head", False),
         ("no tokens", 0, 2, 1, 8, 4, "head", False),
     ):
         angle = 100 * torch.rand(tokens, pairs, generator=generator)
+        angle[:, pairs // 2 :] *= 0 if label == "no norm" else 1  # proportional rope has zero frequencies
+        # Strided, as slices of a packed projection are.
         qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
         width = {None: None, "head": (dim, dim), "all": (heads * dim, kv_heads * dim)}[norm]
         slot = torch.randperm(4 * 4, generator=generator)[:tokens]
         slot[1::3] = -1
-        # Keys and values side by side in each page, as slices of one tensor.
+        # Keys and values next to each other in each page, as slices of one tensor, or each in one piece.
         pages = torch.randn(4, 2, 4, kv_heads, dim, generator=generator).to(dtype)
+        k_PSGD, v_PSGD = pages.unbind(1) if not label.endswith("one piece") else pages.transpose(0, 1).contiguous()
         k_TGD, v_TGD = qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        yield (
-            label,
-            {
-                "q_THD": qkv[:, :heads],
-                "k_TGD": k_TGD,
-                "v_TGD": k_TGD if label.endswith("values are keys") else v_TGD,
-                "cos_TF": angle.cos(),
-                "sin_TF": angle.sin(),
-                "q_weight": None if width is None else torch.rand(width[0], generator=generator).to(dtype),
-                "k_weight": None if width is None else torch.rand(width[1], generator=generator).to(dtype),
-                "v_norm": v_norm,
-                "eps": 1e-6,
-                "k_PSGD": pages[:, 0],
-                "v_PSGD": pages[:, 1],
-                "slot_T": slot.int() if label == "head norm" else slot,
-            },
+        call = RopeStoreCall(
+            q_THD=qkv[:, :heads],
+            k_TGD=k_TGD,
+            v_TGD=k_TGD if label.endswith("values are keys") else v_TGD,
+            cos_TF=angle.cos(),
+            sin_TF=angle.sin(),
+            q_weight=None if width is None else torch.rand(width[0], generator=generator).to(dtype),
+            k_weight=None if width is None else torch.rand(width[1], generator=generator).to(dtype),
+            v_norm=v_norm,
+            eps=1e-6,
+            k_PSGD=k_PSGD,
+            v_PSGD=v_PSGD,
+            slot_T=slot.int() if label == "head norm" else slot,
         )
+        yield label, {"call": call}
 
 
 @op(samples=samples, mutates=("k_PSGD", "v_PSGD"))
-def rope_store(
-    q_THD: torch.Tensor,
-    k_TGD: torch.Tensor,
-    v_TGD: torch.Tensor,
-    cos_TF: torch.Tensor,
-    sin_TF: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    v_norm: bool,
-    eps: float,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    slot_T: torch.Tensor,
-) -> torch.Tensor:
-    """Queries, normed and rotated; keys (the same way) and values go to their slots of the pages.
-
-    Norms and rope as in `qk_norm_rope`, slots as in `kv_store`; with `v_norm` each value head is normalised, without
-    a weight. v may be the same tensor as k (before norm and rope). Writes over none of q, k and v.
-    """
-    q_THD, rotated_TGD = qk_norm_rope.reference(q_THD, k_TGD, cos_TF, sin_TF, q_weight, k_weight, eps)
-    if v_norm:
-        v_TGD = rms_norm.reference(v_TGD, None, eps)
-    kv_store.reference(rotated_TGD, v_TGD, k_PSGD, v_PSGD, slot_T)
+def rope_store(call: RopeStoreCall) -> torch.Tensor:
+    """Queries, normed and rotated; keys (the same way) and values are written to their slots. Writes over none of q, k
+    and v."""
+    rope = call.cos_TF, call.sin_TF
+    q_THD = rotate(head_norm(call.q_THD, call.q_weight, call.eps), *rope)
+    k_TGD = rotate(head_norm(call.k_TGD, call.k_weight, call.eps), *rope)
+    v_TGD = rms_norm.reference(call.v_TGD, None, call.eps) if call.v_norm else call.v_TGD
+    write(k_TGD, v_TGD, call)
     return q_THD
+
+
+def head_norm(x_THD: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Of each head, or over all heads when the weight is that wide."""
+    if weight is None:
+        return x_THD
+    if weight.numel() == x_THD.shape[-1]:
+        return rms_norm.reference(x_THD, weight, eps)
+    return rms_norm.reference(x_THD.flatten(-2), weight, eps).view_as(x_THD)
+
+
+def rotate(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:
+    """Pairs (i, i + F) by their angles."""
+    pairs = cos_TF.shape[-1]
+    cos, sin = cos_TF[:, None], sin_TF[:, None]
+    a, b, rest = x_THD.float().split([pairs, pairs, x_THD.shape[-1] - 2 * pairs], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x_THD.dtype)
+
+
+def write(k_TGD: torch.Tensor, v_TGD: torch.Tensor, call: RopeStoreCall) -> None:
+    """Keys and values into the call's pages."""
+    kept = call.slot_T >= 0
+    slot = call.slot_T[kept].long()
+    page, offset = slot // call.k_PSGD.shape[1], slot % call.k_PSGD.shape[1]
+    call.k_PSGD[page, offset] = k_TGD[kept]
+    call.v_PSGD[page, offset] = v_TGD[kept]

@@ -6,6 +6,7 @@ T tokens, E experts, K chosen per token.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -14,115 +15,96 @@ from anabranch.ops.op import TOLERANCE, Sample, op
 SCORES = ("softmax", "sigmoid")
 
 
+class RouteCall(NamedTuple):
+    logits_TE: torch.Tensor
+    top_k: int
+    score: str = "softmax"
+    """softmax: probabilities over all experts; renormalised over the winners this equals a softmax over the winners
+    alone, so families that take the softmax after top-k renormalise. sigmoid: independent probabilities."""
+    renormalize: bool = True
+    select_bias_E: torch.Tensor | None = None
+    """Added for the selection only, never to the weight."""
+    num_groups: int = 1
+    """Equal groups of experts, of which only the best `top_groups` may be chosen. A group counts as much as its best
+    expert, or, with a selection bias, as its best two together."""
+    top_groups: int = 1
+    scaling: float = 1.0
+    expert_scale_E: torch.Tensor | None = None
+    """The weight is multiplied by `scaling` and by its expert's scale."""
+    num_tokens: torch.Tensor | None = None
+    """A device scalar: rows from there on are padding and give expert −1 and weight 0, whatever the logits hold."""
+
+
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     def logits(tokens: int, num_experts: int) -> torch.Tensor:
         return (2 * torch.randn(tokens, num_experts, generator=generator)).to(dtype)
 
-    yield "softmax, renormalised", {"logits_TE": logits(9, 8), "top_k": 2}
-    yield "softmax, not renormalised, E=60", {"logits_TE": logits(5, 60), "top_k": 4, "renormalize": False}
-    yield "one expert of two", {"logits_TE": logits(3, 2), "top_k": 1, "renormalize": False}
-    yield "all experts", {"logits_TE": logits(3, 5), "top_k": 5, "scaling": 0.5}
-    yield "k=16 of 512", {"logits_TE": logits(2, 512), "top_k": 16}
-    yield "E=384", {"logits_TE": logits(2, 384), "top_k": 8}
-    yield (
-        "per-expert scale",
-        {"logits_TE": logits(6, 16), "top_k": 3, "expert_scale_E": torch.rand(16, generator=generator)},
-    )
-    yield (
-        "sigmoid with selection bias, grouped, scaled",
-        {
-            "logits_TE": logits(7, 16),
-            "top_k": 4,
-            "score": "sigmoid",
-            "select_bias_E": torch.randn(16, generator=generator),
-            "num_groups": 4,
-            "top_groups": 2,
-            "scaling": 2.5,
-        },
-    )
-    yield "softmax, grouped", {"logits_TE": logits(4, 12), "top_k": 3, "num_groups": 3, "top_groups": 2}
     ties = torch.zeros(4, 10)
     ties[1, 3:7] = 1
     ties[2] = torch.tensor([0.0, -0.0] * 5)
-    yield "ties, signed zeros", {"logits_TE": ties.to(dtype), "top_k": 3}
     infinite = torch.full((2, 6), float("-inf"))
     infinite[1, 4] = 1
-    yield "minus infinity", {"logits_TE": infinite.to(dtype), "top_k": 2}
     padded = logits(6, 8)
     padded[4:] = float("nan")
-    yield "padded rows hold NaN", {"logits_TE": padded, "top_k": 2, "num_tokens": torch.tensor(4, dtype=torch.int32)}
-    yield "no tokens", {"logits_TE": logits(0, 8), "top_k": 2}
+    bias_E = torch.randn(16, generator=generator)
+    grouped = RouteCall(logits(7, 16), 4, "sigmoid", select_bias_E=bias_E, num_groups=4, top_groups=2, scaling=2.5)
+    for label, call in {
+        "softmax, renormalised": RouteCall(logits(9, 8), 2),
+        "softmax, not renormalised, E=60": RouteCall(logits(5, 60), 4, renormalize=False),
+        "one expert of two": RouteCall(logits(3, 2), 1, renormalize=False),
+        "all experts": RouteCall(logits(3, 5), 5, scaling=0.5),
+        "k=16 of 512": RouteCall(logits(2, 512), 16),
+        "E=384": RouteCall(logits(2, 384), 8),
+        "per-expert scale": RouteCall(logits(6, 16), 3, expert_scale_E=torch.rand(16, generator=generator)),
+        "sigmoid with selection bias, grouped, scaled": grouped,
+        "softmax, grouped": RouteCall(logits(4, 12), 3, num_groups=3, top_groups=2),
+        "ties, signed zeros": RouteCall(ties.to(dtype), 3),
+        "minus infinity": RouteCall(infinite.to(dtype), 2),
+        "padded rows hold NaN": RouteCall(padded, 2, num_tokens=torch.tensor(4, dtype=torch.int32)),
+        "no tokens": RouteCall(logits(0, 8), 2),
+    }.items():
+        yield label, {"call": call}
 
 
-def fake(
-    logits_TE: torch.Tensor,
-    top_k: int,
-    score: str = "softmax",
-    renormalize: bool = True,
-    select_bias_E: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scaling: float = 1.0,
-    expert_scale_E: torch.Tensor | None = None,
-    num_tokens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = logits_TE.shape[0], top_k
-    return logits_TE.new_empty(shape, dtype=torch.float32), logits_TE.new_empty(shape, dtype=torch.int32)
+def fake(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = call.logits_TE.shape[0], call.top_k
+    return call.logits_TE.new_empty(shape, dtype=torch.float32), call.logits_TE.new_empty(shape, dtype=torch.int32)
 
 
 @op(samples=samples, tolerance=dict.fromkeys(TOLERANCE, 1e-5), fake=fake)
-def route(
-    logits_TE: torch.Tensor,
-    top_k: int,
-    score: str = "softmax",
-    renormalize: bool = True,
-    select_bias_E: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scaling: float = 1.0,
-    expert_scale_E: torch.Tensor | None = None,
-    num_tokens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight_TK fp32, expert_TK int32), best expert first; a tie goes to the lowest expert id.
-
-    * `softmax`: probabilities over all experts; renormalised over the winners this equals a softmax over the winners
-      alone, so families that take the softmax after top-k renormalise.
-    * `sigmoid`: independent probabilities; `select_bias_E` is added for the selection only, never to the weight.
-    * Groups: only the `top_groups` best of `num_groups` equal groups of experts may be chosen. A group counts as much
-      as its best expert, or, with a selection bias, as its best two together.
-    * The weight is then × `scaling` × `expert_scale_E[expert]`. A zero denominator gives weight 0, never NaN.
-    * Rows from `num_tokens` (a device scalar) on are padding: expert −1, weight 0, whatever the logits hold.
-    """
-    logits = logits_TE.float()
-    if score == "softmax":
+def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight_TK fp32, expert_TK int32), best expert first; a tie goes to the lowest expert id. A zero denominator
+    gives weight 0, never NaN."""
+    logits, select_bias_E = call.logits_TE.float(), call.select_bias_E
+    if call.score == "softmax":
         choice = logits  # monotone in the probability, and exact
         peak = logits.amax(-1, keepdim=True) if logits.shape[0] else logits[:, :1]
         unnormalized = torch.exp(logits - torch.where(peak == float("-inf"), 0.0, peak))
         probability = _divide(unnormalized, unnormalized.sum(-1, keepdim=True))
-    elif score == "sigmoid":
+    elif call.score == "sigmoid":
         choice = probability = logits.sigmoid()
         unnormalized = probability
     else:
-        raise ValueError(f"unknown router score {score!r} (known: {', '.join(SCORES)})")
+        raise ValueError(f"unknown router score {call.score!r} (known: {', '.join(SCORES)})")
     if select_bias_E is not None:
         choice = choice + select_bias_E.float()
-    if num_groups > 1:
-        choice = _keep_best_groups(choice, num_groups, top_groups, by_best_two=select_bias_E is not None)
+    if call.num_groups > 1:
+        choice = _keep_best_groups(choice, call.num_groups, call.top_groups, by_best_two=select_bias_E is not None)
 
     # torch.topk leaves the order of ties open; a stable sort does not. Adding 0.0 makes −0.0 equal to 0.0 bit for bit.
-    expert_TK = torch.sort(choice + 0.0, dim=-1, descending=True, stable=True).indices[:, :top_k]
-    if renormalize:
+    expert_TK = torch.sort(choice + 0.0, dim=-1, descending=True, stable=True).indices[:, : call.top_k]
+    if call.renormalize:
         weight_TK = unnormalized.gather(-1, expert_TK)
         weight_TK = _divide(weight_TK, weight_TK.sum(-1, keepdim=True))
     else:
         weight_TK = probability.gather(-1, expert_TK)
-    weight_TK = weight_TK * scaling
-    if expert_scale_E is not None:
-        weight_TK = weight_TK * expert_scale_E.float()[expert_TK]
+    weight_TK = weight_TK * call.scaling
+    if call.expert_scale_E is not None:
+        weight_TK = weight_TK * call.expert_scale_E.float()[expert_TK]
 
     expert_TK = expert_TK.int()
-    if num_tokens is not None:
-        padding = (torch.arange(logits.shape[0], device=logits.device) >= num_tokens)[:, None]
+    if call.num_tokens is not None:
+        padding = (torch.arange(logits.shape[0], device=logits.device) >= call.num_tokens)[:, None]
         expert_TK = expert_TK.masked_fill(padding, -1)
         weight_TK = weight_TK.masked_fill(padding, 0.0)
     return weight_TK, expert_TK

@@ -111,6 +111,14 @@ class Weight(nn.Module):
         weight.data = nn.Parameter(data, requires_grad=False)
         return weight
 
+    @classmethod
+    def view(cls, format: Format, shape: Shape, tensors: dict[str, torch.Tensor]) -> Weight:
+        """These tensors as an argument of an op: nothing is allocated or copied. No module of a model, and without a
+        dtype, shard and layouts."""
+        weight = cls.__new__(cls)
+        weight.__dict__.update(format=format, shape=shape, _parameters=tensors, _buffers={}, _modules={})
+        return weight
+
     def set_format(self, format: Format) -> None:
         """Take another format, before the weight has memory."""
         self._parameters.clear()

@@ -13,11 +13,11 @@ from tests.ops.sampling_rows import sampling_rows
 @pytest.mark.parametrize(("vocabulary", "rows"), [(60, 2000), (700, 1000), (9000, 100)])
 def test_every_token_is_the_reference_s(vocabulary: int, rows: int) -> None:
     arguments = sampling_rows(rows, vocabulary, torch.Generator().manual_seed(vocabulary))
-    expected = ops.sample.reference(**arguments)
-    wrong = (kernel.sample(**arguments) != expected).nonzero()[:, 0].tolist()
+    expected = ops.sample.reference(ops.SampleCall(**arguments))
+    wrong = (kernel.sample(ops.SampleCall(**arguments)) != expected).nonzero()[:, 0].tolist()
     assert not wrong, [{name: x[r] for name, x in arguments.items()} for r in wrong[:3]]
     drawn = {name: arguments[name] for name in ("logits_RV", "temperature_R", "seed_R", "position_R")}
-    assert torch.equal(kernel.draw(**drawn), ops.draw.reference(**drawn))
+    assert torch.equal(kernel.sample(ops.SampleCall(**drawn)), ops.sample.reference(ops.SampleCall(**drawn)))
 
 
 def test_a_strided_row_and_nothing_allowed() -> None:
@@ -25,8 +25,8 @@ def test_a_strided_row_and_nothing_allowed() -> None:
     arguments["logits_RV"][3] = float("-inf")
     wide = torch.full((6, 900), float("nan"))
     wide[:, 100:500] = arguments["logits_RV"]
-    found = kernel.sample(**arguments | {"logits_RV": wide[:, 100:500]})
-    assert torch.equal(found, ops.sample.reference(**arguments)) and found[3] == NONE_ALLOWED
+    found = kernel.sample(ops.SampleCall(**arguments | {"logits_RV": wide[:, 100:500]}))
+    assert torch.equal(found, ops.sample.reference(ops.SampleCall(**arguments))) and found[3] == NONE_ALLOWED
 
 
 def test_its_hash_and_mass_are_the_exact_ones() -> None:
@@ -49,8 +49,8 @@ def test_bounds_hold_the_noise() -> None:
 
 def test_what_it_does_not_accept() -> None:
     arguments = sampling_rows(2, kernel.MIN_VOCABULARY, torch.Generator())
-    assert kernel.accepts(**arguments)
-    assert not kernel.accepts(**arguments | {"logits_RV": arguments["logits_RV"][:, 1:]})
-    assert not kernel.accepts(**arguments | {"logits_RV": torch.zeros(kernel.MIN_VOCABULARY, 2).T})
+    assert kernel.accepts(ops.SampleCall(**arguments))
+    assert not kernel.accepts(ops.SampleCall(**arguments | {"logits_RV": arguments["logits_RV"][:, 1:]}))
+    assert not kernel.accepts(ops.SampleCall(**arguments | {"logits_RV": torch.zeros(kernel.MIN_VOCABULARY, 2).T}))
     for dtype in (torch.bfloat16, torch.float16):  # taken as they are
-        assert kernel.accepts(**arguments | {"logits_RV": arguments["logits_RV"].to(dtype)})
+        assert kernel.accepts(ops.SampleCall(**arguments | {"logits_RV": arguments["logits_RV"].to(dtype)}))

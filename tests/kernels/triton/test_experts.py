@@ -30,7 +30,9 @@ from anabranch.kernels.tuning.experts_tiles import (
     Tiles,
     padded_tokens,
 )
-from anabranch.ops.experts import COMBINES
+from anabranch.ops.arguments import named_tensors
+from anabranch.ops.experts import COMBINES, ExpertsCall
+from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -89,8 +91,8 @@ def draw(
         "x_TD": normal(tokens, width).to(dtype),
         "weight_TK": torch.rand(tokens, top_k, device=device),
         "expert_TK": expert_TK,
-        "gate_up_EFD": (normal(num_experts, 2 * inner, width) * width**-0.5).to(dtype),
-        "down_EDI": (normal(num_experts, width, inner) * inner**-0.5).to(dtype),
+        "gate_up_EFD": Weight.of((normal(num_experts, 2 * inner, width) * width**-0.5).to(dtype)),
+        "down_EDI": Weight.of((normal(num_experts, width, inner) * inner**-0.5).to(dtype)),
         "activation": "silu",
         "gate_up_bias_EF": normal(num_experts, 2 * inner).to(dtype) if biased else None,
         "down_bias_ED": normal(num_experts, width).to(dtype) if biased else None,
@@ -100,15 +102,15 @@ def draw(
 
 def exact(arguments: Arguments) -> torch.Tensor:
     """fp64, expert by expert."""
-    given = kernel.Call(**arguments)
+    given = ExpertsCall(**arguments)
     (tokens, top_k), width = given.expert_TK.shape, given.x_TD.shape[1]
     y_TKD = torch.zeros(tokens, top_k, width, dtype=torch.float64, device=given.x_TD.device)
     for e in range(given.down_EDI.shape[0]):
         token, slot = (given.expert_TK == e).nonzero(as_tuple=True)
-        h = given.x_TD[token].double() @ given.gate_up_EFD[e].double().T
+        h = given.x_TD[token].double() @ given.gate_up_EFD.data[e].double().T
         if given.gate_up_bias_EF is not None:
             h = h + given.gate_up_bias_EF[e].double()
-        y = ops.gated_activation.reference(h, given.activation) @ given.down_EDI[e].double().T
+        y = ops.gated_activation.reference(h, given.activation) @ given.down_EDI.data[e].double().T
         if given.down_bias_ED is not None:
             y = y + given.down_bias_ED[e].double()
         y_TKD[token, slot] = y * given.weight_TK[token, slot, None].double() * given.scaling
@@ -140,8 +142,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(arguments: Arguments, tiles: Tiles) -> None:
-    before = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-    found = kernel.run(kernel.Call(**arguments), tiles)
+    before = {name: x.clone() for name, x in named_tensors(arguments)}
+    found = kernel.run(ExpertsCall(**arguments), tiles)
     assert found.dtype == arguments["x_TD"].dtype
     expected = exact(arguments)
     if not arguments.get("combined", True):  # rows without an expert are not defined
@@ -149,8 +151,8 @@ def check(arguments: Arguments, tiles: Tiles) -> None:
         found, expected = found[there_TK], expected[there_TK]
     error = distance(found, expected)
     assert error <= TOLERANCE[found.dtype], f"{tiles}: off by {error:.1e}"
-    for name, value in before.items():
-        assert torch.equal(arguments[name], value), f"writes over {name}"
+    for name, value in named_tensors(arguments):
+        assert torch.equal(before[name], value), f"writes over {name}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,8 +228,8 @@ def test_rows_of_a_wider_tensor_in_the_interpreter(poison: None) -> None:
 def test_the_op_in_the_interpreter(mode: str, poison: None) -> None:
     for tokens in (0, 2, 9):
         arguments = draw(tokens, 4, 2, 16, 8)
-        assert kernel.accepts(**arguments)
-        assert distance(kernel.experts(**arguments, combine=mode), exact(arguments)) <= 1e-5
+        assert kernel.accepts(ExpertsCall(**arguments))
+        assert distance(kernel.experts(ExpertsCall(**arguments, combine=mode)), exact(arguments)) <= 1e-5
 
 
 def test_calls_are_planned_for_few_sizes() -> None:
@@ -313,22 +315,22 @@ def test_chosen_tiles_fit(machine: str, dtype: str) -> None:
 
 def test_what_it_does_not_accept() -> None:
     arguments = draw(4, 4, 2, 16, 8)
-    assert kernel.accepts(**arguments)
+    assert kernel.accepts(ExpertsCall(**arguments))
     for name, value in (
         ("x_TD", arguments["x_TD"].double()),
         ("x_TD", arguments["x_TD"].half()),
         ("x_TD", torch.randn(16, 4).T),
         ("expert_TK", arguments["expert_TK"].long()),
         ("weight_TK", arguments["weight_TK"].half()),
-        ("gate_up_EFD", arguments["gate_up_EFD"].transpose(1, 2).contiguous().transpose(1, 2)),
+        ("gate_up_EFD", Weight.of(arguments["gate_up_EFD"].data.transpose(1, 2).contiguous().transpose(1, 2))),
     ):
-        assert not kernel.accepts(**arguments | {name: value}), name
+        assert not kernel.accepts(ExpertsCall(**arguments | {name: value})), name
 
 
 @pytest.mark.parametrize("function", [kernel.experts, ops.experts.reference])
 def test_an_unknown_combine_mode_is_refused(function: Any) -> None:
-    with pytest.raises(ValueError, match="'fussed' is none of auto, fused"):
-        function(**draw(4, 4, 2, 16, 8), combine="fussed")
+    with pytest.raises(ValueError, match="'fussed' is none of fastest, fused"):
+        function(ExpertsCall(**draw(4, 4, 2, 16, 8), combine="fussed"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,7 +360,7 @@ ODD = {  # experts, top k, width, inner
 
 def usable(tiles: Tiles, arguments: Arguments) -> bool:
     """Whether these tiles can do this call here."""
-    call = kernel.Call(**arguments)
+    call = ExpertsCall(**arguments)
     if isinstance(tiles, HopperTiles):
         return kernel.machine_for(call).hopper
     return not isinstance(tiles, SmallTiles) or call.x_TD.shape[0] <= 64
@@ -413,19 +415,19 @@ def test_the_op_on_a_gpu(mode: str, dtype: str, poison: None, monkeypatch: pytes
                     if x_TD is arguments["x_TD"]
                     else arguments | {"x_TD": x_TD.nan_to_num_()}
                 )
-                error = distance(kernel.experts(**given, combine=mode), exact(given))
+                error = distance(kernel.experts(ExpertsCall(**given, combine=mode)), exact(given))
                 assert error <= TOLERANCE[DTYPES[dtype]], f"{tokens} tokens, biased {biased}: off by {error:.1e}"
 
 
 @pytest.mark.gpu
 @compiler
-@pytest.mark.parametrize("mode", ["ordered", "unfused", "auto"])
+@pytest.mark.parametrize("mode", ["ordered", "unfused", "fastest"])
 def test_same_bits_every_time(mode: str) -> None:
     for tokens in (1, 6, 14, 40, 200, 1500):
         arguments = draw(tokens, 60, 4, 512, 704, torch.bfloat16, "cuda")
-        first = kernel.experts(**arguments, combine=mode)
+        first = kernel.experts(ExpertsCall(**arguments, combine=mode))
         for _ in range(10):
-            assert torch.equal(kernel.experts(**arguments, combine=mode), first), f"{tokens} tokens"
+            assert torch.equal(kernel.experts(ExpertsCall(**arguments, combine=mode)), first), f"{tokens} tokens"
 
 
 @pytest.mark.gpu
@@ -435,7 +437,7 @@ def test_fused_is_no_less_exact() -> None:
         arguments = draw(tokens, 60, 8, 512, 704, torch.bfloat16, "cuda")
         error = {}
         for mode in ("fused", "unfused"):
-            error[mode] = distance(kernel.experts(**arguments, combine=mode), exact(arguments))
+            error[mode] = distance(kernel.experts(ExpertsCall(**arguments, combine=mode)), exact(arguments))
         assert error["fused"] <= error["unfused"] * 1.01
 
 
@@ -444,10 +446,10 @@ def test_fused_is_no_less_exact() -> None:
 def test_graph_follows_its_inputs() -> None:
     for tokens in (1, 8, 16, 60, 130, 2000):
         arguments = draw(tokens, 60, 4, 512, 704, torch.bfloat16, "cuda")
-        kernel.experts(**arguments)
+        kernel.experts(ExpertsCall(**arguments))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = kernel.experts(**arguments)
+            y = kernel.experts(ExpertsCall(**arguments))
         for routing in ("uniform", "zipf", "few experts", "nowhere"):
             changed = draw(tokens, 60, 4, 512, 704, torch.bfloat16, "cuda", routing)
             for name in ("x_TD", "weight_TK", "expert_TK"):
@@ -466,7 +468,7 @@ def test_calls_that_overlap() -> None:
         expected = [exact(arguments) for arguments in calls]
         torch.cuda.synchronize()
         for _ in range(5):
-            found = [kernel.experts(**arguments) for arguments in calls for _ in range(3)]
+            found = [kernel.experts(ExpertsCall(**arguments)) for arguments in calls for _ in range(3)]
             for i, y in enumerate(found):
                 assert distance(y, expected[i // 3]) <= 1e-2, f"{tokens} tokens, call {i}"
 
@@ -543,7 +545,7 @@ def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     )
 
 
-def call_of(tokens: int, dtype: torch.dtype, **options: Any) -> kernel.Call:
+def call_of(tokens: int, dtype: torch.dtype, **options: Any) -> ExpertsCall:
     """Qwen3's widths with a few experts; nothing reads the values."""
     E, K, D, inner = 16, 8, 2048, 768
     bias = {}
@@ -552,12 +554,12 @@ def call_of(tokens: int, dtype: torch.dtype, **options: Any) -> kernel.Call:
             "gate_up_bias_EF": torch.empty(E, 2 * inner, dtype=dtype),
             "down_bias_ED": torch.empty(E, D, dtype=dtype),
         }
-    return kernel.Call(
+    return ExpertsCall(
         torch.empty(tokens, D, dtype=dtype),
         torch.empty(tokens, K),
         torch.empty(tokens, K, dtype=torch.int32),
-        torch.empty(E, 2 * inner, D, dtype=dtype),
-        torch.empty(E, D, inner, dtype=dtype),
+        Weight.of(torch.empty(E, 2 * inner, D, dtype=dtype)),
+        Weight.of(torch.empty(E, D, inner, dtype=dtype)),
         "silu",
         **bias,
         **options,
@@ -565,15 +567,15 @@ def call_of(tokens: int, dtype: torch.dtype, **options: Any) -> kernel.Call:
 
 
 AHEAD: dict[str, tuple[int, str, str, bool]] = {
-    "1 token": (1, "bf16", "auto", False),
+    "1 token": (1, "bf16", "fastest", False),
     "5 tokens, unfused, biased": (5, "fp16", "unfused", True),
-    "3 tokens, fp32": (3, "fp32", "auto", False),
-    "12 tokens": (12, "bf16", "auto", False),
-    "13 tokens, fp32": (13, "fp32", "auto", False),
+    "3 tokens, fp32": (3, "fp32", "fastest", False),
+    "12 tokens": (12, "bf16", "fastest", False),
+    "13 tokens, fp32": (13, "fp32", "fastest", False),
     "40 tokens, fused, biased": (40, "bf16", "fused", True),
-    "70 tokens": (70, "fp16", "auto", False),
+    "70 tokens": (70, "fp16", "fastest", False),
     "3000 tokens, fused": (3000, "bf16", "fused", False),
-    "3000 tokens": (3000, "bf16", "auto", False),
+    "3000 tokens": (3000, "bf16", "fastest", False),
 }
 
 
@@ -596,7 +598,7 @@ def test_portable_kernels_compile_ahead_of_time(
 
 
 def hopper_tiles() -> Iterator[Any]:
-    found = {"chosen": experts_tiles.choose(3000, 128, 2048, 768, 8, torch.bfloat16, "auto", MACHINES["sm_90"])}
+    found = {"chosen": experts_tiles.choose(3000, 128, 2048, 768, 8, torch.bfloat16, "fastest", MACHINES["sm_90"])}
     found |= {name: tiles for name, tiles in GPU_TILES.items() if isinstance(tiles, HopperTiles)}
     for name, tiles in found.items():
         yield pytest.param(tiles, id=name)

@@ -13,6 +13,7 @@ from anabranch.conformance.judge import copy, faults, poisoned_memory
 from anabranch.kernels.triton import launch
 from anabranch.kernels.triton import linear as kernel
 from anabranch.kernels.triton.linear import MultiplyTiles, StreamTiles, Tiles
+from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, run_interpreted
@@ -103,18 +104,18 @@ def test_rows_of_wider_tensors(device: str) -> None:
 
 def test_what_it_does_not_accept() -> None:
     x_TD, weight_FD, bias_F = draw(4, 64, 8, True, torch.float32, "cpu")
-    assert kernel.accepts(x_TD, weight_FD, bias_F)
-    assert not kernel.accepts(x_TD.double(), weight_FD.double())
-    assert not kernel.accepts(x_TD, weight_FD.half())
-    assert not kernel.accepts(x_TD, weight_FD, None, torch.float16)
-    assert not kernel.accepts(x_TD, torch.randn(64, 8).T)
-    assert not kernel.accepts(torch.randn(64, 4).T, weight_FD)
+    assert kernel.accepts(x_TD, Weight.of(weight_FD), bias_F)
+    assert not kernel.accepts(x_TD.double(), Weight.of(weight_FD.double()))
+    assert not kernel.accepts(x_TD, Weight.of(weight_FD.half()))
+    assert not kernel.accepts(x_TD, Weight.of(weight_FD), None, torch.float16)
+    assert not kernel.accepts(x_TD, Weight.of(torch.randn(64, 8).T))
+    assert not kernel.accepts(torch.randn(64, 4).T, Weight.of(weight_FD))
     many = torch.randn(kernel.ROUTER_TOKENS + 1, 64).half()
-    assert not kernel.accepts(many, weight_FD.half())
-    assert kernel.accepts(many[1:], weight_FD.half())
+    assert not kernel.accepts(many, Weight.of(weight_FD.half()))
+    assert kernel.accepts(many[1:], Weight.of(weight_FD.half()))
     outputs = torch.randn(1024, 64).half()
-    assert not kernel.accepts(many[: kernel.MULTIPLY_TOKENS + 1], outputs)
-    assert kernel.accepts(many[: kernel.MULTIPLY_TOKENS], outputs)
+    assert not kernel.accepts(many[: kernel.MULTIPLY_TOKENS + 1], Weight.of(outputs))
+    assert kernel.accepts(many[: kernel.MULTIPLY_TOKENS], Weight.of(outputs))
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -159,13 +160,13 @@ def test_what_hopper_takes(hopper: Any) -> None:
         for D, F in ((4096, 2048), (2048, 2048), (2112, 2816)):
             x_TD, weight_FD = on_paper(tokens, D, F)
             assert (kernel.hopper_for(x_TD, weight_FD) is hopper) == taken, tokens
-            assert kernel.accepts(x_TD, weight_FD) == (tokens <= 32)
+            assert kernel.accepts(x_TD, Weight.of(weight_FD)) == (tokens <= 32)
         for D, F in ((2048, 5120), (2048, 6144), (2048, 2040), (8200, 512), (8192, 512), (256, 32768)):
             assert kernel.hopper_for(*on_paper(tokens, D, F)) is None, (D, F)
     x_TD, weight_FD = on_paper(16, 4096, 2048, torch.float32)
-    assert kernel.hopper_for(x_TD, weight_FD) is None and not kernel.accepts(x_TD, weight_FD)
+    assert kernel.hopper_for(x_TD, weight_FD) is None and not kernel.accepts(x_TD, Weight.of(weight_FD))
     x_TD, weight_FD = on_paper(16, 2049, 2048)
-    assert kernel.hopper_for(x_TD, weight_FD) is None and kernel.accepts(x_TD, weight_FD)
+    assert kernel.hopper_for(x_TD, weight_FD) is None and kernel.accepts(x_TD, Weight.of(weight_FD))
     wide, weight_FD = torch.empty(16, 4104, dtype=torch.bfloat16), torch.empty(2048, 4096, dtype=torch.bfloat16)
     assert kernel.hopper_for(wide[:, 8:], weight_FD) is hopper
     assert kernel.hopper_for(wide[:, 1:-7], weight_FD) is None, "rows begin at 16 bytes"
@@ -225,11 +226,11 @@ def test_real_shapes_on_a_gpu(shape: str) -> None:
         for tokens in (1, 2, 3, 4, 5, 8, 13, 16, 17, 32, 33, 100, 256):
             x_TD, weight_FD, bias_F = draw(tokens, *REAL[shape], dtype, "cuda")
             for out_dtype in (dtype, torch.float32):
-                if not kernel.accepts(x_TD, weight_FD, bias_F, out_dtype):
+                if not kernel.accepts(x_TD, Weight.of(weight_FD), bias_F, out_dtype):
                     assert tokens > 16 or weight_FD.numel() > kernel.MULTIPLY_WEIGHTS
                     continue
                 with poisoned_memory():
-                    y_TF = kernel.linear(x_TD, weight_FD, bias_F, out_dtype)
+                    y_TF = kernel.linear(x_TD, Weight.of(weight_FD), bias_F, out_dtype)
                 # Matrix units cut off where they add; over 8,192 inputs that shows in fp32.
                 limit = 3e-5 if out_dtype == torch.float32 else ops.linear.tolerance[out_dtype]
                 assert distance(y_TF, x_TD, weight_FD, bias_F) <= limit, tokens
@@ -262,11 +263,11 @@ def test_shapes_on_hopper(shape: str) -> None:
         x_TD, weight_FD, bias_F = draw(tokens, D, F, biased, dtype, "cuda")
         assert kernel.hopper_for(x_TD, weight_FD) is hopper
         with poisoned_memory():
-            y_TF = kernel.linear(x_TD, weight_FD, bias_F, out_dtype)
+            y_TF = kernel.linear(x_TD, Weight.of(weight_FD), bias_F, out_dtype)
         limit = 3e-5 if out_dtype == torch.float32 else ops.linear.tolerance[out_dtype]
         assert y_TF.dtype == out_dtype and distance(y_TF, x_TD, weight_FD, bias_F) <= limit, tokens
         for _ in range(50):
-            assert torch.equal(kernel.linear(x_TD, weight_FD, bias_F, out_dtype), y_TF)
+            assert torch.equal(kernel.linear(x_TD, Weight.of(weight_FD), bias_F, out_dtype), y_TF)
         assert not hopper.counts(y_TF.device).any(), "the next launch counts from zero"
 
 
@@ -278,7 +279,7 @@ def test_rows_of_wider_tensors_on_hopper() -> None:
     wide_x, wide_weight = (torch.full((rows, 2200), torch.nan, device="cuda").bfloat16() for rows in (17, 2048))
     wide_x[:, 64:2176], wide_weight[:, 8:2120] = x_TD, weight_FD
     assert kernel.hopper_for(wide_x[:, 64:2176], wide_weight[:, 8:2120]) is hopper
-    y_TF = kernel.linear(wide_x[:, 64:2176], wide_weight[:, 8:2120])
+    y_TF = kernel.linear(wide_x[:, 64:2176], Weight.of(wide_weight[:, 8:2120]))
     assert distance(y_TF, x_TD, weight_FD, None) <= ops.linear.tolerance[torch.bfloat16]
 
 
@@ -318,12 +319,12 @@ def test_a_chain_that_overlaps(early: bool, monkeypatch: pytest.MonkeyPatch) -> 
         expected = x_TD.double()
         for weight in weights:
             expected = (expected @ weight.double().T).bfloat16().double()
-        y_TD = kernel.linear(x_TD, weights[0])
+        y_TD = kernel.linear(x_TD, Weight.of(weights[0]))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y_TD = x_TD
             for weight in weights:
-                y_TD = kernel.linear(y_TD, weight)
+                y_TD = kernel.linear(y_TD, Weight.of(weight))
         for _ in range(5):
             y_TD.fill_(float("nan"))
             graph.replay()
@@ -335,9 +336,9 @@ def test_a_chain_that_overlaps(early: bool, monkeypatch: pytest.MonkeyPatch) -> 
 def test_same_bits_every_time() -> None:
     for tokens in (1, 2, 4, 16):
         x_TD, weight_FD, _ = draw(tokens, 4096, 2048, False, torch.bfloat16, "cuda")
-        first = kernel.linear(x_TD, weight_FD)
+        first = kernel.linear(x_TD, Weight.of(weight_FD))
         for _ in range(10):
-            assert torch.equal(kernel.linear(x_TD, weight_FD), first)
+            assert torch.equal(kernel.linear(x_TD, Weight.of(weight_FD)), first)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -410,7 +411,7 @@ def test_hopper_compiles_ahead_of_time(shape: str, tokens: int, hopper: Any, mon
     bias_F = torch.empty(F, dtype=dtype) if biased else None
     with precompile.recording() as jobs:
         for few in (3, 4, 5, 16) if tokens == 16 else (17, 24, 32):
-            kernel.linear(x_TD[:few], weight_FD, bias_F, out_dtype)
+            kernel.linear(x_TD[:few], Weight.of(weight_FD), bias_F, out_dtype)
     (job,) = jobs
     compiled: Any = triton.compile(job.source(), target=job.target, options=job.options)
     assert compiled.metadata.shared <= 227 << 10

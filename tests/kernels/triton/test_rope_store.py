@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from anabranch import ops
+from anabranch.ops import RopeStoreCall
 
 pytest.importorskip("triton")
 from anabranch.conformance.judge import copy, faults
@@ -78,15 +79,15 @@ def draw(
 
 def judge(arguments: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     arguments = copy(arguments, torch.device(device))
-    assert kernel.accepts(**arguments)
-    assert faults(ops.rope_store, kernel.rope_store, arguments, dtype) == []
+    assert kernel.accepts(RopeStoreCall(**arguments))
+    assert faults(ops.rope_store, kernel.rope_store, {"call": RopeStoreCall(**arguments)}, dtype) == []
 
 
 @everywhere
 def test_samples(device: str) -> None:
     for dtype in dtypes(device):
         for _, arguments in ops.rope_store.samples(dtype, torch.Generator().manual_seed(0)):
-            judge(arguments, dtype, device)
+            judge(arguments["call"]._asdict(), dtype, device)
 
 
 @everywhere
@@ -134,7 +135,7 @@ def test_bits_do_not_depend_on_the_group(geometry: str, monkeypatch: pytest.Monk
     for few in (0, 5):
         monkeypatch.setattr(kernel, "FEW_TOKENS", few)
         given = copy(arguments)
-        found.append((kernel.rope_store(**given), given["k_PSGD"], given["v_PSGD"]))
+        found.append((kernel.rope_store(RopeStoreCall(**given)), given["k_PSGD"], given["v_PSGD"]))
     assert all(torch.equal(many, few) for many, few in zip(*found, strict=True))
 
 
@@ -143,21 +144,21 @@ def test_padding_alone_writes_nothing(device: str) -> None:
     arguments = copy(draw(3, torch.float32, **GEOMETRIES["partial"]), torch.device(device))
     arguments["slot_T"].fill_(-1)
     before = arguments["k_PSGD"].clone(), arguments["v_PSGD"].clone()
-    kernel.rope_store(**arguments)
+    kernel.rope_store(RopeStoreCall(**arguments))
     assert torch.equal(arguments["k_PSGD"], before[0]) and torch.equal(arguments["v_PSGD"], before[1])
 
 
 @everywhere
 def test_heads_are_rounded_before_they_turn(device: str) -> None:
-    """As by the ops one after the other: to the bit, but for the last one of a few."""
+    """As the reference does it: to the bit, but for the last one of a few."""
     arguments = copy(draw(2, torch.float16, **GEOMETRIES["partial"]), torch.device(device))
-    same = kernel.rope_store(**arguments) == ops.rope_store.reference(**copy(arguments))
+    same = kernel.rope_store(RopeStoreCall(**arguments)) == ops.rope_store.reference(RopeStoreCall(**copy(arguments)))
     assert same.float().mean() > 0.97
 
 
 def test_what_it_does_not_accept() -> None:
     arguments = draw(4, torch.float32, **GEOMETRIES["qwen3"])
-    assert kernel.accepts(**arguments)
+    assert kernel.accepts(RopeStoreCall(**arguments))
     for name, value in (
         ("q_THD", arguments["q_THD"].double()),
         ("k_TGD", arguments["k_TGD"].half()),
@@ -166,7 +167,7 @@ def test_what_it_does_not_accept() -> None:
         ("k_weight", None),
         ("v_PSGD", torch.zeros(PAGES, 2, PAGE_SIZE, 4, 128)[:, 0]),
     ):
-        assert not kernel.accepts(**arguments | {name: value}), name
+        assert not kernel.accepts(RopeStoreCall(**arguments | {name: value})), name
 
 
 @pytest.mark.gpu
@@ -178,9 +179,9 @@ def test_pages_beyond_two_gigabytes() -> None:
     k_PSGD, v_PSGD = torch.empty(2, num_pages, PAGE_SIZE, 1, 128, dtype=torch.bfloat16, device="cuda")
     k_PSGD[-2:].zero_(), v_PSGD[-2:].zero_()
     arguments["slot_T"].copy_(torch.tensor([num_pages * PAGE_SIZE - 1, -1]))
-    kernel.rope_store(**arguments | {"k_PSGD": k_PSGD, "v_PSGD": v_PSGD})
+    kernel.rope_store(RopeStoreCall(**arguments | {"k_PSGD": k_PSGD, "v_PSGD": v_PSGD}))
     arguments["slot_T"].copy_(torch.tensor([PAGES * PAGE_SIZE - 1, -1]))
-    ops.rope_store.reference(**arguments)
+    ops.rope_store.reference(RopeStoreCall(**arguments))
     assert torch.equal(v_PSGD[-1, -1], arguments["v_PSGD"][-1, -1])
     torch.testing.assert_close(k_PSGD[-1, -1], arguments["k_PSGD"][-1, -1])
     for pages in (k_PSGD, v_PSGD):
@@ -192,16 +193,16 @@ def test_pages_beyond_two_gigabytes() -> None:
 def test_a_graph_follows_its_inputs() -> None:
     for tokens in (1, 40):
         arguments = copy(draw(tokens, torch.bfloat16, **GEOMETRIES["qwen3"]), torch.device("cuda"))
-        kernel.rope_store(**arguments)
+        kernel.rope_store(RopeStoreCall(**arguments))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            q_THD = kernel.rope_store(**arguments)
+            q_THD = kernel.rope_store(RopeStoreCall(**arguments))
         for _ in range(3):
             changed = draw(tokens, torch.bfloat16, **GEOMETRIES["qwen3"])
             for name in ("q_THD", "k_TGD", "v_TGD", "cos_TF", "sin_TF", "slot_T"):
                 arguments[name].copy_(changed[name])
             expected = copy(arguments)
-            expected_q_THD = ops.rope_store.reference(**expected)
+            expected_q_THD = ops.rope_store.reference(RopeStoreCall(**expected))
             q_THD.fill_(float("nan"))
             graph.replay()
             for found, wanted in (
@@ -221,7 +222,7 @@ def test_compiles_ahead_of_time(geometry: str, target: str, monkeypatch: pytest.
     monkeypatch.setattr(kernel, "dependent_launch", lambda device: dependent)
     for tokens in (1, 100):
         with recorded(kernel, "rope_store_kernel") as launches:
-            kernel.rope_store(**draw(tokens, torch.bfloat16, **GEOMETRIES[geometry]))
+            kernel.rope_store(RopeStoreCall(**draw(tokens, torch.bfloat16, **GEOMETRIES[geometry])))
         compiled = compile_for(target, launches[0])
         if target == "sm_90":
             assert ahead_of_time.resources(compiled)["LOCAL"] == 0

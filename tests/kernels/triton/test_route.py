@@ -46,10 +46,10 @@ def draw(tokens: int, num_experts: int, dtype: str, device: str) -> torch.Tensor
 
 
 def check(logits_TE: torch.Tensor, top_k: int, **options: Any) -> None:
-    assert kernel.accepts(logits_TE, top_k, **options)
+    assert kernel.accepts(ops.RouteCall(logits_TE, top_k, **options))
     before = logits_TE.clone()
-    weight_TK, expert_TK = kernel.route(logits_TE, top_k, **options)
-    expected_weight_TK, expected_expert_TK = ops.route.reference(logits_TE, top_k, **options)
+    weight_TK, expert_TK = kernel.route(ops.RouteCall(logits_TE, top_k, **options))
+    expected_weight_TK, expected_expert_TK = ops.route.reference(ops.RouteCall(logits_TE, top_k, **options))
     assert (weight_TK.dtype, expert_TK.dtype) == (torch.float32, torch.int32)
     torch.testing.assert_close(expert_TK, expected_expert_TK, rtol=0, atol=0)
     torch.testing.assert_close(weight_TK, expected_weight_TK, rtol=2e-5, atol=1e-7)
@@ -162,7 +162,7 @@ def test_nan_gives_distinct_experts(sign: int, dtype: str, device: str) -> None:
     logits_TE[:3] = sign * float("nan")
     logits_TE[3:, ::7] = sign * float("nan")
     for options in ({}, {"score": "sigmoid"}, {"num_groups": 4, "top_groups": 2}):
-        _, expert_TK = kernel.route(logits_TE, 8, **options)
+        _, expert_TK = kernel.route(ops.RouteCall(logits_TE, 8, **options))
         assert expert_TK.min() >= 0 and expert_TK.max() < 60
         assert all(len(set(row)) == 8 for row in expert_TK.tolist())
 
@@ -177,30 +177,30 @@ def test_rows_of_a_wider_tensor(dtype: str, device: str) -> None:
 
 def test_what_it_does_not_accept() -> None:
     logits_TE = torch.zeros(4, 16)
-    assert kernel.accepts(logits_TE, 4)
-    assert not kernel.accepts(logits_TE.double(), 4)
-    assert not kernel.accepts(torch.zeros(16, 4).T, 4)
-    assert not kernel.accepts(logits_TE, 17)
-    assert not kernel.accepts(torch.zeros(4, 1024), 4)
-    assert not kernel.accepts(logits_TE, 4, num_groups=3)
-    assert not kernel.accepts(logits_TE, 4, score="entmax")
+    assert kernel.accepts(ops.RouteCall(logits_TE, 4))
+    assert not kernel.accepts(ops.RouteCall(logits_TE.double(), 4))
+    assert not kernel.accepts(ops.RouteCall(torch.zeros(16, 4).T, 4))
+    assert not kernel.accepts(ops.RouteCall(logits_TE, 17))
+    assert not kernel.accepts(ops.RouteCall(torch.zeros(4, 1024), 4))
+    assert not kernel.accepts(ops.RouteCall(logits_TE, 4, num_groups=3))
+    assert not kernel.accepts(ops.RouteCall(logits_TE, 4, score="entmax"))
 
 
 @pytest.mark.gpu
 def test_graph_reads_scale_and_token_count_when_replayed() -> None:
     logits_TE = draw(12, 128, "bf16", "cuda")
     scale_E, num_tokens = torch.rand(128, device="cuda"), torch.tensor(12, device="cuda")
-    kernel.route(logits_TE, 8, expert_scale_E=scale_E, num_tokens=num_tokens)
+    kernel.route(ops.RouteCall(logits_TE, 8, expert_scale_E=scale_E, num_tokens=num_tokens))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        weight_TK, expert_TK = kernel.route(logits_TE, 8, expert_scale_E=scale_E, num_tokens=num_tokens)
+        weight_TK, expert_TK = kernel.route(ops.RouteCall(logits_TE, 8, expert_scale_E=scale_E, num_tokens=num_tokens))
     for tokens in (12, 7, 0):
         logits_TE.normal_()
         scale_E.uniform_()
         num_tokens.fill_(tokens)
         weight_TK.fill_(float("nan"))
         graph.replay()
-        expected = ops.route.reference(logits_TE, 8, expert_scale_E=scale_E, num_tokens=num_tokens)
+        expected = ops.route.reference(ops.RouteCall(logits_TE, 8, expert_scale_E=scale_E, num_tokens=num_tokens))
         torch.testing.assert_close(weight_TK, expected[0], rtol=2e-5, atol=1e-7)
         assert torch.equal(expert_TK, expected[1])
 

@@ -1,4 +1,4 @@
-"""The experts' kernels, the router and the sort on small shapes, each result judged: a run short enough for
+"""The experts' kernels and the router on small shapes, each result judged: a run short enough for
 
     compute-sanitizer --tool racecheck --kernel-name kns=kernel --kernel-name kns=rows --kernel-name kns=pairs \\
         --kernel-name kns=gate --kernel-name kns=down python -m tests.kernels.triton.under_sanitizer portable|hopper
@@ -9,12 +9,15 @@ import sys
 
 import torch
 
-from anabranch.kernels.triton import expert_sort, route
+from anabranch.kernels.triton import route
+from anabranch.ops import ExpertsCall, RouteCall
+from anabranch.ops.arguments import map_tensors
 from tests.kernels.triton import test_experts as judge
 
 
 def on_gpu(arguments: judge.Arguments) -> judge.Arguments:
-    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    given: judge.Arguments = map_tensors(lambda tensor: tensor.cuda(), arguments)
+    return given
 
 
 def main(part: str) -> None:
@@ -25,18 +28,16 @@ def main(part: str) -> None:
             given = on_gpu(arguments)
             if name.startswith("hopper") != (part == "hopper") or not judge.usable(tiles, given):
                 continue
-            found = judge.kernel.run(judge.kernel.Call(**given), tiles).cpu()
+            found = judge.kernel.run(ExpertsCall(**given), tiles).cpu()
             error = judge.distance(found, judge.exact(arguments))
             print(f"{name}, {tokens} tokens, {routing}: off by {error:.1e}", flush=True)
             assert error <= judge.TOLERANCE[torch.bfloat16]
     if part != "hopper":
         arguments = judge.draw(40, 8, 2, 192, 64, torch.bfloat16)
         for mode in judge.COMBINES:
-            found = judge.kernel.experts(**on_gpu(arguments), combine=mode).cpu()
+            found = judge.kernel.experts(ExpertsCall(**on_gpu(arguments), combine=mode)).cpu()
             assert judge.distance(found, judge.exact(arguments)) <= judge.TOLERANCE[torch.bfloat16], mode
-        route.route(torch.randn(40, 60).cuda(), 4)
-        for tokens in (40, 4000):
-            expert_sort.expert_sort(torch.randint(0, 60, (tokens, 4), dtype=torch.int32).cuda(), 60)
+        route.route(RouteCall(torch.randn(40, 60).cuda(), 4))
     torch.cuda.synchronize()
 
 

@@ -2,8 +2,8 @@
 
 Which pages to gather is worked out once for all layers of a step: they pass the same page table.
 
-T token rows, R requests, H query heads, G key-value heads, D head dim, P pages, S slots in a page, M page-table width,
-Q queries of one request, B decode rows of a group, L keys of each.
+T token rows, R requests, H query heads, G key-value heads, D head dim, E that of values, P pages, S slots in a page,
+M page-table width, Q queries of one request, B decode rows of a group, L keys of each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from anabranch import ops
+from anabranch.ops.attention import AttentionCall
 
 MAX_PADDING = 1.25
 """A group's keys, padded to its longest row, over those that are needed."""
@@ -52,44 +53,35 @@ _last: Work | None = None
 
 
 @ops.attention.kernel("torch")
-def attention(
-    q_THD: torch.Tensor,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    page_table_RM: torch.Tensor,
-    query_start_R: torch.Tensor,
-    context_len_R: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    max_query: int = 0,
-) -> torch.Tensor:
-    work = _work(page_table_RM, query_start_R.tolist(), context_len_R.tolist(), k_PSGD.shape[1], window)
-    out_THD = torch.zeros_like(q_THD)
+def attention(call: AttentionCall) -> torch.Tensor:
+    q_THD = call.q_THD
+    work = _work(call)
+    out_THE = q_THD.new_zeros(*q_THD.shape[:2], call.v_PSGE.shape[3])
     for r in work.prefills:
         rows = slice(work.starts[r], work.starts[r + 1])
-        out_THD[rows] = _prefill(q_THD[rows], k_PSGD, v_PSGD, page_table_RM[r], work.lengths[r], scale, window)
+        out_THE[rows] = _prefill(q_THD[rows], call, r, work.lengths[r])
     for group in work.decodes:
-        out_THD[group.row_B] = _decode(q_THD[group.row_B], k_PSGD, v_PSGD, group, scale)
-    return out_THD
+        out_THE[group.row_B] = _decode(q_THD[group.row_B], call, group)
+    return out_THE
 
 
-def _decode(
-    q_BHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor, group: Group, scale: float
-) -> torch.Tensor:
-    k_LGD, v_LGD = (x.index_select(0, group.pages).flatten(0, 1) for x in (k_PSGD, v_PSGD))
+def _decode(q_BHD: torch.Tensor, call: AttentionCall, group: Group) -> torch.Tensor:
+    k_LGD, v_LGE = (x.index_select(0, group.pages).flatten(0, 1) for x in (call.k_PSGD, call.v_PSGE))
     if group.stale is not None:  # a weight of 0 does not cancel NaN
         k_LGD.index_fill_(0, group.stale, 0.0)
-        v_LGD.index_fill_(0, group.stale, 0.0)
-    k_BGLD, v_BGLD = (x.unflatten(0, (q_BHD.shape[0], -1))[:, group.keys].transpose(1, 2) for x in (k_LGD, v_LGD))
+        v_LGE.index_fill_(0, group.stale, 0.0)
+    k_BGLD, v_BGLE = (x.unflatten(0, (q_BHD.shape[0], -1))[:, group.keys].transpose(1, 2) for x in (k_LGD, v_LGE))
     # The heads that share a key head become its queries, so that no key is copied.
     q_BGQD = q_BHD.unflatten(1, (k_BGLD.shape[1], -1))
-    out = F.scaled_dot_product_attention(q_BGQD, k_BGLD, v_BGLD, attn_mask=group.visible, scale=scale)
+    out = F.scaled_dot_product_attention(q_BGQD, k_BGLD, v_BGLE, attn_mask=group.visible, scale=call.scale)
     return out.flatten(1, 2)
 
 
-def _work(page_table_RM: torch.Tensor, starts: list[int], lengths: list[int], page_size: int, window: int) -> Work:
+def _work(call: AttentionCall) -> Work:
     """As for the layer before, if it had the same table and lengths."""
     global _last
+    starts, lengths = call.query_start_R.tolist(), call.context_len_R.tolist()
+    page_table_RM, page_size, window = call.page_table_RM, call.k_PSGD.shape[1], call.window
     if (
         _last is not None
         and _last.page_table_RM is page_table_RM
@@ -153,21 +145,12 @@ def _group(members: list[tuple[int, int, list[int]]], page_size: int, window: in
     )
 
 
-def _prefill(
-    q_QHD: torch.Tensor,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    page_table_M: torch.Tensor,
-    length: int,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
-    """The last Q tokens of one request's `length`."""
-    page_size, first_query = k_PSGD.shape[1], length - q_QHD.shape[0]
+def _prefill(q_QHD: torch.Tensor, call: AttentionCall, r: int, length: int) -> torch.Tensor:
+    """The last Q tokens of request r, which has `length`."""
+    window, page_size, first_query = call.window, call.k_PSGD.shape[1], length - q_QHD.shape[0]
     first_key = max(0, first_query - window + 1) // page_size * page_size if window else 0
-    pages = page_table_M[first_key // page_size : -(-length // page_size)].long()
-    k_GLD = k_PSGD[pages].flatten(0, 1)[: length - first_key].transpose(0, 1)
-    v_GLD = v_PSGD[pages].flatten(0, 1)[: length - first_key].transpose(0, 1)
+    pages = call.page_table_RM[r, first_key // page_size : -(-length // page_size)].long()
+    k_GLD, v_GLE = (x[pages].flatten(0, 1)[: length - first_key].transpose(0, 1) for x in (call.k_PSGD, call.v_PSGE))
     mask = None
     if first_query or window:
         query = torch.arange(first_query, length, device=q_QHD.device)[:, None]
@@ -178,10 +161,10 @@ def _prefill(
     out = F.scaled_dot_product_attention(
         q_QHD.transpose(0, 1)[None],
         k_GLD[None],
-        v_GLD[None],
+        v_GLE[None],
         attn_mask=mask,
         is_causal=mask is None,
-        scale=scale,
+        scale=call.scale,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The input of a decode step where device memory is the host's: a look at the values is free, and most steps have no
+"""The input of a decode step where device memory is the host's: reading values costs nothing, and most steps have no
 padding.
 
 R rows, S slots, M page-table width, N columns of it that are wanted.

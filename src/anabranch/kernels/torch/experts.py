@@ -8,26 +8,22 @@ from __future__ import annotations
 import torch
 
 from anabranch import ops
+from anabranch.formats import PLAIN
+from anabranch.ops.experts import ExpertsCall
 
 
-@ops.experts.kernel("torch")
-def experts(
-    x_TD: torch.Tensor,
-    weight_TK: torch.Tensor,
-    expert_TK: torch.Tensor,
-    gate_up_EFD: torch.Tensor,
-    down_EDI: torch.Tensor,
-    activation: str,
-    gate_up_bias_EF: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    scaling: float = 1.0,
-    combined: bool = True,
-    combine: str = "auto",
-) -> torch.Tensor:
-    tokens, top_k = expert_TK.shape
-    if tokens == 1 and combined and gate_up_bias_EF is None and down_bias_ED is None and x_TD.dtype == torch.float32:
-        return _one_token(x_TD[0], weight_TK, expert_TK, gate_up_EFD, down_EDI, activation, scaling)
-    expert_N = expert_TK.flatten()
+def accepts(call: ExpertsCall) -> bool:
+    return call.gate_up_EFD.format is PLAIN and call.down_EDI.format is PLAIN
+
+
+@ops.experts.kernel("torch", accepts=accepts)
+def experts(call: ExpertsCall) -> torch.Tensor:
+    x_TD, gate_up_EFD, down_EDI = call.x_TD, call.gate_up_EFD.data, call.down_EDI.data
+    tokens, top_k = call.expert_TK.shape
+    biased = call.gate_up_bias_EF is not None or call.down_bias_ED is not None
+    if tokens == 1 and call.combined and not biased and x_TD.dtype == torch.float32:
+        return _one_token(call, gate_up_EFD, down_EDI)
+    expert_N = call.expert_TK.flatten()
     order_N = torch.sort(expert_N, stable=True).indices
     # Pairs without an expert (−1) come first.
     counts = torch.bincount(expert_N + 1, minlength=gate_up_EFD.shape[0] + 1).tolist()
@@ -40,33 +36,25 @@ def experts(
         if count:
             spans.append((e, slice(begin, begin + count)))
             begin += count
-    h_NF = _products(x_ND, gate_up_EFD, gate_up_bias_EF, spans)
-    rows_ND = _products(ops.gated_activation(h_NF, activation), down_EDI, down_bias_ED, spans)
-    weighted_ND = rows_ND * (weight_TK.flatten()[order_N, None] * scaling)
-    if combined and combine in ("auto", "fused"):
+    h_NF = _products(x_ND, gate_up_EFD, call.gate_up_bias_EF, spans)
+    rows_ND = _products(ops.gated_activation(h_NF, call.activation), down_EDI, call.down_bias_ED, spans)
+    weighted_ND = rows_ND * (call.weight_TK.flatten()[order_N, None] * call.scaling)
+    if call.combined and call.combine in ("fastest", "fused"):
         y_TD = torch.zeros(tokens, x_TD.shape[1], device=x_TD.device)
         return y_TD.index_add_(0, token_N, weighted_ND).to(x_TD.dtype)
-    # A row of its own for every pair: on a GPU index_add_ adds in any order.
+    # A row for every pair: on a GPU index_add_ adds in any order.
     y_ND = torch.zeros(tokens * top_k, x_TD.shape[1], device=x_TD.device).index_copy_(0, order_N, weighted_ND)
     y_TKD = y_ND.view(tokens, top_k, x_TD.shape[1])
-    return (y_TKD.sum(1) if combined else y_TKD).to(x_TD.dtype)
+    return (y_TKD.sum(1) if call.combined else y_TKD).to(x_TD.dtype)
 
 
-def _one_token(
-    x_D: torch.Tensor,
-    weight_TK: torch.Tensor,
-    expert_TK: torch.Tensor,
-    gate_up_EFD: torch.Tensor,
-    down_EDI: torch.Tensor,
-    activation: str,
-    scaling: float,
-) -> torch.Tensor:
+def _one_token(call: ExpertsCall, gate_up_EFD: torch.Tensor, down_EDI: torch.Tensor) -> torch.Tensor:
     """Nothing to sort: each expert's result is added to the row where it is computed."""
-    experts = expert_TK.tolist()[0]
+    x_D, experts = call.x_TD[0], call.expert_TK.tolist()[0]
     h_KF = x_D.new_empty(len(experts), gate_up_EFD.shape[1])
     for k, e in enumerate(experts):
         torch.mv(gate_up_EFD[e], x_D, out=h_KF[k])
-    h_KI = ops.gated_activation(h_KF, activation) * (weight_TK[0, :, None] * scaling)
+    h_KI = ops.gated_activation(h_KF, call.activation) * (call.weight_TK[0, :, None] * call.scaling)
     y_D = torch.zeros_like(x_D)
     for k, e in enumerate(experts):
         if e >= 0:

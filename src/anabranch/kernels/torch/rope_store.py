@@ -1,32 +1,42 @@
-"""Norms, rope and KV write one after the other, each by the kernel that is bound to it.
-
-T tokens, H query heads, G key-value heads, D head dim, F rotated pairs, P pages, S slots in a page.
-"""
+"""Head norms, rope and the KV write in few calls. T tokens, H query heads, G key-value heads, D head dim, F pairs."""
 
 from __future__ import annotations
 
 import torch
 
 from anabranch import ops
+from anabranch.ops.rope_store import RopeStoreCall, head_norm, rotate, write
 
 
-@ops.rope_store.kernel("torch")
-def rope_store(
-    q_THD: torch.Tensor,
-    k_TGD: torch.Tensor,
-    v_TGD: torch.Tensor,
-    cos_TF: torch.Tensor,
-    sin_TF: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    v_norm: bool,
-    eps: float,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    slot_T: torch.Tensor,
-) -> torch.Tensor:
-    q_THD, rotated_TGD = ops.qk_norm_rope(q_THD, k_TGD, cos_TF, sin_TF, q_weight, k_weight, eps)
-    if v_norm:
-        v_TGD = ops.rms_norm(v_TGD, None, eps)
-    ops.kv_store(rotated_TGD, v_TGD, k_PSGD, v_PSGD, slot_T)
+@ops.rope_store.kernel("torch", on=("cpu", "fake"))
+def rope_store(call: RopeStoreCall) -> torch.Tensor:
+    if call.q_THD.dtype == torch.float32 and 2 * call.cos_TF.shape[1] == call.q_THD.shape[2]:
+        cos = torch.cat([call.cos_TF, call.cos_TF], 1)[:, None]
+        sin = torch.cat([-call.sin_TF, call.sin_TF], 1)[:, None]
+        q_THD = _rotated(call.q_THD, call.q_weight, cos, sin, call.eps)
+        k_TGD = _rotated(call.k_TGD, call.k_weight, cos, sin, call.eps)
+    else:
+        rope = call.cos_TF, call.sin_TF
+        q_THD = rotate(head_norm(call.q_THD, call.q_weight, call.eps), *rope)
+        k_TGD = rotate(head_norm(call.k_TGD, call.k_weight, call.eps), *rope)
+    v_TGD = ops.rms_norm(call.v_TGD, None, call.eps) if call.v_norm else call.v_TGD
+    k_PSGD, v_PSGD, slot_T = call.k_PSGD, call.v_PSGD, call.slot_T
+    whole = k_PSGD.is_contiguous() and v_PSGD.is_contiguous()
+    if whole and not (slot_T.numel() and int(slot_T.min()) < 0):  # padding; reading a value is cheap on the host
+        k_PSGD.flatten(0, 1).index_copy_(0, slot_T, k_TGD)
+        v_PSGD.flatten(0, 1).index_copy_(0, slot_T, v_TGD)
+    else:
+        write(k_TGD, v_TGD, call)
     return q_THD
+
+
+def _rotated(
+    x_THD: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """norm(x) · cos + (norm(x) with its halves swapped) · (−sin, sin)."""
+    x = x_THD
+    if weight is not None and weight.numel() == x.shape[2]:
+        x = torch.rms_norm(x, x.shape[2:], weight, eps)
+    elif weight is not None:
+        x = torch.rms_norm(x.flatten(1), weight.shape, weight, eps).view(x.shape)
+    return torch.addcmul(x * cos, x.roll(x.shape[2] // 2, -1), sin)

@@ -3,7 +3,7 @@ alone are computed exactly (ops/exact.py), for all rows at once. The tokens are 
 
 R requests, V vocabulary, S stretches of W tokens, M tokens of some stretches, N some of those.
 
-* The maximum of each stretch is cheap and says which stretches to look at.
+* The maximum of each stretch is cheap and shows which stretches to read.
 * top_k: k tokens reach the k-th largest of these maxima, so none below it is among the top k.
 * top_p alone: a token is drawn from all. Mostly it may stay; if not, only those ranked before it may.
 * Noise: cheap bounds leave some thirty tokens of a row that need it exactly.
@@ -18,20 +18,20 @@ import torch
 
 from anabranch import ops
 from anabranch.ops import exact
-from anabranch.ops.sample import NONE_ALLOWED, NOT_FINITE, TINY
+from anabranch.ops.sample import NONE_ALLOWED, NOT_FINITE, TINY, SampleCall
 
 STRETCH = 128
 MIN_VOCABULARY = 8192
 """Below, the reference's few calls are faster than a loop over rows."""
 FEW = 256
-"""So many tokens get exact noise without being asked for bounds."""
+"""Up to this many tokens get exact noise without computing bounds."""
 BOUND_AT_0, BOUND_STEP = (31 + 127) * math.log(2) + 1e-3, -math.log(2) * 2.0**-23
 GAP = 3.2
 """Noise is at least its bound less this."""
 SPREAD = 25.8
 """All noise lies in a range of this width."""
 WEIGHTLESS = 21.6
-"""Tokens so far below the best have no mass."""
+"""Tokens this far below the best have no mass."""
 
 Finalists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(logit after temperature, hash, id) of tokens among which the winner is."""
@@ -55,7 +55,7 @@ class Row:
         return (logit_N * self.scale).sub_(self.top * self.scale)
 
     def below_top(self, distance: float) -> float:
-        """A logit so far below the best after temperature, or a little farther."""
+        """A logit this far below the best after temperature, or a little farther."""
         top = self.top.item()
         return top - distance / self.scale - 1e-6 * (abs(top) + distance / self.scale)
 
@@ -197,53 +197,24 @@ def mass(relative_M: torch.Tensor) -> torch.Tensor:
     return y_M.add_(0.5).trunc_()
 
 
-def fits(logits_RV: torch.Tensor) -> bool:
+def accepts(call: SampleCall) -> bool:
+    logits_RV = call.logits_RV
     return logits_RV.is_floating_point() and logits_RV.stride(1) == 1 and logits_RV.shape[1] >= MIN_VOCABULARY
 
 
-def draw_accepts(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
-) -> bool:
-    return fits(logits_RV)
-
-
-@ops.draw.kernel("torch", on=("cpu", "fake"), accepts=draw_accepts)
-def draw(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
-) -> torch.Tensor:
-    none_R = torch.zeros_like(temperature_R)
-    return sample(logits_RV, temperature_R, none_R.int(), none_R + 1, none_R, seed_R, position_R)
-
-
-def accepts(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    top_k_R: torch.Tensor,
-    top_p_R: torch.Tensor,
-    min_p_R: torch.Tensor,
-    seed_R: torch.Tensor,
-    position_R: torch.Tensor,
-) -> bool:
-    return fits(logits_RV)
-
-
 @ops.sample.kernel("torch", on=("cpu", "fake"), accepts=accepts)
-def sample(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    top_k_R: torch.Tensor,
-    top_p_R: torch.Tensor,
-    min_p_R: torch.Tensor,
-    seed_R: torch.Tensor,
-    position_R: torch.Tensor,
-) -> torch.Tensor:
-    scale_R = 1.0 / temperature_R.float()  # infinity for greedy rows, which do not use it
+def sample(call: SampleCall) -> torch.Tensor:
+    logits_RV, top_k_R, top_p_R, min_p_R = call.logits_RV, call.top_k_R, call.top_p_R, call.min_p_R
+    if top_k_R is None or top_p_R is None or min_p_R is None:
+        min_p_R = torch.zeros_like(call.temperature_R)
+        top_k_R, top_p_R = min_p_R.int(), min_p_R + 1
+    scale_R = 1.0 / call.temperature_R.float()  # infinity for greedy rows, which do not use it
     tokens = [NONE_ALLOWED] * logits_RV.shape[0]
     random: dict[int, Row] = {}
     finalists: list[Finalists] = []
     weighed: list[int] = []
     """Rows with top_p alone: they draw from all, and once more where the token may not stay."""
-    values = (x.tolist() for x in (scale_R, top_k_R, top_p_R, min_p_R, seed_R, position_R))
+    values = (x.tolist() for x in (scale_R, top_k_R, top_p_R, min_p_R, call.seed_R, call.position_R))
     for r, (scale, top_k, top_p, min_p, seed, position) in enumerate(zip(*values)):
         row = Row(logits_RV[r].float(), scale, seed, position)
         if row.top == -math.inf:

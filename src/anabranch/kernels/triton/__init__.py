@@ -6,8 +6,6 @@ from anabranch.kernels.triton import (  # noqa: F401  importing registers their 
     attention,
     count_experts,
     decode_inputs,
-    draw,
-    expert_sort,
     experts,
     linear,
     logprobs,

@@ -5,8 +5,8 @@ a page, M page-table width, W pieces of work.
 
 A decode step (every request has one new token) is attention_decode alone. Otherwise attention_prefill (or its twin
 attention_hopper) does the requests with several new tokens, and attention_decode those with one in the same batch: what
-is fast for one is not for the other. Who is which is seen on the device. The host knows sizes only, never lengths, so
-that a captured call stays right while contexts grow.
+is fast for one is not for the other. The device tells them apart. The host knows sizes only, never lengths, so that
+a captured call stays right while contexts grow.
 
 This is one provider of the op. A vendor's attention library would be another: a package that registers on the same op
 under its own name (`needs`: whether it can be imported), put before "triton" in a platform's `providers`.
@@ -34,14 +34,15 @@ from anabranch.kernels.triton.launch import (
     lasting_zeros,
     next_power_of_2,
 )
+from anabranch.ops.attention import AttentionCall
 
 MAX_DIM = 512
 MAX_QUERIES = 64 * 128
 """Elements of the queries that attention_decode can hold: heads that share keys × head dim, both rounded up."""
 hopper_kernels = functools.partial(gluon_kernels, "attention_hopper")
 SINGLE_REQUESTS, MANY_REQUESTS = (32, 256, 512, 2048), (32, 1024, 2048)
-"""A kernel looks at all requests of a step at once; each of these bounds is a version of it. The second are those of
-attention_prefill, whose programs have more to do beside, and which looks at one entry more."""
+"""A kernel reads the lengths of all requests of a step at once; each of these bounds is a version of it. The second are
+those of attention_prefill, whose programs have more other work, and which reads one entry more."""
 ELEMENTS_AT_ONCE, MOST_AT_ONCE = 2048, 16
 """Of pieces that are added up: elements per warp, which are 64 registers of a thread, and pieces. Those of the products
 are free again by then."""
@@ -49,56 +50,39 @@ FEW_PROGRAMS = 8
 """Per multiprocessor. With more, a successor that starts early would only take the place of programs that work."""
 
 
-def accepts(
-    q_THD: torch.Tensor,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    page_table_RM: torch.Tensor,
-    query_start_R: torch.Tensor,
-    context_len_R: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    max_query: int = 0,
-) -> bool:
+def accepts(call: AttentionCall) -> bool:
+    q_THD, k_PSGD, v_PSGE, page_table_RM = call.q_THD, call.k_PSGD, call.v_PSGE, call.page_table_RM
+    integers = page_table_RM, call.query_start_R, call.context_len_R
     return (
-        q_THD.dtype == k_PSGD.dtype == v_PSGD.dtype
+        q_THD.dtype == k_PSGD.dtype == v_PSGE.dtype
         and q_THD.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and q_THD.stride(2) == k_PSGD.stride(3) == 1
-        and k_PSGD.shape == v_PSGD.shape
-        and k_PSGD.stride() == v_PSGD.stride()
+        and k_PSGD.shape == v_PSGE.shape
+        and k_PSGD.stride() == v_PSGE.stride()
         and q_THD.shape[2] <= MAX_DIM
         and page_table_RM.shape[0] < SINGLE_REQUESTS[-1]
         and page_table_RM.stride(1) == 1
-        and all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in (query_start_R, context_len_R))
-        and page_table_RM.dtype == torch.int32
-        and scale > 0
+        and all(tensor.dtype == torch.int32 for tensor in integers)
+        and all(tensor.is_contiguous() for tensor in integers[1:])
+        and call.scale > 0
     )
 
 
 @ops.attention.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
-def attention(
-    q_THD: torch.Tensor,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    page_table_RM: torch.Tensor,
-    query_start_R: torch.Tensor,
-    context_len_R: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    max_query: int = 0,
-) -> torch.Tensor:
+def attention(call: AttentionCall) -> torch.Tensor:
+    q_THD, k_PSGD, v_PSGD, page_table_RM, window = call.q_THD, call.k_PSGD, call.v_PSGE, call.page_table_RM, call.window
     T, H, D = q_THD.shape
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     if T == 0:
         return out_THD
     (_, S, G, _), (R, M), device = k_PSGD.shape, page_table_RM.shape, q_THD.device
     whole = k_PSGD.is_contiguous() and (k_PSGD.data_ptr() | v_PSGD.data_ptr()) % 16 == 0
-    shape = Shape(T, R, M, H, G, D, S, q_THD.dtype, window, max_query, whole)
+    shape = Shape(T, R, M, H, G, D, S, q_THD.dtype, window, call.max_query, whole)
     overrides = attention_tiles.prefill_override, attention_tiles.decode_override
     plan = make_plan(shape, machine_of(device), dependent_launch(device), *overrides)
-    tensors = q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD
+    tensors = q_THD, k_PSGD, v_PSGD, page_table_RM, call.query_start_R, call.context_len_R, out_THD
     strides = *q_THD.stride()[:2], *k_PSGD.stride()[:3], page_table_RM.stride(0)
-    numbers = R, scale * math.log2(math.e), window, *strides
+    numbers = R, call.scale * math.log2(math.e), window, *strides
     if plan.many is not None:
         attend_many(plan.many, *tensors, T, *numbers, plan.many.trigger, plan.alone)
     if plan.single is not None:
@@ -107,7 +91,7 @@ def attention(
 
 
 class Shape(NamedTuple):
-    """What the plan of a call depends on beside the machine: the same for all layers of a KVGroup in a step."""
+    """What the plan of a call depends on besides the machine: the same for all layers of a KVGroup in a step."""
 
     T: int
     R: int
@@ -209,7 +193,7 @@ def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTil
 
 
 def compiled_for(shape: Shape, num_entries: int, bounds: tuple[int, ...]) -> dict[str, Any]:
-    """What all kernels are; they look at so many entries of the requests at once."""
+    """Options of all kernels; `num_entries` of the requests are read at once."""
     return {
         "HG": shape.H // shape.G,
         "D": shape.D,

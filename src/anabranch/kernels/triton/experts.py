@@ -10,7 +10,7 @@ to bring rows back to their token (`combine`):
 * ordered: the same bits every time for the same batch.
 * unfused: the down kernel writes a row per pair; another sums them, in fp32 and always in the same order. A caller that
   does not want them combined sums them itself; rows without an expert are then whatever the memory held.
-* auto: whichever is fastest for the number of tokens.
+* fastest: of these, the fastest for the number of tokens.
 
 Tiles come from a table that was measured for this shape on this device (kernels/tuning), else from experts_tiles.
 """
@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from anabranch import ops
+from anabranch.formats import PLAIN
 from anabranch.kernels.triton.experts_grouped import down_grouped, gate_up_grouped
 from anabranch.kernels.triton.experts_plan import order_rows
 from anabranch.kernels.triton.experts_small import down_pair, down_token, gate_up_small
@@ -42,35 +43,26 @@ from anabranch.kernels.tuning.experts_tiles import (
     choose,
     padded_tokens,
 )
-from anabranch.ops.experts import COMBINES
+from anabranch.ops.experts import COMBINES, ExpertsCall, new_result
 
 log = logging.getLogger(__name__)
 
 hopper_kernels = functools.partial(gluon_kernels, "experts_hopper")
 
 
-def accepts(
-    x_TD: torch.Tensor,
-    weight_TK: torch.Tensor,
-    expert_TK: torch.Tensor,
-    gate_up_EFD: torch.Tensor,
-    down_EDI: torch.Tensor,
-    activation: str,
-    gate_up_bias_EF: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    scaling: float = 1.0,
-    combined: bool = True,
-    combine: str = "auto",
-) -> bool:
+def accepts(call: ExpertsCall) -> bool:
+    if call.gate_up_EFD.format is not PLAIN or call.down_EDI.format is not PLAIN:
+        return False
+    x_TD, weights = call.x_TD, (call.gate_up_EFD.data, call.down_EDI.data)
     return (
-        x_TD.dtype == gate_up_EFD.dtype == down_EDI.dtype
+        all(x_TD.dtype == weight.dtype for weight in weights)
         and x_TD.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and x_TD.stride(1) == 1
-        and weight_TK.dtype == torch.float32
-        and expert_TK.dtype == torch.int32
+        and call.weight_TK.dtype == torch.float32
+        and call.expert_TK.dtype == torch.int32
         and all(
             tensor is None or tensor.is_contiguous()
-            for tensor in (weight_TK, expert_TK, gate_up_EFD, down_EDI, gate_up_bias_EF, down_bias_ED)
+            for tensor in (call.weight_TK, call.expert_TK, *weights, call.gate_up_bias_EF, call.down_bias_ED)
         )
     )
 
@@ -82,62 +74,18 @@ def accepts(
     tuner="anabranch.kernels.tuning.experts_tuner",
     traits=("unreduced_rows",),
 )
-def experts(
-    x_TD: torch.Tensor,
-    weight_TK: torch.Tensor,
-    expert_TK: torch.Tensor,
-    gate_up_EFD: torch.Tensor,
-    down_EDI: torch.Tensor,
-    activation: str,
-    gate_up_bias_EF: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    scaling: float = 1.0,
-    combined: bool = True,
-    combine: str = "auto",
-) -> torch.Tensor:
-    call = Call(
-        x_TD,
-        weight_TK,
-        expert_TK,
-        gate_up_EFD,
-        down_EDI,
-        activation,
-        gate_up_bias_EF,
-        down_bias_ED,
-        scaling,
-        combined,
-    )
-    if x_TD.shape[0] == 0:
-        return call.result()
-    return run(call, tiles_for(call, combine if combined else "unfused"))
+def experts(call: ExpertsCall) -> torch.Tensor:
+    if call.x_TD.shape[0] == 0:
+        return new_result(call)
+    return run(call, tiles_for(call))
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of one call of the op."""
-
-    x_TD: torch.Tensor
-    weight_TK: torch.Tensor
-    expert_TK: torch.Tensor
-    gate_up_EFD: torch.Tensor
-    down_EDI: torch.Tensor
-    activation: str
-    gate_up_bias_EF: torch.Tensor | None = None
-    down_bias_ED: torch.Tensor | None = None
-    scaling: float = 1.0
-    combined: bool = True
-
-    def result(self) -> torch.Tensor:
-        """Room for y_TD, or y_TKD."""
-        (tokens, top_k), width = self.expert_TK.shape, self.x_TD.shape[1]
-        return self.x_TD.new_empty((tokens, width) if self.combined else (tokens, top_k, width))
-
-
-def tiles_for(call: Call, combine: str) -> Tiles:
+def tiles_for(call: ExpertsCall) -> Tiles:
+    combine = call.combine if call.combined else "unfused"
     if combine not in COMBINES:
         raise ValueError(f"combine {combine!r} is none of {', '.join(COMBINES)}")
     (tokens, top_k), (num_experts, D, inner) = call.expert_TK.shape, call.down_EDI.shape
-    shape = Shape(num_experts, D, inner, top_k, call.x_TD.dtype)
+    shape = Shape(num_experts, D, inner, top_k, call.x_TD.dtype, call.gate_up_EFD.format.name)
     return chosen(padded_tokens(tokens), shape, combine, machine_for(call), call.x_TD.device)
 
 
@@ -150,7 +98,7 @@ def chosen(tokens: int, shape: Shape, combine: str, machine: Machine, device: to
     return rule if table is None else table.pick(tokens, rule, lambda tiles: adapt(tiles, tokens, combine, machine))
 
 
-def run(call: Call, tiles: Tiles) -> torch.Tensor:
+def run(call: ExpertsCall, tiles: Tiles) -> torch.Tensor:
     """The op with these tiles. At least one token."""
     pdl = dependent_launch(call.x_TD.device)
     if isinstance(tiles, SmallTiles):
@@ -160,7 +108,7 @@ def run(call: Call, tiles: Tiles) -> torch.Tensor:
     return run_grouped(call, tiles, pdl)
 
 
-def run_small(call: Call, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
+def run_small(call: ExpertsCall, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
     (_, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
     num_pairs = tokens * top_k
     launch = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
@@ -168,66 +116,31 @@ def run_small(call: Call, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
     chunk = min(CHUNK, next_power_of_2(D))
     shape = {"ROWS": tiles.gate_rows, "CHUNK": chunk, "NUM_CHUNKS": cdiv(D, chunk)}
     gate_up_small[(num_pairs, cdiv(inner, tiles.gate_rows))](
-        call.x_TD,
-        call.x_TD.stride(0),
-        call.expert_TK,
-        call.gate_up_EFD,
-        call.gate_up_bias_EF,
-        h_NI,
-        num_pairs,
-        D,
+        call.x_TD, call.x_TD.stride(0), call.expert_TK, call.gate_up_EFD.data, call.gate_up_bias_EF, h_NI, num_pairs, D,
         inner,
-        K=top_k,
-        PAIRS=next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1,
-        SHARE=tiles.share,
-        ACTIVATION=call.activation,
-        num_warps=tiles.gate_warps,
-        **shape,
-        **launch,
-    )
+        K=top_k, PAIRS=next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1, SHARE=tiles.share,
+        ACTIVATION=call.activation, num_warps=tiles.gate_warps, **shape, **launch,
+    )  # fmt: skip
     chunk = min(CHUNK, next_power_of_2(inner))
     shape = {"COLUMNS": tiles.down_columns, "CHUNK": chunk, "NUM_CHUNKS": cdiv(inner, chunk)}
-    y = call.result()
+    y = new_result(call)
     if tiles.by_token and call.combined:
         down_token[(tokens, cdiv(D, tiles.down_columns))](
-            call.weight_TK,
-            call.expert_TK,
-            h_NI,
-            call.down_EDI,
-            call.down_bias_ED,
-            y,
-            call.scaling,
-            D,
-            inner,
-            K=top_k,
-            AHEAD=min(tiles.ahead, top_k),
-            num_warps=tiles.down_warps,
-            **shape,
-            **launch,
-        )
+            call.weight_TK, call.expert_TK, h_NI, call.down_EDI.data, call.down_bias_ED, y, call.scaling, D, inner,
+            K=top_k, AHEAD=min(tiles.ahead, top_k), num_warps=tiles.down_warps, **shape, **launch,
+        )  # fmt: skip
         return y
     rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
     down_pair[(num_pairs, cdiv(D, tiles.down_columns))](
-        call.weight_TK,
-        call.expert_TK,
-        h_NI,
-        call.down_EDI,
-        call.down_bias_ED,
-        rows_ND,
-        num_pairs,
-        call.scaling,
-        D,
-        inner,
-        PAIRS=next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1,
-        SHARE=tiles.share,
-        num_warps=tiles.down_warps,
-        **shape,
-        **launch,
-    )
+        call.weight_TK, call.expert_TK, h_NI, call.down_EDI.data, call.down_bias_ED, rows_ND, num_pairs, call.scaling,
+        D, inner,
+        PAIRS=next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1, SHARE=tiles.share,
+        num_warps=tiles.down_warps, **shape, **launch,
+    )  # fmt: skip
     return sum_into(call, rows_ND, y, False, pdl) if call.combined else y
 
 
-def run_grouped(call: Call, tiles: GroupedTiles, pdl: bool) -> torch.Tensor:
+def run_grouped(call: ExpertsCall, tiles: GroupedTiles, pdl: bool) -> torch.Tensor:
     (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
     num_pairs = tokens * top_k
     match = tiles.match and call.combined and tokens <= tiles.rows
@@ -242,56 +155,28 @@ def run_grouped(call: Call, tiles: GroupedTiles, pdl: bool) -> torch.Tensor:
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     tile = tiles.gate_up
     gate_up_grouped[(max_tiles * cdiv(inner, tile.columns),)](
-        call.x_TD,
-        call.x_TD.stride(0),
-        call.expert_TK,
-        call.gate_up_EFD,
-        call.gate_up_bias_EF,
-        h_NI,
-        order_N,
-        tile_3M,
-        max_tiles,
-        num_pairs,
-        D,
-        inner,
-        EVEN=D % tile.depth == 0,
-        ACTIVATION=call.activation,
-        **tile_options(tile),
-        **common,
-    )
+        call.x_TD, call.x_TD.stride(0), call.expert_TK, call.gate_up_EFD.data, call.gate_up_bias_EF, h_NI, order_N,
+        tile_3M, max_tiles, num_pairs, D, inner,
+        EVEN=D % tile.depth == 0, ACTIVATION=call.activation, **tile_options(tile), **common,
+    )  # fmt: skip
     add = tiles.add and call.combined
-    y = call.result()
-    if add:  # zeros, and not only rows that somebody adds to: a token may have no expert here
+    y = new_result(call)
+    if add:  # zeros in all rows: a token may have no expert here
         out = torch.zeros(tokens, D, dtype=torch.float32, device=y.device)
     else:
         out = call.x_TD.new_empty(num_pairs, D) if call.combined else y
     tile = tiles.down
     down_grouped[(max_tiles * cdiv(D, tile.columns),)](
-        call.weight_TK,
-        weight_N,
-        call.expert_TK,
-        h_NI,
-        call.down_EDI,
-        call.down_bias_ED,
-        out,
-        order_N,
-        tile_3M,
-        max_tiles,
-        num_pairs,
-        call.scaling,
-        D,
-        inner,
-        EVEN=inner % tile.depth == 0,
-        ADD=add,
-        **tile_options(tile),
-        **common,
-    )
+        call.weight_TK, weight_N, call.expert_TK, h_NI, call.down_EDI.data, call.down_bias_ED, out, order_N, tile_3M,
+        max_tiles, num_pairs, call.scaling, D, inner,
+        EVEN=inner % tile.depth == 0, ADD=add, **tile_options(tile), **common,
+    )  # fmt: skip
     if not call.combined:
         return y
     return y.copy_(out) if add else sum_into(call, out, y, match, pdl)
 
 
-def run_hopper(call: Call, tiles: HopperTiles) -> torch.Tensor:
+def run_hopper(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
     (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
     num_pairs = tokens * top_k
     rows = 64 * tiles.slabs
@@ -303,39 +188,21 @@ def run_hopper(call: Call, tiles: HopperTiles) -> torch.Tensor:
     tile = tiles.gate_up
     narrow = tile.columns == 128 and 0 < inner % tile.columns <= tile.columns // 2
     gluon.gate_up_hopper[(min(places, plan.max_tiles * cdiv(inner, tile.columns)),)](
-        call.x_TD,
-        call.x_TD.stride(0),
-        gluon.descriptor(call.gate_up_EFD, tile.columns // 2 if narrow else tile.columns, tile.depth),
-        h_NI,
-        plan.order_N,
-        plan.tile_3M,
-        plan.head,
-        plan.max_tiles,
-        inner,
-        K=top_k,
-        DEPTH=D,
-        NARROW=narrow,
-        GELU=call.activation == "gelu_tanh",
-        **hopper_options(tile, tiles),
-    )
-    y = call.result()
+        call.x_TD, call.x_TD.stride(0),
+        gluon.descriptor(call.gate_up_EFD.data, tile.columns // 2 if narrow else tile.columns, tile.depth), h_NI,
+        plan.order_N, plan.tile_3M, plan.head, plan.max_tiles, inner,
+        K=top_k, DEPTH=D, NARROW=narrow, GELU=call.activation == "gelu_tanh", **hopper_options(tile, tiles),
+    )  # fmt: skip
+    y = new_result(call)
     rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
     tile = tiles.down
     h_desc = gluon.descriptor(h_NI, 64, tile.depth)
     gluon.down_hopper[(min(places, plan.max_tiles * cdiv(D, tile.columns)),)](
-        plan.weight_N,
-        h_desc,
-        gluon.descriptor(h_NI, 16, tile.depth) if tiles.extra else h_desc,  # the latter is not used
-        gluon.descriptor(call.down_EDI, tile.columns, tile.depth),
-        rows_ND,
-        plan.order_N,
-        plan.tile_3M,
-        plan.head,
-        plan.max_tiles,
-        D,
-        DEPTH=inner,
-        **hopper_options(tile, tiles),
-    )
+        plan.weight_N, h_desc, gluon.descriptor(h_NI, 16, tile.depth) if tiles.extra else h_desc,
+        gluon.descriptor(call.down_EDI.data, tile.columns, tile.depth), rows_ND, plan.order_N, plan.tile_3M, plan.head,
+        plan.max_tiles, D,
+        DEPTH=inner, **hopper_options(tile, tiles),
+    )  # fmt: skip
     return sum_into(call, rows_ND, y, False, True) if call.combined else y
 
 
@@ -354,11 +221,11 @@ def hopper_options(tile: Tile, tiles: HopperTiles) -> dict[str, int | bool]:
     }
 
 
-def machine_for(call: Call) -> Machine:
+def machine_for(call: ExpertsCall) -> Machine:
     """The machine as far as this call can use it."""
     machine = machine_of(call.x_TD.device)
     x_TD, aligned = call.x_TD, 16
-    copied = (x_TD, call.gate_up_EFD, call.down_EDI)
+    copied = (x_TD, call.gate_up_EFD.data, call.down_EDI.data)
     usable = (
         machine.hopper
         and x_TD.dtype.itemsize == 2
@@ -392,21 +259,13 @@ def tile_options(tile: Tile) -> dict[str, int | bool]:
     }
 
 
-def sum_into(call: Call, rows_ND: torch.Tensor, y_TD: torch.Tensor, first: bool, pdl: bool) -> torch.Tensor:
+def sum_into(call: ExpertsCall, rows_ND: torch.Tensor, y_TD: torch.Tensor, first: bool, pdl: bool) -> torch.Tensor:
     (tokens, top_k), D = call.expert_TK.shape, y_TD.shape[1]
     # Few tokens: more programs; many: whole rows.
     columns = min(next_power_of_2(D), 256 if tokens <= 64 else 1024)
     sum_rows[(tokens, cdiv(D, columns))](
-        call.expert_TK,
-        rows_ND,
-        y_TD,
-        D,
-        K=top_k,
-        KP=next_power_of_2(top_k),
-        COLUMNS=columns,
-        FIRST=first,
-        PDL=pdl,
-        num_warps=1 if columns <= 256 else 4,
+        call.expert_TK, rows_ND, y_TD, D,
+        K=top_k, KP=next_power_of_2(top_k), COLUMNS=columns, FIRST=first, PDL=pdl, num_warps=1 if columns <= 256 else 4,
         **({"launch_pdl": True} if pdl else {}),
-    )
+    )  # fmt: skip
     return y_TD

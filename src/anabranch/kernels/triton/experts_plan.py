@@ -4,7 +4,7 @@ T tokens, K experts per token, N = T · K pairs, E experts, M tiles, G chunks of
 
 Sizes that depend on the routing stay on the device. The host knows only an upper bound M of the number of tiles: every
 expert has at most one tile that is not full. Pairs of an expert are in no particular order: the bits of a product's row
-do not depend on its place in a tile. (The op `expert_sort` also orders by token.)
+do not depend on its place in a tile.
 """
 
 from __future__ import annotations

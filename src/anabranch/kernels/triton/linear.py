@@ -5,11 +5,11 @@ T tokens, D inputs, F outputs; a program owns a few outputs and all inputs.
 `stream_rows` multiplies on ordinary cores. W warps share its outputs, R for each, and `across` warps share the inputs
 of an output; a thread loads 16 bytes at a time. So x is read once for R outputs, and where one warp has all inputs of
 an output no sum goes through shared memory. All weight loads are issued before the first is used; with dependent launch
-before the wait, since weights are parameters and only x is somebody's result.
+before the wait, since weights are parameters and only x is the result of another kernel.
 
 With more tokens those cores become the limit. `multiply_rows` takes the matrix units: outputs are the rows of the
 product, tokens (padded) its columns, and each of K warps has inputs of its own. Its weights come through a pipeline,
-which begins behind the wait; before it they are only asked for, so that they are in L2 by then.
+which begins after the wait; before it they are only prefetched, so that they are in L2 by then.
 
 On Hopper some tens of tokens and middling weights are linear_hopper's, which shares out the inputs too.
 
@@ -28,8 +28,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
+from anabranch.formats import PLAIN
 from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2
 from anabranch.kernels.triton.sorted_lists import pack
+from anabranch.ops.weight import Weight
 
 STREAM_TOKENS, STREAM_MORE_TOKENS = 2, 4
 """Up to how many tokens `stream_rows` is taken, as a rule and where outputs are very few or very many."""
@@ -39,7 +41,7 @@ vendor's library."""
 FEW_OUTPUTS, MANY_OUTPUTS = 512, 1 << 15
 """A router's at most; a vocabulary at least."""
 MULTIPLY_WEIGHTS = 8 << 20
-"""Up to so many weights `multiply_rows` is faster than the library on an H200; with more it is limited by the
+"""Up to this many weights `multiply_rows` is faster than the library on an H200; with more it is limited by the
 multiprocessors' shared memory."""
 SPLIT_TOKENS, SPLIT_WEIGHTS = range(3, 33), range(1 << 22, (1 << 23) + 1)
 """Of linear_hopper. An H200 takes for 4096 → 2048 and 16 tokens 7.6 µs with it, 11.5 with `multiply_rows`, 9.9 with the
@@ -47,7 +49,7 @@ library; for 4 tokens 7.7 against 8.1 with `multiply_rows`, for 32 8.7 against t
 against 10.7) or 10 million weights (16 tokens: 9.7 against 9.2) the library is faster."""
 hopper_kernels = functools.partial(gluon_kernels, "linear_hopper")
 EARLY = False
-"""Let the successor in before this kernel's own wait. It may then read nothing but parameters before *its* wait."""
+"""Let the next kernel start before this kernel's own wait. Before *its* wait that may then read only parameters."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NUM_LANES, NUM_STAGES, LEAST_COLUMNS = (64, 2, 16) if torch.version.hip else (32, 4, 8)
 """Of a warp; of a pipeline that fits in half of the shared memory; of a product on the matrix units."""
@@ -57,7 +59,7 @@ MAX_LOADS = 16
 
 @triton.jit
 def enter(DEPENDENT: tl.constexpr, EARLY: tl.constexpr):
-    """Wait for the kernel before and let in the one behind."""
+    """Wait for the kernel before this one and let the next one start."""
     if DEPENDENT:
         if EARLY:
             gdc_launch_dependents()
@@ -130,8 +132,8 @@ def stream_rows(
 
 
 @triton.jit
-def ask_for(weight_FD, row_R, weight_stride, D: tl.constexpr, LINES: tl.constexpr, PER_LINE: tl.constexpr):
-    """Rows are fetched into L2, without anybody waiting for them."""
+def prefetch(weight_FD, row_R, weight_stride, D: tl.constexpr, LINES: tl.constexpr, PER_LINE: tl.constexpr):
+    """Prefetch rows into L2, without waiting for them."""
     line = tl.minimum(tl.arange(0, LINES) * PER_LINE, D - 1)
     place = weight_FD + (row_R * weight_stride)[:, None] + line[None, :]
     tl.inline_asm_elementwise(
@@ -150,7 +152,7 @@ def multiply_rows(
     output_R = tl.program_id(0) * R + tl.arange(0, R)
     row_R = tl.minimum(output_R, num_outputs - 1).to(tl.int64)
     if DEPENDENT:
-        ask_for(weight_FD, row_R, weight_stride, D, LINES, PER_LINE)
+        prefetch(weight_FD, row_R, weight_stride, D, LINES, PER_LINE)
     if bias_F is not None:
         bias_R = tl.load(bias_F + row_R).to(tl.float32)
     enter(DEPENDENT, EARLY)
@@ -235,38 +237,23 @@ def run(
     if isinstance(tiles, StreamTiles):
         stream_rows[(cdiv(F, tiles.rows * tiles.warps),)](
             *common,
-            T=tokens,
-            D=D,
-            R=tiles.rows,
-            W=tiles.warps,
-            L=NUM_LANES * tiles.across,
-            V=16 // x_TD.element_size(),
-            LOG=(tokens * tiles.rows - 1).bit_length(),
-            num_warps=tiles.warps * tiles.across,
-            **launch,
-        )
+            T=tokens, D=D, R=tiles.rows, W=tiles.warps, L=NUM_LANES * tiles.across, V=16 // x_TD.element_size(),
+            LOG=(tokens * tiles.rows - 1).bit_length(), num_warps=tiles.warps * tiles.across, **launch,
+        )  # fmt: skip
         return y_TF
     per_line = 128 // x_TD.element_size()
     block = max(LEAST_COLUMNS, min(MULTIPLY_TOKENS, next_power_of_2(tokens)))
     multiply_rows[(cdiv(F, tiles.rows), cdiv(tokens, block))](
-        *common,
-        tokens,
-        TP=block,
-        D=D,
-        R=tiles.rows,
-        K=tiles.warps,
-        C=tiles.depth,
-        STAGES=tiles.stages,
-        LINES=next_power_of_2(cdiv(D, per_line)),
-        PER_LINE=per_line,
-        num_warps=tiles.warps,
-        **launch,
-    )
+        *common, tokens,
+        TP=block, D=D, R=tiles.rows, K=tiles.warps, C=tiles.depth, STAGES=tiles.stages,
+        LINES=next_power_of_2(cdiv(D, per_line)), PER_LINE=per_line, num_warps=tiles.warps, **launch,
+    )  # fmt: skip
     return y_TF
 
 
 def hopper_for(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> ModuleType | None:
-    """linear_hopper where it is the faster. Not for routers: they run beside projections, and its launches must not."""
+    """linear_hopper where it is the faster. Not for routers: they run at the same time as projections, and
+    its launches must not."""
     F = weight_FD.shape[0]
     if x_TD.shape[0] not in SPLIT_TOKENS or weight_FD.numel() not in SPLIT_WEIGHTS or F <= FEW_OUTPUTS:
         return None
@@ -276,22 +263,25 @@ def hopper_for(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> ModuleType | None
 
 def accepts(
     x_TD: torch.Tensor,
-    weight_FD: torch.Tensor,
+    weight_FD: Weight,
     bias_F: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> bool:
+    if weight_FD.format is not PLAIN:
+        return False
+    data_FD = weight_FD.data
     return (
         x_TD.dim() == 2
         and x_TD.shape[0] <= ROUTER_TOKENS
         and x_TD.dtype in FLOATS
-        and x_TD.dtype == weight_FD.dtype
+        and x_TD.dtype == data_FD.dtype
         and out_dtype in (None, x_TD.dtype, torch.float32)
         and x_TD.stride(1) == 1
-        and weight_FD.stride(1) == 1
+        and data_FD.stride(1) == 1
         and (bias_F is None or bias_F.is_contiguous())
         and (
-            hopper_for(x_TD, weight_FD) is not None
-            or choose(*x_TD.shape, weight_FD.shape[0], x_TD.element_size()) is not None
+            hopper_for(x_TD, data_FD) is not None
+            or choose(*x_TD.shape, data_FD.shape[0], x_TD.element_size()) is not None
         )
     )
 
@@ -299,14 +289,15 @@ def accepts(
 @ops.linear.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
 def linear(
     x_TD: torch.Tensor,
-    weight_FD: torch.Tensor,
+    weight_FD: Weight,
     bias_F: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    hopper = hopper_for(x_TD, weight_FD)
+    data_FD = weight_FD.data
+    hopper = hopper_for(x_TD, data_FD)
     if hopper is not None:
-        split_y_TF: torch.Tensor = hopper.run(x_TD, weight_FD, bias_F, out_dtype or x_TD.dtype)
+        split_y_TF: torch.Tensor = hopper.run(x_TD, data_FD, bias_F, out_dtype or x_TD.dtype)
         return split_y_TF
-    tiles = choose(*x_TD.shape, weight_FD.shape[0], x_TD.element_size())
+    tiles = choose(*x_TD.shape, data_FD.shape[0], x_TD.element_size())
     assert tiles is not None
-    return run(x_TD, weight_FD, bias_F, out_dtype or x_TD.dtype, tiles)
+    return run(x_TD, data_FD, bias_F, out_dtype or x_TD.dtype, tiles)

@@ -22,12 +22,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.ops.rope_store import RopeStoreCall
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_TILE = 16384
 """Elements of a program, where a norm goes over all heads."""
 FEW_TOKENS, FEW_ELEMENTS, MANY_ELEMENTS = 64, 512, 2048
-"""Up to so many tokens a program has about so many elements, so that there are more programs; else so many."""
+"""Up to FEW_TOKENS a program has about FEW_ELEMENTS, so that there are more programs; with more, MANY_ELEMENTS."""
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def do_heads(
         if ROWS < B:
             tl.static_assert(NORM != "all", "its sum goes over all rows")
             further += row_B // ROWS
-        further = tl.minimum(further, num_tokens - t - 1)  # whoever has none writes what the last one's program does
+        further = tl.minimum(further, num_tokens - t - 1)  # rows past the end repeat the last token's
         t += further
         if ROWS < B:
             further = further[:, None]
@@ -162,49 +163,24 @@ def rope_store_kernel(
         )  # fmt: skip
 
 
-def accepts(
-    q_THD: torch.Tensor,
-    k_TGD: torch.Tensor,
-    v_TGD: torch.Tensor,
-    cos_TF: torch.Tensor,
-    sin_TF: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    v_norm: bool,
-    eps: float,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    slot_T: torch.Tensor,
-) -> bool:
+def accepts(call: RopeStoreCall) -> bool:
+    q_THD, k_PSGD, v_PSGD = call.q_THD, call.k_PSGD, call.v_PSGD
     H, D = q_THD.shape[1:]
-    weights = (q_weight, k_weight)
     return (
         q_THD.dtype in FLOATS
-        and all(x.dtype == q_THD.dtype for x in (k_TGD, v_TGD, k_PSGD, v_PSGD))
-        and all(x.stride(2) == 1 and x.stride(1) == D for x in (q_THD, k_TGD, v_TGD, k_PSGD[0]))
+        and all(x.dtype == q_THD.dtype for x in (call.k_TGD, call.v_TGD, k_PSGD, v_PSGD))
+        and all(x.stride(2) == 1 and x.stride(1) == D for x in (q_THD, call.k_TGD, call.v_TGD, k_PSGD[0]))
         and k_PSGD.stride() == v_PSGD.stride()
-        and all(x.dtype == torch.float32 and x.is_contiguous() for x in (cos_TF, sin_TF))
-        and (q_weight is None) == (k_weight is None)
-        and all(x is None or x.is_contiguous() for x in weights)
+        and all(x.dtype == torch.float32 and x.is_contiguous() for x in (call.cos_TF, call.sin_TF))
+        and (call.q_weight is None) == (call.k_weight is None)
+        and all(x is None or x.is_contiguous() for x in (call.q_weight, call.k_weight))
         and next_power_of_2(H) * next_power_of_2(D) <= MAX_TILE
     )
 
 
 @ops.rope_store.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
-def rope_store(
-    q_THD: torch.Tensor,
-    k_TGD: torch.Tensor,
-    v_TGD: torch.Tensor,
-    cos_TF: torch.Tensor,
-    sin_TF: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    v_norm: bool,
-    eps: float,
-    k_PSGD: torch.Tensor,
-    v_PSGD: torch.Tensor,
-    slot_T: torch.Tensor,
-) -> torch.Tensor:
+def rope_store(call: RopeStoreCall) -> torch.Tensor:
+    q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, v_norm, eps, k_PSGD, v_PSGD, slot_T = call
     (tokens, H, D), G = q_THD.shape, k_TGD.shape[1]
     rotated_THD = torch.empty(tokens, H, D, dtype=q_THD.dtype, device=q_THD.device)
     if tokens == 0:
@@ -215,31 +191,12 @@ def rope_store(
     group, programs, constants = choose_constants(elements, many, H, G, D, cos_TF.shape[1], norm)
     dependent = dependent_launch(q_THD.device)
     rope_store_kernel[(cdiv(tokens, group), programs)](
-        q_THD,
-        k_TGD,
-        v_TGD,
-        cos_TF,
-        sin_TF,
-        q_weight,
-        k_weight,
-        rotated_THD,
-        k_PSGD,
-        v_PSGD,
-        slot_T,
-        None if group == 1 else tokens,
-        q_THD.stride(0),
-        k_TGD.stride(0),
-        v_TGD.stride(0),
-        k_PSGD.stride(0),
-        k_PSGD.stride(1),
-        eps,
-        S=k_PSGD.shape[1],
-        NORM=norm,
-        V_NORM="head" if v_norm else "none",
-        DEPENDENT=dependent,
-        **constants,
+        q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, rotated_THD, k_PSGD, v_PSGD, slot_T,
+        None if group == 1 else tokens, q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0), k_PSGD.stride(0),
+        k_PSGD.stride(1), eps,
+        S=k_PSGD.shape[1], NORM=norm, V_NORM="head" if v_norm else "none", DEPENDENT=dependent, **constants,
         **({"launch_pdl": True} if dependent else {}),
-    )
+    )  # fmt: skip
     return rotated_THD
 
 
@@ -249,7 +206,7 @@ def choose_constants(
 ) -> tuple[int, int, dict[str, int]]:
     """(tokens of a group, its programs, constants).
 
-    About so many elements a program and 512 a warp; but a norm over all heads needs them in one program. With few
+    About `elements` a program and 512 a warp; but a norm over all heads needs them in one program. With few
     tokens a program has no more rows than one of them can fill: more programs are soonest done.
     """
     DP, heads, kv_heads = next_power_of_2(D), next_power_of_2(H), next_power_of_2(G)

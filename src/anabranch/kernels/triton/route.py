@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from anabranch import ops
 from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
 from anabranch.kernels.triton.sorted_lists import best_of, pack, unpack
-from anabranch.ops.route import SCORES
+from anabranch.ops.route import SCORES, RouteCall
 
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 512, 16, 32
 FEW_ROWS = 2048
@@ -293,44 +293,23 @@ def route_kernel(
     tl.store(expert + place_RK, id_RK, mask=is_row_R[:, None] & is_slot_RK)
 
 
-def accepts(
-    logits_TE: torch.Tensor,
-    top_k: int,
-    score: str = "softmax",
-    renormalize: bool = True,
-    select_bias_E: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scaling: float = 1.0,
-    expert_scale_E: torch.Tensor | None = None,
-    num_tokens: torch.Tensor | None = None,
-) -> bool:
-    num_experts = logits_TE.shape[1]
+def accepts(call: RouteCall) -> bool:
+    logits_TE, num_experts = call.logits_TE, call.logits_TE.shape[1]
     return (
         logits_TE.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and logits_TE.stride(1) == 1
         and 2 <= num_experts <= MAX_EXPERTS
-        and 1 <= top_k <= min(MAX_TOP_K, num_experts)
-        and score in SCORES
-        and num_groups <= MAX_GROUPS
-        and num_experts % num_groups == 0
-        and all(vector is None or vector.is_contiguous() for vector in (select_bias_E, expert_scale_E))
+        and 1 <= call.top_k <= min(MAX_TOP_K, num_experts)
+        and call.score in SCORES
+        and call.num_groups <= MAX_GROUPS
+        and num_experts % call.num_groups == 0
+        and all(vector is None or vector.is_contiguous() for vector in (call.select_bias_E, call.expert_scale_E))
     )
 
 
 @ops.route.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
-def route(
-    logits_TE: torch.Tensor,
-    top_k: int,
-    score: str = "softmax",
-    renormalize: bool = True,
-    select_bias_E: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scaling: float = 1.0,
-    expert_scale_E: torch.Tensor | None = None,
-    num_tokens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_TE, top_k = call.logits_TE, call.top_k
     num_rows, num_experts = logits_TE.shape
     weight_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits_TE.device)
     expert_TK = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits_TE.device)
@@ -343,27 +322,17 @@ def route(
         top_k,
         logits_TE.element_size(),
         vector,
-        score,
-        renormalize,
-        num_groups,
-        top_groups,
+        call.score,
+        call.renormalize,
+        call.num_groups,
+        call.top_groups,
     )
     dependent = dependent_launch(logits_TE.device)
     route_kernel[(cdiv(num_rows, constants["ROWS"]),)](
-        logits_TE,
-        weight_TK,
-        expert_TK,
-        select_bias_E,
-        expert_scale_E,
-        num_tokens,
-        num_rows,
-        logits_TE.stride(0) // vector,
-        scaling,
-        **constants,
-        DEPENDENT=dependent,
-        num_warps=1,
-        **({"launch_pdl": True} if dependent else {}),
-    )
+        logits_TE, weight_TK, expert_TK, call.select_bias_E, call.expert_scale_E, call.num_tokens, num_rows,
+        logits_TE.stride(0) // vector, call.scaling,
+        **constants, DEPENDENT=dependent, num_warps=1, **({"launch_pdl": True} if dependent else {}),
+    )  # fmt: skip
     return weight_TK, expert_TK
 
 

@@ -9,9 +9,9 @@ Logits may be bf16 or fp16: they become fp32, exactly, as they are loaded. Liste
    tile. Rows that ask for nothing else are done; step 3 only picks the best chunk.
 2. *gather* lists the tokens of a row that can matter, reading stretches whose maximum does. Two bounds say which:
    * the k-th largest of the stretches' maxima: k tokens reach it, so none below is among the top k;
-   * the token drawn from all: either it may stay, and is the answer, or it may not; then none ranked behind it may.
+   * the token drawn from all: either it may stay, and is the answer, or it may not; then none ranked after it may.
    With top_p alone, masses are added up on the way: of all tokens, and of those ranked before the one drawn.
-3. *choose*, one program a row, asks whether the token drawn from all may stay: how many tokens are ranked before it,
+3. *choose*, one program a row, decides whether the token drawn from all may stay: how many tokens are ranked before it,
    and what is their mass? If it may not, the next one is drawn from those, until one may. That is seldom more than two
    draws, and ties need no thought. With top_k and top_p together, the k-th logit is searched for first, because top_p
    refers to the mass of the top k.
@@ -45,13 +45,14 @@ from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_o
 from anabranch.kernels.triton.sample_search import before, from_key, is_before, kth_largest, load_step, to_key
 from anabranch.ops.sample import NONE_ALLOWED as NONE_ALLOWED_ID
 from anabranch.ops.sample import NOT_FINITE as NOT_FINITE_ID
+from anabranch.ops.sample import SampleCall
 
 STRETCH = 128
 """Tokens that a warp reads at a time."""
 TILE, GATHER_TILE = 2048, 1024
 """Tokens of a row that a program reads at a time, scanning and gathering."""
 STEP = 1024
-"""Listed tokens that `choose` looks at at a time."""
+"""Listed tokens that `choose` reads at a time."""
 PIVOTS = 4
 """What a pass of a search compares with."""
 PLACES = 1 << 22
@@ -66,7 +67,7 @@ NUM_SCANNING, NUM_GATHERING = 1056, 2048
 VECTORS = ["temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "position_R"]
 """Callers keep them as rows of one tensor, aligned or not: one kernel for both."""
 
-NOBODY = tl.constexpr(1 << 30)
+NO_TOKEN = tl.constexpr(1 << 30)
 NOT_FINITE, NONE_ALLOWED = tl.constexpr(NOT_FINITE_ID), tl.constexpr(NONE_ALLOWED_ID)
 WEIGHTLESS = tl.constexpr(-21.6)
 """Relative logits below have no mass."""
@@ -83,7 +84,7 @@ def _race(logits, value, id, kept, scale, state, best, token):
     bound = tl.where(kept, value * scale + noise_bound(mix(state ^ id.to(tl.uint32))), float("-inf"))
     high = tl.max(bound)
     while (high >= best) & (high > float("-inf")):
-        i = tl.min(tl.where(bound == high, id, NOBODY))
+        i = tl.min(tl.where(bound == high, id, NO_TOKEN))
         noisy = tl.load(logits + i).to(tl.float32) * scale + noise(mix(state ^ i.to(tl.uint32)))
         better = (noisy > best) | ((noisy == best) & (i < token))
         best, token = tl.where(better, noisy, best), tl.where(better, i, token)
@@ -94,13 +95,13 @@ def _race(logits, value, id, kept, scale, state, best, token):
 
 @triton.jit
 def _merge(value_C, id_C, num_chunks, CHUNKS: tl.constexpr):
-    """The best of a row's chunks: (value, token), the lowest id among equals; NOBODY if nothing is allowed, NOT_FINITE,
-    which is below every id, if a chunk holds NaN or infinity."""
+    """The best of a row's chunks: (value, token), the lowest id among equals; NO_TOKEN if nothing is allowed,
+    NOT_FINITE, which is below every id, if a chunk holds NaN or infinity."""
     chunk = tl.arange(0, CHUNKS)
     value = tl.load(value_C + chunk, mask=chunk < num_chunks, other=float("-inf"))
-    id = tl.load(id_C + chunk, mask=chunk < num_chunks, other=NOBODY)
+    id = tl.load(id_C + chunk, mask=chunk < num_chunks, other=NO_TOKEN)
     best = tl.max(value, 0)
-    return best, tl.min(tl.where(value == best, id, NOBODY), 0)
+    return best, tl.min(tl.where(value == best, id, NO_TOKEN), 0)
 
 
 @triton.jit
@@ -143,7 +144,7 @@ def scan_kernel(
     state = hash_of(tl.load(seed_R + row_id), tl.load(position_R + row_id))
     if peak_RS is not None and chunk == 0:
         tl.store(count_R + row_id, 0)
-    best, token = -float("inf"), NOBODY
+    best, token = -float("inf"), NO_TOKEN
     first, end = chunk * tiles, tl.minimum(chunk * tiles + tiles, num_tiles)
     id, following = _load_tile(row, first, V, TILE, STRETCH)
     for tile in range(first, end):
@@ -162,7 +163,7 @@ def scan_kernel(
         elif temperature == 0:
             if high > best:
                 best = high
-                token = tl.min(tl.where(value == high, id, NOBODY))
+                token = tl.min(tl.where(value == high, id, NO_TOKEN))
         elif high * scale + MOST_NOISE >= best:
             best, token = _race(row, value, id, id < V, scale, state, best, token)
     tl.store(best_RC + row_id * num_chunks + chunk, best)
@@ -192,7 +193,7 @@ def gather_kernel(
     if (temperature == 0) | ((top_k == 0) & (top_p >= 1) & (min_p <= 0)):
         return
     best, token = _merge(best_RC + row_id * num_chunks, token_RC + row_id * num_chunks, num_chunks, CHUNKS)
-    if (token == NOBODY) | (token == NOT_FINITE):
+    if (token == NO_TOKEN) | (token == NOT_FINITE):
         return
     row = logits + row_id.to(tl.int64) * stride
     num_stretches = (V + STRETCH - 1) // STRETCH
@@ -256,7 +257,7 @@ def _choose_listed(
     """The token of a row where not all are allowed; `token` was drawn from all. `total` and `first` are masses, of all
     tokens and of those ranked before it; with top_k they are not known yet."""
     scale, least, state = _scale(temperature), _least(min_p), hash_of(seed, position)
-    goal, limit = tl.full((), 1 << 62, tl.int64), tl.where(top_k > 0, top_k, NOBODY)
+    goal, limit = tl.full((), 1 << 62, tl.int64), tl.where(top_k > 0, top_k, NO_TOKEN)
     if top_p < 1:
         if top_k > 0:  # of the mass of the top k alone
             edge = from_key(kth_largest(values, size, top_k, to_key(low), to_key(top), STEP, PIVOTS))
@@ -268,15 +269,15 @@ def _choose_listed(
         number, weight = before(values, ids, listed, size, token, logit, scale, top, STEP)
     stays = (number < limit) & (weight < goal) & (logit * scale - top * scale >= least)
     while not stays:
-        best, rival = -float("inf"), NOBODY
+        best, rival = -float("inf"), NO_TOKEN
         for start in range(0, size, STEP):
             there, id, value = load_step(values, ids, listed, start, size, STEP)
             kept = is_before(there, id, value, token, logit) & (value * scale - top * scale >= least)
             best, rival = _race(row, value, id, kept, scale, state, best, rival)
         token = rival
-        logit = tl.load(row + token, mask=token != NOBODY, other=0.0).to(tl.float32)
+        logit = tl.load(row + token, mask=token != NO_TOKEN, other=0.0).to(tl.float32)
         number, weight = before(values, ids, listed, size, token, logit, scale, top, STEP)
-        stays = ((number < limit) & (weight < goal)) | (token == NOBODY)
+        stays = ((number < limit) & (weight < goal)) | (token == NO_TOKEN)
     return token
 
 
@@ -286,7 +287,7 @@ def choose_kernel(
     count_R, value_RN, id_RN, found_R2, mass_RG2, token_R, V, stride, num_chunks, num_groups, capacity,
     CHUNKS: tl.constexpr, STEP: tl.constexpr, PIVOTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program: a row. Without lists: `draw`."""
+    """Program: a row. Without lists: no token is excluded."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -295,8 +296,8 @@ def choose_kernel(
     if count_R is not None:
         temperature, top_k = tl.load(temperature_R + row_id), tl.load(top_k_R + row_id)
         top_p, min_p = tl.load(top_p_R + row_id), tl.load(min_p_R + row_id)
-        cut = (temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-        if cut & (token != NOBODY) & (token != NOT_FINITE):
+        truncated = (temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        if truncated & (token != NO_TOKEN) & (token != NOT_FINITE):
             row = logits + row_id.to(tl.int64) * stride
             num_weighed = tl.where((top_p < 1) & (top_k == 0), num_groups, 0)
             masses, chunk = mass_RG2 + 2 * row_id * num_groups, tl.arange(0, CHUNKS)
@@ -316,7 +317,7 @@ def choose_kernel(
                 row, values, ids, listed, size, token, temperature, seed, position, top_k, top_p, min_p,
                 total, first, low, top, STEP, PIVOTS,
             )  # fmt: skip
-    tl.store(token_R + row_id, tl.where(token == NOBODY, NONE_ALLOWED, token).to(tl.int64))
+    tl.store(token_R + row_id, tl.where(token == NO_TOKEN, NONE_ALLOWED, token).to(tl.int64))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -344,14 +345,20 @@ def choose_split(num_rows: int, vocabulary: int, tile: int, num_programs: int) -
     return Split(num_tiles, cdiv(num_tiles, num_chunks))
 
 
-def launch(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    cut: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    seed_R: torch.Tensor,
-    position_R: torch.Tensor,
-) -> torch.Tensor:
-    """token_R; `cut` is top_k_R, top_p_R and min_p_R, or None for `draw`."""
+def accepts(call: SampleCall) -> bool:
+    logits_RV = call.logits_RV
+    return (
+        logits_RV.dtype in DTYPES
+        and logits_RV.stride(1) == 1
+        and 1 <= logits_RV.shape[1] <= MAX_VOCABULARY
+        and all(vector is None or vector.is_contiguous() for vector in call[1:])
+    )
+
+
+@ops.sample.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+def sample(call: SampleCall) -> torch.Tensor:
+    logits_RV, temperature_R, seed_R, position_R = call[:4]
+    truncation = None if call.top_k_R is None else call[4:]
     (num_rows, vocabulary), device = logits_RV.shape, logits_RV.device
     token_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
@@ -366,7 +373,7 @@ def launch(
     drawn = scratch(scan.num_chunks), scratch(scan.num_chunks, torch.int32)
     peak_RS = count_R = None
     lists: tuple[torch.Tensor | None, ...] = (None,) * 4
-    if cut is not None:
+    if truncation is not None:
         peak_RS, count_R = scratch(num_stretches), scratch(1, torch.int32)
         masses = scratch(2 * gather.num_chunks, torch.int64)
         lists = scratch(capacity, logits_RV.dtype), scratch(capacity, torch.int32), scratch(2), masses
@@ -377,50 +384,16 @@ def launch(
         logits_RV, temperature_R, seed_R, position_R, *drawn, peak_RS, count_R, *row, scan.num_tiles, scan.tiles,
         TILE=TILE, STRETCH=STRETCH, num_warps=SCAN_WARPS, **options,
     )  # fmt: skip
-    if cut is not None:
+    if truncation is not None:
         gather_kernel[(num_rows, gather.num_chunks)](
-            logits_RV, temperature_R, *cut, *drawn, peak_RS, count_R, *lists, *row,
+            logits_RV, temperature_R, *truncation, *drawn, peak_RS, count_R, *lists, *row,
             scan.num_chunks, gather.num_tiles, gather.tiles, capacity,
             TILE=GATHER_TILE, STRETCH=STRETCH, STRETCHES=next_power_of_2(num_stretches), CHUNKS=MAX_CHUNKS,
             STEP=STEP, PIVOTS=PIVOTS, num_warps=GATHER_WARPS, **options,
         )  # fmt: skip
     choose_kernel[(num_rows,)](
-        logits_RV, temperature_R, *(cut or (None,) * 3), seed_R, position_R, *drawn, count_R, *lists, token_R, *row,
-        scan.num_chunks, gather.num_chunks, capacity,
-        CHUNKS=MAX_CHUNKS, STEP=STEP, PIVOTS=PIVOTS, num_warps=CHOOSE_WARPS if cut else 1, **options,
+        logits_RV, temperature_R, *(truncation or (None,) * 3), seed_R, position_R, *drawn, count_R, *lists, token_R,
+        *row, scan.num_chunks, gather.num_chunks, capacity,
+        CHUNKS=MAX_CHUNKS, STEP=STEP, PIVOTS=PIVOTS, num_warps=CHOOSE_WARPS if truncation else 1, **options,
     )  # fmt: skip
     return token_R
-
-
-def fits(logits_RV: torch.Tensor, *vectors: torch.Tensor) -> bool:
-    return (
-        logits_RV.dtype in DTYPES
-        and logits_RV.stride(1) == 1
-        and 1 <= logits_RV.shape[1] <= MAX_VOCABULARY
-        and all(vector.is_contiguous() for vector in vectors)
-    )
-
-
-def accepts(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    top_k_R: torch.Tensor,
-    top_p_R: torch.Tensor,
-    min_p_R: torch.Tensor,
-    seed_R: torch.Tensor,
-    position_R: torch.Tensor,
-) -> bool:
-    return fits(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R)
-
-
-@ops.sample.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
-def sample(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    top_k_R: torch.Tensor,
-    top_p_R: torch.Tensor,
-    min_p_R: torch.Tensor,
-    seed_R: torch.Tensor,
-    position_R: torch.Tensor,
-) -> torch.Tensor:
-    return launch(logits_RV, temperature_R, (top_k_R, top_p_R, min_p_R), seed_R, position_R)

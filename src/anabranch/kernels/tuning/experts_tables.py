@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 
+from anabranch.formats import PLAIN
 from anabranch.kernels.tuning.experts_tiles import MANY, GroupedTiles, HopperTiles, SmallTiles, Tile, Tiles
 from anabranch.kernels.tuning.table import Facts, Table, find, hash_files
 
@@ -34,6 +35,8 @@ class Shape:
     inner: int
     top_k: int
     dtype: torch.dtype
+    format: str = PLAIN.name
+    """Of the weights."""
 
     def good_for(self, device: torch.device) -> Facts:
         arch, num_processors = device_facts(device)
@@ -46,6 +49,7 @@ class Shape:
             "I": self.inner,
             "k": self.top_k,
             "dtype": str(self.dtype).removeprefix("torch."),
+            **({} if self.format == PLAIN.name else {"format": self.format}),
         }
 
 

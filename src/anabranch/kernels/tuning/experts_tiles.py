@@ -20,7 +20,7 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the choice depends on beside the shape. As it stands: any GPU, and the interpreter."""
+    """What the choice depends on besides the shape. The defaults hold for any GPU, and the interpreter."""
 
     shared_bytes: int = 64 << 10
     """Shared memory that one program may have."""
@@ -67,7 +67,7 @@ class GroupedTiles:
     gate_up: Tile
     down: Tile
     match: bool = False
-    """No plan: at most `rows` tokens, every expert looks at all of them."""
+    """No plan: at most `rows` tokens, and every expert reads all of them."""
     add: bool = False
     """The down kernel adds into the token's row (combine mode `fused`); else it writes rows."""
 
@@ -91,11 +91,11 @@ class HopperTiles:
 Tiles = SmallTiles | GroupedTiles | HopperTiles
 
 SMALL_TOKENS = 8
-"""Up to here experts_small is fastest."""
+"""Up to this many experts_small is fastest."""
 MATCH_TOKENS = 16
-"""Up to here a plan costs more than computing rows for nothing."""
+"""Up to this many a plan costs more than computing rows that are not used."""
 MOST_SMALL_TOKENS = 64
-"""Beyond, experts_small would only be slow."""
+"""Beyond, experts_small is slow."""
 HOPPER_TOKENS = 64
 """Above, experts_hopper is at least as fast as experts_grouped."""
 
@@ -114,7 +114,7 @@ def choose(
     inner: int,
     top_k: int,
     dtype: torch.dtype,
-    combine: str = "auto",
+    combine: str = "fastest",
     machine: Machine = Machine(),  # noqa: B008 (frozen)
 ) -> Tiles:
     """The tiles for one call."""
@@ -126,7 +126,7 @@ def choose(
     if machine.hopper and num_tokens > HOPPER_TOKENS and combine != "fused":
         return choose_hopper(rows_per_expert, inner)
     tiles = choose_grouped(num_tokens, rows_per_expert, dtype, machine)
-    # Adding into tokens' rows by atomics was slower at every size, so only who asks for it gets it.
+    # Adding into tokens' rows by atomics was slower at every size measured, so `fastest` never does.
     return replace(tiles, add=combine == "fused")
 
 
@@ -180,14 +180,14 @@ def fit(tiles: GroupedTiles, dtype: torch.dtype, machine: Machine) -> GroupedTil
 
 
 def adapt(tiles: Tiles, num_tokens: int, combine: str, machine: Machine) -> Tiles | None:
-    """What tiles that were measured with combine `auto` become in a call; None if they cannot do it."""
+    """What tiles that were measured with combine `fastest` become in a call; None if they cannot do it."""
     if isinstance(tiles, SmallTiles):
         if num_tokens > MOST_SMALL_TOKENS:
             return None
         return replace(tiles, by_token=False) if combine == "unfused" else tiles
     if isinstance(tiles, HopperTiles):
         return tiles if machine.hopper and combine != "fused" else None
-    if (tiles.match and num_tokens > tiles.rows) or (tiles.add and combine not in ("auto", "fused")):
+    if (tiles.match and num_tokens > tiles.rows) or (tiles.add and combine not in ("fastest", "fused")):
         return None
     return replace(tiles, add=True) if combine == "fused" else tiles
 

@@ -28,6 +28,8 @@ from anabranch.kernels.tuning.experts_tiles import Machine, Tiles, label
 from anabranch.kernels.tuning.search import FAST_SECONDS, Progress, buckets, measure
 from anabranch.kernels.tuning.table import Table, keep, save
 from anabranch.kernels.tuning.timing import microseconds
+from anabranch.ops.experts import ExpertsCall
+from anabranch.ops.weight import Weight
 
 if TYPE_CHECKING:
     from anabranch.platforms import Platform
@@ -36,7 +38,7 @@ __all__ = ["SETS", "ExpertsBench", "Shape", "Tuned", "ensure", "label", "ship"]
 
 log = logging.getLogger(__name__)
 
-Weights = tuple[torch.Tensor, torch.Tensor]
+Weights = tuple[Weight, Weight]
 """gate_up_EFD and down_EDI of one layer."""
 SETS = 4
 """Layers whose weights are used in rotation: together they are larger than any cache."""
@@ -53,10 +55,10 @@ class ExpertsBench:
         self.activation = activation
         self.platform = platform
         self.size = 0
-        self.calls: list[kernel.Call] = []
+        self.calls: list[ExpertsCall] = []
         self.expected: torch.Tensor | None = None
 
-    def calls_of(self, tokens: int) -> list[kernel.Call]:
+    def calls_of(self, tokens: int) -> list[ExpertsCall]:
         """Made once per number of tokens; those of the previous number are dropped."""
         if tokens != self.size:
             self.size, self.expected = tokens, None
@@ -64,12 +66,12 @@ class ExpertsBench:
             self.calls = [self.draw(tokens, self.weights[i % len(self.weights)]) for i in range(count)]
         return self.calls
 
-    def draw(self, tokens: int, weights: Weights) -> kernel.Call:
+    def draw(self, tokens: int, weights: Weights) -> ExpertsCall:
         shape, device = self.shape, self.platform.device
         x_TD = torch.randn(tokens, shape.D, device=device).to(shape.dtype)
         score_TK, expert_TK = torch.rand(tokens, shape.num_experts, device=device).topk(shape.top_k)
         weight_TK = score_TK / score_TK.sum(-1, keepdim=True)
-        return kernel.Call(x_TD, weight_TK, expert_TK.int(), *weights, self.activation)
+        return ExpertsCall(x_TD, weight_TK, expert_TK.int(), *weights, self.activation)
 
     def machine(self) -> Machine:
         """What calls of this shape can use of the machine."""

@@ -34,8 +34,10 @@ class Gemma4Router(nn.Module):
     def forward(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         # Rounded after each factor, as the model was trained: routers decide by little.
         x_TD = ops.rms_norm(x_TD, None, self.eps) * self.scale * x_TD.shape[-1] ** -0.5
-        logits_TE = ops.linear(x_TD, self.proj.weight.data, out_dtype=torch.float32)
-        return ops.route(logits_TE, self.top_k, expert_scale_E=self.per_expert_scale, num_tokens=num_tokens)
+        logits_TE = ops.linear(x_TD, self.proj.weight, out_dtype=torch.float32)
+        return ops.route(
+            ops.RouteCall(logits_TE, self.top_k, expert_scale_E=self.per_expert_scale, num_tokens=num_tokens)
+        )
 
 
 class Gemma4Layer(nn.Module):

@@ -16,6 +16,7 @@ from anabranch.conformance import models, tiny  # noqa: E402
 from anabranch.conformance.ops import check_ops  # noqa: E402
 from anabranch.loader.load import load_model  # noqa: E402
 from anabranch.models.family import known  # noqa: E402
+from anabranch.ops.arguments import map_tensors  # noqa: E402
 from anabranch.platforms.cpu import CpuPlatform  # noqa: E402
 from tests.npu.executor import OnCpu  # noqa: E402
 from tests.npu.machine import Npu, machine  # noqa: E402
@@ -105,15 +106,16 @@ def test_a_step_asks_the_device_for_its_lengths_once(npu: tuple[Npu, OnCpu], tmp
 def test_padding_rows_are_written_nowhere(npu: tuple[Npu, OnCpu]) -> None:
     platform, _ = npu
     kernels.bind(platform)
-    store = ops.kv_store.kernels["torch_npu"].function
+    store = ops.rope_store.kernels["torch_npu"].function
+    rope = torch.ones(4, 8), torch.zeros(4, 8)  # keys are stored as they are
     for slots in ([-1, 5, -1, 0], [-1, -1, -1, -1], [3, 2, 1, 0]):
         k, v = (torch.randn(4, 2, 16, dtype=torch.float16) for _ in range(2))
         pages = torch.randn(2, 3, 4, 2, 16, dtype=torch.float16)
-        expected = pages.clone()
-        ops.kv_store.reference(k, v, *expected, torch.tensor(slots))
-        found = pages.npu()
-        store(k.npu(), v.npu(), found[0], found[1], torch.tensor(slots).npu())
-        assert torch.equal(found.cpu(), expected)
+        call = ops.RopeStoreCall(k, k, v, *rope, None, None, False, 1e-6, pages[0], pages[1], torch.tensor(slots))
+        found = map_tensors(lambda tensor: tensor.npu(), call)
+        store(found)
+        ops.rope_store.reference(call)
+        assert torch.equal(found.k_PSGD.cpu(), pages[0]) and torch.equal(found.v_PSGD.cpu(), pages[1])
 
 
 def test_weights_lie_in_blocks_and_experts_the_way_the_grouped_product_takes_them(

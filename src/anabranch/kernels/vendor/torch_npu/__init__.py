@@ -1,9 +1,9 @@
 """Ascend's operators through torch_npu.
 
-Each file says in `accepts` what the operator takes; whatever it does not, the kernels of `torch` and the references do.
-What is proven is that torch_npu takes these calls and gives these shapes; how the chip rounds is not.
+`accepts` in each file states what the operator takes; all else falls to the kernels of `torch` and the references.
+Tested is that torch_npu takes these calls and gives these shapes, not how the chip rounds.
 """
 
-from anabranch.kernels.vendor.torch_npu import activation, attention, experts, kv_store, norm, rope, route
+from anabranch.kernels.vendor.torch_npu import activation, attention, experts, norm, rope_store, route
 
-__all__ = ["activation", "attention", "experts", "kv_store", "norm", "rope", "route"]
+__all__ = ["activation", "attention", "experts", "norm", "rope_store", "route"]

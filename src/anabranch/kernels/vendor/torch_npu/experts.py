@@ -11,52 +11,33 @@ import torch
 import torch_npu
 
 from anabranch import ops
+from anabranch.formats import PLAIN
+from anabranch.ops.experts import ExpertsCall
 
 COUNTS = 1
 """Of the operators' `..._type`: how many rows each expert has, not where they end."""
 ROWS_ALONG_M, ONE_OUTPUT = 0, 2
 """Of `group_type` and `split_item`: groups are of rows, and stay in one tensor."""
 BY_TOKEN = 2
-"""Of `drop_pad_mode`: the place of pair t · K + k stands at t · K + k; nothing is dropped."""
+"""Of `drop_pad_mode`: the place of pair t · K + k is entry t · K + k; nothing is dropped."""
 ALIGNMENT = 16
 
 
-def accepts(
-    x_TD: torch.Tensor,
-    weight_TK: torch.Tensor,
-    expert_TK: torch.Tensor,
-    gate_up_EFD: torch.Tensor,
-    down_EDI: torch.Tensor,
-    activation: str,
-    gate_up_bias_EF: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    scaling: float = 1.0,
-    combined: bool = True,
-    combine: str = "auto",
-) -> bool:
-    half = x_TD.dtype in (torch.float16, torch.bfloat16) and gate_up_EFD.dtype == down_EDI.dtype == x_TD.dtype
-    aligned = not any(size % ALIGNMENT for size in down_EDI.shape[1:])
-    return half and aligned and gate_up_bias_EF is None and down_bias_ED is None and x_TD.shape[0] > 0
+def accepts(call: ExpertsCall) -> bool:
+    x_TD, gate_up, down = call.x_TD, call.gate_up_EFD, call.down_EDI
+    plain = gate_up.format is PLAIN and down.format is PLAIN
+    half = x_TD.dtype in (torch.float16, torch.bfloat16) and plain and gate_up.dtype == down.dtype == x_TD.dtype
+    aligned = not any(size % ALIGNMENT for size in down.shape[1:])
+    return half and aligned and call.gate_up_bias_EF is None and call.down_bias_ED is None and x_TD.shape[0] > 0
 
 
 @ops.experts.kernel("torch_npu", on=("npu",), accepts=accepts)
-def experts(
-    x_TD: torch.Tensor,
-    weight_TK: torch.Tensor,
-    expert_TK: torch.Tensor,
-    gate_up_EFD: torch.Tensor,
-    down_EDI: torch.Tensor,
-    activation: str,
-    gate_up_bias_EF: torch.Tensor | None = None,
-    down_bias_ED: torch.Tensor | None = None,
-    scaling: float = 1.0,
-    combined: bool = True,
-    combine: str = "auto",
-) -> torch.Tensor:
-    (tokens, top_k), num_experts = expert_TK.shape, gate_up_EFD.shape[0]
+def experts(call: ExpertsCall) -> torch.Tensor:
+    x_TD, expert_TK = call.x_TD, call.expert_TK
+    (tokens, top_k), num_experts = expert_TK.shape, call.down_EDI.shape[0]
     # A pair without an expert visits the first one and weighs nothing: rows left out would be -1 in place_N, which the
     # last operator does not take.
-    weight_TK = torch.where(expert_TK < 0, 0.0, weight_TK * scaling)
+    weight_TK = torch.where(expert_TK < 0, 0.0, call.weight_TK * call.scaling)
     rows_ND, place_N, count_E, _ = torch_npu.npu_moe_init_routing_v2(
         x_TD,
         expert_TK.clamp(min=0),
@@ -68,9 +49,9 @@ def experts(
         quant_mode=-1,
         row_idx_type=0,
     )
-    h_NF = _products(rows_ND, gate_up_EFD, count_E)
-    rows_ND = _products(ops.gated_activation(h_NF, activation), down_EDI, count_E)
-    if not combined:
+    h_NF = _products(rows_ND, call.gate_up_EFD.data, count_E)
+    rows_ND = _products(ops.gated_activation(h_NF, call.activation), call.down_EDI.data, count_E)
+    if not call.combined:
         y_TKD = rows_ND.index_select(0, place_N).view(tokens, top_k, -1)
         return (y_TKD.float() * weight_TK[..., None]).to(x_TD.dtype)
     y_TD: torch.Tensor = torch_npu.npu_moe_finalize_routing(
@@ -80,8 +61,8 @@ def experts(
 
 
 def _products(x_ND: torch.Tensor, weight_EFD: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
-    """Each expert's rows times its weight. The loader keeps weights as [E, D, F] behind the scenes (Platform.lay_out),
-    so turning them round copies nothing."""
+    """Each expert's rows times its weight. The loader keeps weights as [E, D, F] in memory (Platform.lay_out), so the
+    transposition copies nothing."""
     y_NF: torch.Tensor = torch_npu.npu_grouped_matmul(
         [x_ND],
         [weight_EFD.transpose(1, 2)],
