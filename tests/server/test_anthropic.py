@@ -16,7 +16,7 @@ from anabranch.server.anthropic import Messages, Reply, chat_completion, encode,
 from anabranch.server.body import decode
 from anabranch.server.errors import ApiError
 from anabranch.server.openai_chat import read_chat
-from anabranch.server.parsers import Content, Named, Part, Reasoning, ToolCallArguments, ToolCallBegin
+from anabranch.server.parsers.parts import Content, Named, Part, Reasoning, ToolCallArguments, ToolCallBegin
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 BODIES: TypeAdapter[Any] = TypeAdapter(MessageCreateParamsNonStreaming)

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from anabranch.server.chat import Turn
 from anabranch.server.openai_chat import ChatAnswer
-from anabranch.server.parsers import ToolSpec, find_parsers
+from anabranch.server.parsers.choose import find_parsers
+from anabranch.server.parsers.parts import ToolSpec
 from anabranch.server.protocol import ChatCompletion, Message
 from tests.server.serving import QUICK, ROOT, TEMPLATE, Running, Unharmed, running, write_model
 

@@ -20,7 +20,7 @@ from anabranch.server.chat import Conversation, Turn
 from anabranch.server.errors import ApiError, from_engine
 from anabranch.server.logprobs import CompletionLogprobs, TokenTexts
 from anabranch.server.openai_answer import npy_base64
-from anabranch.server.parsers import find_parsers
+from anabranch.server.parsers.choose import find_parsers
 from anabranch.server.sampling import grammar, sampling_params
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -120,7 +120,7 @@ def test_a_conversation_as_templates_want_it() -> None:
 
 
 def test_one_call_if_only_one_is_wanted() -> None:
-    from anabranch.server.parsers import ToolSpec
+    from anabranch.server.parsers.parts import ToolSpec
 
     text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     parsers = find_parsers(None, "hermes", "none")

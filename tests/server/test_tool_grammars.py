@@ -9,7 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from anabranch.sampling_params import Grammar
-from anabranch.server.parsers import Named, Parsers, ToolChoice, ToolSpec, find_parsers
+from anabranch.server.parsers.choose import Parsers, find_parsers
+from anabranch.server.parsers.parts import Named, ToolChoice, ToolSpec
 from anabranch.text.grammar import GrammarCompiler, Matcher
 from tests.server.notations import WRITERS
 from tests.server.test_parsers import calls_of, content_of, read, reasoning_of, start
@@ -241,10 +242,10 @@ REFUSED = {
     "circle": ({"properties": {"a": {"$ref": "#/properties/a"}}}, "leads back to itself"),
     "depth": ({"properties": {"a": DEEP}}, "nested too deeply"),
     "pattern": ({"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "put its alternatives in brackets"),
-    "no properties": ({"properties": [1]}, "as properties, which no JSON schema has"),
+    "no properties": ({"properties": [1]}, "as properties, which is not valid JSON Schema"),
     "no length": (
         {"properties": {"a": {"type": "string", "minLength": "x"}}},
-        "as minLength, which no JSON schema has",
+        "as minLength, which is not valid JSON Schema",
     ),
 }
 

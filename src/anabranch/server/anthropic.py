@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from anabranch.server import protocol
 from anabranch.server.errors import ApiError, bad_request
-from anabranch.server.parsers import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
-from anabranch.server.parsers.schema import strict_json
+from anabranch.server.parsers.json_calls import strict_json
+from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
 from anabranch.server.protocol import MAX_MESSAGES, MAX_TOOLS, Body, ChatCompletion, Name, StopTexts
 
 Event = dict[str, Any]

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.sampling_params import Grammar, SamplingParams
 from anabranch.server.errors import bad_request
-from anabranch.server.parsers import (
+from anabranch.server.parsers.parts import (
     Content,
     Named,
     Part,
-    Reader,
     Reasoning,
     ToolCallArguments,
     ToolCallBegin,
     ToolChoice,
     ToolSpec,
 )
+from anabranch.server.parsers.reader import Reader
 from anabranch.text.chat_template import NO_TOOLS
 from anabranch.text.special_text import Rendered, render_chat
 

@@ -36,7 +36,7 @@ from anabranch.server import open_files
 from anabranch.server.app import make_app
 from anabranch.server.connection import Seldom, protocol_for
 from anabranch.server.history import INTERVAL
-from anabranch.server.parsers import find_parsers
+from anabranch.server.parsers.choose import find_parsers
 from anabranch.server.service import Model, Service
 from anabranch.server.settings import Settings
 from anabranch.server.tracing import traced

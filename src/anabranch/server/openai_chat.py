@@ -11,7 +11,7 @@ from anabranch.server import logprobs
 from anabranch.server.chat import Chat, Conversation, Prepared, Turn, prepare
 from anabranch.server.errors import bad_request
 from anabranch.server.openai_answer import Choice, OpenAIAnswer, routed_experts
-from anabranch.server.parsers import Content, Named, Part, Reasoning, ToolCallArguments, ToolCallBegin
+from anabranch.server.parsers.parts import Content, Named, Part, Reasoning, ToolCallArguments, ToolCallBegin
 from anabranch.server.protocol import ChatCompletion, Message, NamedTool, Tokenize
 from anabranch.server.protocol import Part as ContentPart
 from anabranch.server.sampling import grammar, sampling_params

@@ -27,7 +27,7 @@ from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
 from anabranch.server.errors import CONTEXT_WORDS, ApiError, bad_request, context_length, from_engine, unavailable
 from anabranch.server.history import History
-from anabranch.server.parsers import Parsers
+from anabranch.server.parsers.choose import Parsers
 from anabranch.server.settings import Settings
 from anabranch.server.threads import Threads, release_memory
 from anabranch.text.chat_template import ChatTemplate
