@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 
 from anabranch.server.anthropic import Messages, Reply, chat_completion, encode, error_body, shows_thinking, usage
 from anabranch.server.body import decode
+from anabranch.server.chat import read_chat
 from anabranch.server.errors import ApiError
-from anabranch.server.openai_chat import read_chat
 from anabranch.server.parsers.parts import Content, Named, Part, Reasoning, ToolCallArguments, ToolCallBegin
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

@@ -28,7 +28,7 @@ from anabranch.server import open_files
 from anabranch.server.anthropic import Messages
 from anabranch.server.body import decode
 from anabranch.server.errors import ApiError
-from anabranch.server.hosts import Hosts
+from anabranch.server.guard import Hosts
 from anabranch.server.service import LARGE, SMALL, Service
 from anabranch.server.settings import MIB, Settings
 from anabranch.server.threads import Threads

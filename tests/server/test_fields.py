@@ -16,8 +16,8 @@ from langchain_openai.chat_models.base import _convert_message_to_dict
 
 from anabranch.server import anthropic, protocol
 from anabranch.server.body import decode
+from anabranch.server.chat import read_chat
 from anabranch.server.errors import ApiError
-from anabranch.server.openai_chat import read_chat
 from anabranch.server.protocol import ChatCompletion
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -164,8 +164,8 @@ KNOWN: list[tuple[type[Any], Any, set[str]]] = [
         for role in ("Developer", "System", "User", "Assistant", "Tool", "Function")
     ],
     (protocol.Message, openai_types.ParsedChatCompletionMessage, {"audio"}),
-    (protocol.Part, openai_types.ChatCompletionContentPartTextParam, set()),
-    (protocol.Part, openai_types.ChatCompletionContentPartRefusalParam, set()),
+    (protocol.ContentPart, openai_types.ChatCompletionContentPartTextParam, set()),
+    (protocol.ContentPart, openai_types.ChatCompletionContentPartRefusalParam, set()),
     (protocol.ToolCall, openai_types.ChatCompletionMessageFunctionToolCallParam, set()),
     (protocol.Tool, openai_types.ChatCompletionFunctionToolParam, set()),
     (protocol.ToolFunction, openai_shared.FunctionDefinition, set()),
@@ -180,12 +180,12 @@ KNOWN: list[tuple[type[Any], Any, set[str]]] = [
             *("ToolResultBlockParam", "TextBlock", "ThinkingBlock", "RedactedThinkingBlock", "ToolUseBlock"),
         )
     ],
-    (anthropic.Tool, anthropic_beta.BetaToolParam, set()),
-    (anthropic.ToolChoice, anthropic_types.ToolChoiceToolParam, set()),
+    (anthropic.AnthropicTool, anthropic_beta.BetaToolParam, set()),
+    (anthropic.AnthropicToolChoice, anthropic_types.ToolChoiceToolParam, set()),
     (anthropic.ThinkingConfig, anthropic_beta.BetaThinkingConfigEnabledParam, set()),
     (anthropic.OutputConfig, anthropic_beta.BetaOutputConfigParam, set()),
     (anthropic.OutputFormat, anthropic_types.JSONOutputFormatParam, set()),
-    (anthropic.Message, anthropic_types.AssistantMessageParam, set()),
+    (anthropic.AnthropicMessage, anthropic_types.AssistantMessageParam, set()),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Open files: the process's limit raised, and how many connections fit under it. Knows no socket."""
+"""Raises the process's limit of open files, and computes how many connections fit under it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 
 WANTED = 65536  # more is of no use, and a limit of a billion makes some programs slow
 LESS = (10240, 4096)  # tried in turn where the system refuses more, as macOS does although its hard limit is unlimited
-FILES = 64  # that the process has open beside its connections
+FILES = 64  # that the process has open in addition to its connections
 AT_ONCE = 64  # connections accepted before the first of them is counted
 MOST = 8192  # connections by default
 FEWEST = 16
 
 
 def raise_limit() -> int:
-    """Raise this process's limit of open files, and that of processes it starts, as far as allowed; the limit now."""
+    """Raise the limit of open files of this process and its children as far as allowed; return the new limit."""
     if sys.platform == "win32":
         return WANTED
     import resource
@@ -33,7 +33,7 @@ def raise_limit() -> int:
 
 
 def max_connections(wanted: int | None, limit: int) -> int:
-    """The connections that may be open at once; None: as many as fit, up to MOST. ValueError if they do not fit."""
+    """How many connections may be open at once; None: as many as fit, up to MOST. ValueError if they do not fit."""
     fitting = limit - FILES - AT_ONCE
     if fitting < (wanted or FEWEST):
         needed = (wanted or FEWEST) + FILES + AT_ONCE

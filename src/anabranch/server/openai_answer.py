@@ -1,4 +1,4 @@
-"""An answer in OpenAI's dialect, whole or in chunks: what chats and completions share, from a body to its bytes."""
+"""An answer in OpenAI's dialect, whole or in chunks: what chats and completions share."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
 from anabranch import __version__
-from anabranch.request import Completion
+from anabranch.request import Completion, TokenLogprobs
 from anabranch.sampling_params import SamplingParams
-from anabranch.server.logprobs import TokenTexts
 from anabranch.server.protocol import Sampling
 from anabranch.server.service import Service
 from anabranch.server.stream import event
@@ -24,16 +23,17 @@ from anabranch.text.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=Sampling)
 Choice = dict[str, Any]
+LOWEST = -9999.0  # JSON has no -Infinity
 
 
 class OpenAIAnswer(ABC, Generic[Body]):
-    """One request's way from body to answer. Choice p × n + i is the i-th of prompt p."""
+    """The answer to one request. Choice p × n + i is the i-th of prompt p."""
 
     id_prefix: ClassVar[str]
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_object_name: ClassVar[str]
     prompt_field: ClassVar[str]
-    """Of the body: what errors about the prompt name."""
+    """The body's field that errors about the prompt name."""
     num_prompts = 1
 
     def __init__(self, service: Service, body: Body, log: dict[str, Any], num_bytes: int = 0) -> None:
@@ -47,27 +47,23 @@ class OpenAIAnswer(ABC, Generic[Body]):
 
     @abstractmethod
     async def prepare(self) -> None:
-        """Add the answers that are to grow."""
+        """Add the answers to be generated."""
 
     @abstractmethod
     def choice(self, number: int, completion: Completion) -> Choice:
-        """Of an answer that has ended."""
+        """A finished choice."""
 
     @abstractmethod
     def chunk_choice(self, number: int, delta: Delta, first: bool) -> Choice | None:
-        """What a delta adds to a choice, or begins it with; None if there is nothing to tell."""
+        """What a delta adds to a choice, or begins it with; None if that is nothing."""
+
+    def extras(self, whole: bool) -> dict[str, Any]:
+        """Fields next to the choices, of a whole answer or of the first chunk."""
+        return {}
 
     def add(self, id: str, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer) -> None:
-        options = {
-            "priority": self.body.priority,
-            "cache_salt": self.body.cache_salt or "",
-            "arrival": time.monotonic(),
-        }
+        options = {"priority": self.body.priority, "cache_salt": self.body.cache_salt or ""}
         self.answers.append(self.service.answer(id, prompt_ids, params, tokenizer, self.prompt_field, **options))
-
-    def beside(self) -> dict[str, Any]:
-        """What stands beside the choices, of the whole answer or of its first chunk."""
-        return {}
 
     async def whole(self) -> dict[str, Any]:
         with self.service.admitted(self.num_prompts * max(1, self.n)):
@@ -80,7 +76,7 @@ class OpenAIAnswer(ABC, Generic[Body]):
             for number, answer in enumerate(self.answers)
             for completion in answer.output.completions
         ]
-        return self.head(self.kind) | {"choices": choices, "usage": self.end()} | self.beside()
+        return self.head(self.object_name) | {"choices": choices, "usage": self.log_usage()} | self.extras(whole=True)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
@@ -89,7 +85,7 @@ class OpenAIAnswer(ABC, Generic[Body]):
         begun: set[int] = set()
         with self.service.admitted(self.num_prompts * max(1, self.n)):
             await self.prepare()
-            head = self.head(self.chunk_kind)
+            head = self.head(self.chunk_object_name)
             async with aclosing(self.service.generate(self.answers)) as generated:
                 async for number, delta in generated:
                     index = number * self.n + delta.index
@@ -99,23 +95,34 @@ class OpenAIAnswer(ABC, Generic[Body]):
                     chunk = head | {"choices": [{"index": index, **choice}]}
                     if counted:
                         chunk["usage"] = usage(self.answers) if always else None
-                    yield event(chunk if begun else chunk | self.beside())
+                    yield event(chunk if begun else chunk | self.extras(whole=False))
                     begun.add(index)
-        found = self.end()
+        found = self.log_usage()
         if counted:
             yield event(head | {"choices": [], "usage": found})
 
-    def head(self, kind: str) -> dict[str, Any]:
+    def head(self, object_name: str) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": kind,
+            "object": object_name,
             "created": self.created,
             "model": self.service.names[0],
             "system_fingerprint": f"anabranch-{__version__}",
         }
 
-    def end(self) -> dict[str, Any]:
-        """The usage of all, noted in the log."""
+    def ending(self, completion: Completion, token_ids: list[int], finish_reason: str | None) -> Choice:
+        """A choice's new tokens if the request wants them, and how the choice ended if it has."""
+        choice: Choice = {"finish_reason": finish_reason}
+        if finish_reason is not None:
+            choice["stop_reason"] = completion.stop_reason
+            if completion.routed_experts is not None:
+                choice["routed_experts"] = npy_base64(completion.routed_experts)
+        if self.body.return_token_ids:
+            choice["token_ids"] = token_ids
+        return choice
+
+    def log_usage(self) -> dict[str, Any]:
+        """The usage of all answers, which have ended."""
         found = usage(self.answers)
         completions = [completion for answer in self.answers for completion in answer.output.completions]
         self.log |= {name: found[name] for name in ("prompt_tokens", "completion_tokens")}
@@ -135,13 +142,45 @@ def usage(answers: list[Answer]) -> dict[str, Any]:
     }
 
 
-def routed_experts(completion: Completion) -> dict[str, str]:
-    """As vLLM sends them: the ids of every token but the last, a base64 .npy of shape [token, layer, k]."""
-    routed = completion.routed_experts
-    return {} if routed is None else {"routed_experts": npy_base64(routed)}
+class TokenTexts:
+    """Tokens as text and as bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.spellings = tokenizer.spellings[False]
+
+    def bytes(self, token_id: int) -> bytes:
+        return self.spellings[token_id] or b""
+
+    def text(self, token_id: int) -> str:
+        """Part of a character has no text: its bytes are written out, so that different tokens look different."""
+        spelling = self.bytes(token_id)
+        try:
+            return spelling.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+
+
+def finite(logprob: float) -> float:
+    """All others stay unchanged: lm-eval recognizes greedy tokens by equal floats."""
+    return max(logprob, LOWEST)
+
+
+def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
+    """In vLLM's form: by token id, with rank and text."""
+
+    def one(item: TokenLogprobs) -> dict[str, Any]:
+        ranked = [(item.token_id, item.logprob, item.rank)]
+        ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(item.top, 1)]
+        return {
+            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": texts.text(token)}
+            for token, logprob, rank in ranked
+        }
+
+    return [None if item is None else one(item) for item in logprobs]
 
 
 def npy_base64(routed: Sequence[Sequence[Sequence[int]]]) -> str:
+    """Routed experts as vLLM sends them: the ids of every token but the last, a .npy of shape [token, layer, k]."""
     num_layers = len(routed[0]) if routed else 0
     top_k = len(routed[0][0]) if num_layers else 0
     shape = (len(routed), num_layers, top_k)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from anabranch.request import Completion as Finished
+from anabranch.request import TokenLogprobs
 from anabranch.sampling_params import SamplingParams
-from anabranch.server import logprobs
 from anabranch.server.errors import bad_request
-from anabranch.server.openai_answer import Choice, OpenAIAnswer, routed_experts
+from anabranch.server.openai_answer import Choice, OpenAIAnswer, TokenTexts, finite, prompt_logprobs
 from anabranch.server.protocol import MAX_PROMPTS, Completion
 from anabranch.server.sampling import grammar, sampling_params
 from anabranch.server.service import Service
@@ -18,7 +19,7 @@ DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 
 
 def list_prompts(prompt: str | list[Any]) -> list[Any]:
-    """A text, token ids, or a list of either → a list. Long lists are refused before they are looked through."""
+    """A text, token ids, or a list of either → a list. Long lists are refused before their items are checked."""
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
     else:
@@ -28,28 +29,15 @@ def list_prompts(prompt: str | list[Any]) -> list[Any]:
     return prompts
 
 
-def check_prompts(prompts: list[Any], service: Service) -> None:
-    """400 for what is neither text nor token ids; takes as long as there are tokens."""
-    for number, one in enumerate(prompts):
-        if isinstance(one, str) and one:
-            continue
-        if not isinstance(one, list) or not one:
-            empty = "is empty: give at least one token" if one in ("", []) else "must be text or token ids"
-            raise bad_request(f"prompt[{number}] {empty}", "prompt")
-        service.check_length(len(one), "prompt")
-        if not all(type(token) is int and 0 <= token < 2**31 for token in one):
-            raise bad_request(f"prompt[{number}]: token ids must be integers from 0 on", "prompt")
-
-
 class CompletionAnswer(OpenAIAnswer[Completion]):
-    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
     prompt_field = "prompt"
 
     def __init__(self, service: Service, body: Completion, log: dict[str, Any], num_bytes: int = 0) -> None:
         super().__init__(service, body, log, num_bytes)
         self.prompts = list_prompts(body.prompt)
         self.num_prompts = len(self.prompts)
-        self.formats: dict[int, logprobs.CompletionLogprobs] = {}
+        self.logprobs: dict[int, CompletionLogprobs] = {}
 
     async def prepare(self) -> None:
         body, service = self.body, self.service
@@ -63,7 +51,7 @@ class CompletionAnswer(OpenAIAnswer[Completion]):
                 grammar=grammar(body),
                 **({"prompt_logprobs": body.logprobs} if body.echo and body.prompt_logprobs is None else {}),
             )
-            check_prompts(self.prompts, service)
+            self.check_prompts()
             return params, [
                 service.encode(one, body.add_special_tokens, "prompt") if isinstance(one, str) else one
                 for one in self.prompts
@@ -73,57 +61,85 @@ class CompletionAnswer(OpenAIAnswer[Completion]):
         for number, ids in enumerate(prompts):
             self.add(f"{self.id}-{number}", ids, params, service.model.tokenizer)
 
-    def prompt_text(self, number: int) -> str:
-        """As it came; token ids as they read, special tokens too."""
-        prompt = self.prompts[number]
-        if isinstance(prompt, str):
-            return prompt
-        return self.service.model.tokenizer.decode(prompt, skip_special_tokens=False)
+    def check_prompts(self) -> None:
+        """400 for what is neither text nor token ids; takes time in proportion to the number of tokens."""
+        for number, one in enumerate(self.prompts):
+            if isinstance(one, str) and one:
+                continue
+            if not isinstance(one, list) or not one:
+                empty = "is empty: give at least one token" if one in ("", []) else "must be text or token ids"
+                raise bad_request(f"prompt[{number}] {empty}", "prompt")
+            self.service.check_length(len(one), "prompt")
+            if not all(type(token) is int and 0 <= token < 2**31 for token in one):
+                raise bad_request(f"prompt[{number}]: token ids must be integers from 0 on", "prompt")
 
-    def choice(self, number: int, finished: Finished) -> Choice:
-        output = self.answers[number].output
-        text = self.prompt_text(number) + finished.text if self.body.echo else finished.text
-        choice: Choice = {"index": number * self.n + finished.index, "text": text, "logprobs": None}
-        choice |= end(finished)
-        if self.body.logprobs is not None:
-            choice["logprobs"] = self._logprobs(number, finished.index, finished.token_ids, finished.logprobs or [])
-        if self.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = logprobs.prompt(output.prompt_logprobs or [], self.texts)
-        if self.body.return_token_ids:
-            choice |= {"token_ids": finished.token_ids, "prompt_token_ids": output.prompt_ids}
+    def text(self, number: int, new: str) -> str:
+        """With echo, the prompt's text stands first: as it came, or of token ids, special tokens included."""
+        prompt = self.prompts[number] if self.body.echo else ""
+        if not isinstance(prompt, str):
+            prompt = self.service.model.tokenizer.decode(prompt, skip_special_tokens=False)
+        return prompt + new
+
+    def choice(self, number: int, completion: Finished) -> Choice:
+        output, body = self.answers[number].output, self.body
+        text = self.text(number, completion.text)
+        choice: Choice = {"index": number * self.n + completion.index, "text": text, "logprobs": None}
+        choice |= self.ending(completion, completion.token_ids, completion.finish_reason)
+        if body.logprobs is not None:
+            found = completion.logprobs or []
+            choice["logprobs"] = self._logprobs(number, completion.index, completion.token_ids, found)
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [], self.texts)
+        if body.return_token_ids:
+            choice["prompt_token_ids"] = output.prompt_ids
         return choice
 
+    def chunk_choice(self, number: int, delta: Delta, first: bool) -> Choice | None:
+        completion = delta.completion
+        text = self.text(number, delta.text) if first else delta.text
+        choice: Choice = {"text": text, "logprobs": None}
+        choice |= self.ending(completion, delta.token_ids, completion.finish_reason)
+        if self.body.logprobs is not None and delta.token_ids:
+            new = (completion.logprobs or [])[-len(delta.token_ids) :]
+            choice["logprobs"] = self._logprobs(number, delta.index, delta.token_ids, new)
+        if self.body.return_token_ids and first:
+            choice["prompt_token_ids"] = self.answers[number].output.prompt_ids
+        useful = first or text or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids")
+        return choice if useful else None
+
     def _logprobs(self, number: int, index: int, token_ids: list[int], found: list[Any]) -> dict[str, Any]:
-        """Of the next tokens of a choice; with echo, the first ones have the prompt's before them."""
+        """Of the next tokens of a choice; with echo, the prompt's come first."""
         place = number * self.n + index
-        if place not in self.formats:
-            self.formats[place] = logprobs.CompletionLogprobs(self.texts)
+        if place not in self.logprobs:
+            self.logprobs[place] = CompletionLogprobs(self.texts)
             output = self.answers[number].output
             if self.body.echo:
                 token_ids = output.prompt_ids + token_ids
                 found = [*(output.prompt_logprobs or [None] * len(output.prompt_ids)), *found]
-        return self.formats[place].chunk(token_ids, found)
-
-    def chunk_choice(self, number: int, delta: Delta, first: bool) -> Choice | None:
-        text = self.prompt_text(number) + delta.text if first and self.body.echo else delta.text
-        finished = delta.completion
-        choice: Choice = {"text": text, "logprobs": None, "finish_reason": None}
-        if finished.finish_reason is not None:
-            choice |= end(finished)
-        if self.body.logprobs is not None and delta.token_ids:
-            new = (finished.logprobs or [])[-len(delta.token_ids) :]
-            choice["logprobs"] = self._logprobs(number, delta.index, delta.token_ids, new)
-        if self.body.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-            if first:
-                choice["prompt_token_ids"] = self.answers[number].output.prompt_ids
-        told = first or text or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids")
-        return choice if told else None
+        return self.logprobs[place].chunk(token_ids, found)
 
 
-def end(finished: Finished) -> Choice:
-    return {
-        "finish_reason": finished.finish_reason,
-        "stop_reason": finished.stop_reason,
-        **routed_experts(finished),
-    }
+class CompletionLogprobs:
+    """The four lists of a choice's log probabilities, as tokens come."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self.texts = texts
+        self.offset = 0
+
+    def chunk(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token_id, item in zip(token_ids, logprobs, strict=True):
+            text = self.texts.text(token_id)
+            found["text_offset"].append(self.offset)
+            found["tokens"].append(text)
+            found["token_logprobs"].append(None if item is None else finite(item.logprob))
+            found["top_logprobs"].append(None if item is None else self._top(item))
+            self.offset += len(text)
+        return found
+
+    def _top(self, item: TokenLogprobs) -> dict[str, float]:
+        """Best first; of two tokens with the same text the better one. The token itself is always among them."""
+        top: dict[str, float] = {}
+        for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
+            top.setdefault(self.texts.text(token_id), finite(logprob))
+        return top

@@ -1,6 +1,6 @@
-"""The bodies of requests in OpenAI's dialect and what vLLM adds to it, as schemas. Types and caps on sizes only.
+"""The bodies of requests in OpenAI's dialect, with vLLM's additions, as schemas: types and limits of sizes only.
 
-Ranges of sampling parameters are SamplingParams' own; what a field means is openai_chat's and openai_completions'.
+SamplingParams checks the ranges of sampling parameters; chat, openai_chat and openai_completions interpret the fields.
 A field that a schema does not know is refused, at every depth. Fields marked "no effect" are known because clients
 send them, such as those of an answer that comes back as part of the conversation.
 """
@@ -29,35 +29,35 @@ LogitBias = Annotated[dict[Annotated[str, Meta(max_length=16)], float], Meta(max
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
-class Body(Struct, forbid_unknown_fields=True):
-    """A body, or an object in one. Those of several kinds name the ones that are read, so that others are refused by
-    their kind and not by a field of theirs."""
+class StrictObject(Struct, forbid_unknown_fields=True):
+    """A body, or an object in one. One with a `type` lists the known types, so that an error about another names its
+    type and not one of its fields."""
 
-    KINDS: ClassVar[tuple[str, ...]] = ()
-    """Values of `type`."""
-    OTHER_KINDS: ClassVar[str] = ""
-    """What is wrong with others: "'image' cannot be read ..."."""
+    TYPES: ClassVar[tuple[str, ...]] = ()
+    """Known values of `type`."""
+    OTHER_TYPES: ClassVar[str] = ""
+    """What is wrong with other values: "'image' cannot be read ..."."""
 
 
-class StreamOptions(Body, kw_only=True):
+class StreamOptions(StrictObject, kw_only=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # no effect
 
 
-class JsonSchema(Body, kw_only=True):
+class JsonSchema(StrictObject, kw_only=True):
     name: Name = ""
     description: str | None = None
     schema: dict[str, Any] | bool | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Body, kw_only=True):
+class ResponseFormat(StrictObject, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Body, kw_only=True):
+class StructuredOutputs(StrictObject, kw_only=True):
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: Choices | None = None
@@ -66,8 +66,8 @@ class StructuredOutputs(Body, kw_only=True):
     disable_additional_properties: bool | None = None
 
 
-class Sampling(Body, kw_only=True):
-    """What both dialects of generation share."""
+class Sampling(StrictObject, kw_only=True):
+    """The fields that chats and completions share."""
 
     model: Name | None = None
     stream: bool = False
@@ -113,38 +113,38 @@ class Sampling(Body, kw_only=True):
     guided_decoding_backend: Name | None = None
 
 
-class ToolFunction(Body, kw_only=True, omit_defaults=True):
+class ToolFunction(StrictObject, kw_only=True, omit_defaults=True):
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     returns: dict[str, Any] | None = field(name="return", default=None)
-    """As transformers describes a function; templates may show it."""
+    """From transformers' description of functions; templates may write it."""
     strict: bool | None = None
 
 
-class Tool(Body, kw_only=True):
+class Tool(StrictObject, kw_only=True):
     type: Literal["function"]
     function: ToolFunction
     cache_control: Any = None  # no effect
 
 
-class NamedFunction(Body, kw_only=True):
+class NamedFunction(StrictObject, kw_only=True):
     name: Name
 
 
-class NamedTool(Body, kw_only=True):
+class NamedTool(StrictObject, kw_only=True):
     type: Literal["function"]
     function: NamedFunction
 
 
-class FunctionCall(Body, kw_only=True):
+class FunctionCall(StrictObject, kw_only=True):
     name: Name
     arguments: str | dict[str, Any] | None = None
     parsed_arguments: Any = None  # no effect, as all that follow
     provider_specific_fields: Any = None
 
 
-class ToolCall(Body, kw_only=True):
+class ToolCall(StrictObject, kw_only=True):
     function: FunctionCall
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -154,11 +154,11 @@ class ToolCall(Body, kw_only=True):
     provider_specific_fields: Any = None
 
 
-class Part(Body, kw_only=True):
-    """One piece of a message's content. Only text can be read."""
+class ContentPart(StrictObject, kw_only=True):
+    """A part of a message's content. Only text can be read."""
 
-    KINDS = ("text", "refusal")
-    OTHER_KINDS = "cannot be read: this model takes text only"
+    TYPES = ("text", "refusal")
+    OTHER_TYPES = "cannot be read: this model takes text only"
 
     type: Name
     text: str | None = None
@@ -172,9 +172,9 @@ class Part(Body, kw_only=True):
     extras: Any = None
 
 
-class Message(Body, kw_only=True):
+class Message(StrictObject, kw_only=True):
     role: Name
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Name | None = None
@@ -183,7 +183,7 @@ class Message(Body, kw_only=True):
     refusal: str | None = None
     """In place of content that is null."""
     function_call: FunctionCall | None = None
-    """What tool_calls were before there could be several."""
+    """The older form of tool_calls, for a single call."""
     id: Any = None  # no effect, as all that follow: clients send answers back as they came
     annotations: Any = None
     parsed: Any = None
@@ -195,25 +195,25 @@ class Message(Body, kw_only=True):
     cache_control: Any = None
 
 
-Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+MessageList = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+ToolList = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+ToolChoiceField = Literal["none", "auto", "required"] | NamedTool
 TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta(max_length=64)]
 
 
 class ChatCompletion(Sampling, kw_only=True):
-    messages: Messages
+    messages: MessageList
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Name | None = None
     include_reasoning: bool = True
     chat_template_kwargs: TemplateOptions | None = None
     chat_template: Any = None
-    """Refused: a template is a program, and programs come from the operator only."""
+    """Refused: a template is a program, and only the operator may provide programs."""
     add_generation_prompt: bool = True
 
     metadata: dict[str, Any] | None = None  # no effect, as all that follow
@@ -235,14 +235,14 @@ class Completion(Sampling, kw_only=True):
     logprobs: int | None = None
     add_special_tokens: bool = True
     suffix: Literal[""] | None = None
-    """Filling in before a suffix is not supported."""
+    """Filling in text before a suffix is not supported."""
 
 
-class Tokenize(Body, kw_only=True):
+class Tokenize(StrictObject, kw_only=True):
     model: Name | None = None
     prompt: Annotated[str, Meta(max_length=MAX_TOKENIZED)] | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
+    messages: MessageList | None = None
+    tools: ToolList | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateOptions | None = None
@@ -250,7 +250,7 @@ class Tokenize(Body, kw_only=True):
     return_token_strs: bool = False
 
 
-class Detokenize(Body, kw_only=True):
+class Detokenize(StrictObject, kw_only=True):
     model: Name | None = None
     tokens: ManyTokenIds
     skip_special_tokens: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from anabranch.sampling_params import Grammar, SamplingParams
-from anabranch.server.errors import ApiError, bad_request
+from anabranch.server.errors import bad_request
 from anabranch.server.protocol import ChatCompletion, ResponseFormat, Sampling
 
 SAME_NAME = (
@@ -20,68 +20,51 @@ SAME_NAME = (
 )
 LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""What vLLM had before structured_outputs, and which field of it is meant."""
+"""vLLM's fields before structured_outputs → its fields."""
 OBJECT = {"type": "object"}
 
 
 def sampling_params(body: Sampling, defaults: Mapping[str, Any] = MappingProxyType({}), **fixed: Any) -> SamplingParams:
     """`defaults` are the model's, for fields that the request leaves out. `fixed` are the dialect's: logprobs, grammar,
-    and max_tokens where none was asked for. A request may ask for more tokens than the context leaves: the engine ends
-    the answer there, with finish_reason "length"."""
+    and max_tokens where the request has none. A request may ask for more tokens than the context has room for: the
+    engine ends the answer there, with finish_reason "length"."""
     given: dict[str, Any] = {**defaults}
     given |= {name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}
     given |= {name: tuple(value) for name in LISTS if (value := getattr(body, name)) is not None}
     if body.stop is not None:
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     if body.logit_bias is not None:
-        given["logit_bias"] = _logit_bias(body.logit_bias)
+        if wrong := [token for token in body.logit_bias if not (token.isascii() and token.isdigit())]:
+            raise bad_request(f"logit_bias: {wrong[0]!r} is not a token id", "logit_bias")
+        given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request(
             "best_of must equal n: choosing among more answers than asked for is not supported", "best_of"
         )
-    name, asked = _max_tokens(body)
-    if asked is not None:
-        fixed["max_tokens"] = asked
+    name = "max_tokens"
+    if isinstance(body, ChatCompletion) and body.max_completion_tokens is not None:
+        name = "max_completion_tokens"
+    if (wanted := getattr(body, name)) is not None:
+        fixed["max_tokens"] = wanted
     try:
         return SamplingParams(**given, **fixed)
-    except ValueError as error:
-        raise _named(error, name) from None
-
-
-def _max_tokens(body: Sampling) -> tuple[str, int | None]:
-    if isinstance(body, ChatCompletion) and body.max_completion_tokens is not None:
-        return "max_completion_tokens", body.max_completion_tokens
-    return "max_tokens", body.max_tokens
-
-
-def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    bias = {}
-    for token, value in given.items():
-        if not token.isascii() or not token.isdigit():
-            raise bad_request(f"logit_bias: {token!r} is not a token id", "logit_bias")
-        bias[int(token)] = value
-    return bias
-
-
-def _named(error: ValueError, max_tokens_name: str) -> ApiError:
-    """SamplingParams' messages begin with the parameter's name."""
-    param = str(error).split(maxsplit=1)[0].rstrip(":")
-    message = str(error)
-    if param == "max_tokens":
-        message, param = message.replace("max_tokens", max_tokens_name, 1), max_tokens_name
-    return bad_request(message, param)
+    except ValueError as error:  # its message begins with the parameter's name
+        message = str(error)
+        if message.startswith("max_tokens"):
+            message = message.replace("max_tokens", name, 1)
+        raise bad_request(message, message.split(maxsplit=1)[0].rstrip(":")) from None
 
 
 def grammar(body: Sampling) -> Grammar | None:
-    """What the output must match, from whichever field says it; more than one is a contradiction."""
-    said: dict[str, dict[str, Any]] = {}
+    """The grammar of the output, whichever field gives it; two fields contradict each other."""
+    given: dict[str, dict[str, Any]] = {}
     if body.response_format is not None and body.response_format.type != "text":
-        said["response_format"] = {"json": _response_schema(body.response_format)}
+        given["response_format"] = {"json": _response_schema(body.response_format)}
     if body.structured_outputs is not None:
-        said["structured_outputs"] = msgspec.structs.asdict(body.structured_outputs)
-    said |= {name: {field: value} for name, field in GUIDED.items() if (value := getattr(body, name)) is not None}
+        given["structured_outputs"] = msgspec.structs.asdict(body.structured_outputs)
+    given |= {name: {field: value} for name, field in GUIDED.items() if (value := getattr(body, name)) is not None}
     found: dict[str, Grammar] = {}
-    for name, fields in said.items():
+    for name, fields in given.items():
         try:
             found[name] = _grammar(**fields)
         except RecursionError:

@@ -58,21 +58,20 @@ class Parsers:
         tool_choice: ToolChoice,
         reasoning: bool,
         prompt: str = "",
+        parallel: bool = True,
         random: Random | None = None,
     ) -> Reader:
         """A reader for one completion.
 
         `reasoning`: separate thoughts from the content; otherwise they stay in it, with their tags. `prompt`: as
-        rendered, or the end of it: it may have begun a thought. `random`: the source of calls' ids.
+        rendered, or the end of it: it may have begun a thought. `parallel`: give all calls, not only the first.
+        `random`: the source of calls' ids.
         """
         offered = {} if tool_choice == "none" else {tool.name: tool for tool in tools}
         thinking = self.thinking if reasoning else None
-        return Reader(
-            self.notation if offered else None,
-            thinking,
-            Output(offered, random or SystemRandom(), self.short_ids),
-            thinks=thinking is not None and thinking.is_open(prompt),
-        )
+        out = Output(offered, random or SystemRandom(), self.short_ids)
+        thinks = thinking is not None and thinking.is_open(prompt)
+        return Reader(self.notation if offered else None, thinking, out, thinks, parallel)
 
     def tool_grammar(
         self, tools: Sequence[ToolSpec], tool_choice: ToolChoice, prompt: str = "", parallel: bool = True

@@ -136,9 +136,12 @@ class Output:
 
 
 class Reader:
-    def __init__(self, notation: Notation | None, thinking: Thinking | None, out: Output, thinks: bool = False) -> None:
-        """`thinks`: the text begins within a thought."""
+    def __init__(
+        self, notation: Notation | None, thinking: Thinking | None, out: Output, thinks: bool, parallel: bool
+    ) -> None:
+        """`thinks`: the text begins within a thought. `parallel`: give all calls, not only the first."""
         self._notation, self._thinking, self._thinks, self._out = notation, thinking, thinks, out
+        self._parallel = parallel
         self._after = False
         """A thought or a call has come: white space at the beginning of what follows may belong to it."""
         self._source = Source()
@@ -157,7 +160,12 @@ class Reader:
             return [Content(text)] if text else []
         self._source.add(text, final)
         next(self._parser, None)
-        return self._out.take()
+        parts = self._out.take()
+        return parts if self._parallel else [part for part in parts if getattr(part, "index", 0) == 0]
+
+    @property
+    def num_calls(self) -> int:
+        return self._out.num_calls
 
     def check(self) -> None:
         self._source.check()
