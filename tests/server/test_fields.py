@@ -16,7 +16,7 @@ from langchain_openai.chat_models.base import _convert_message_to_dict
 
 from anabranch.server import anthropic, protocol
 from anabranch.server.body import decode
-from anabranch.server.chat import read_chat
+from anabranch.server.chat import Chat
 from anabranch.server.errors import ApiError
 from anabranch.server.protocol import ChatCompletion
 
@@ -131,7 +131,7 @@ ECHOES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ECHOES)
 def test_messages_as_clients_send_them_back(name: str) -> None:
-    chat = read_chat(read(CHAT, messages=[*HELLO, ECHOES[name], *HELLO]))
+    chat = Chat(read(CHAT, messages=[*HELLO, ECHOES[name], *HELLO]))
     assert chat.messages[1]["content"] == "hi"
     assert len(chat.messages[1].get("tool_calls", ())) == len(ECHOES[name].get("tool_calls") or ())
 
@@ -139,23 +139,23 @@ def test_messages_as_clients_send_them_back(name: str) -> None:
 def test_langchains_results_of_tools() -> None:
     sent = [HumanMessage("hello"), AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}])]
     messages = [*map(_convert_message_to_dict, [*sent, ToolMessage("done", tool_call_id="1", name="f")])]
-    assert read_chat(read(CHAT, messages=messages)).messages[-1]["name"] == "f"
+    assert Chat(read(CHAT, messages=messages)).messages[-1]["name"] == "f"
 
 
 def test_a_function_call_of_old_is_a_tool_call() -> None:
     body = read(CHAT, **assistant(content=None, function_call={"name": "f", "arguments": '{"a": 1}'}))
-    (call,) = read_chat(body).messages[1]["tool_calls"]
+    (call,) = Chat(body).messages[1]["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": {"a": 1}}
 
 
 def test_a_refusal_is_what_was_answered() -> None:
-    assert read_chat(read(CHAT, **assistant(content=None, refusal="no"))).messages[1]["content"] == "no"
+    assert Chat(read(CHAT, **assistant(content=None, refusal="no"))).messages[1]["content"] == "no"
 
 
 def test_templates_see_of_a_tool_what_they_saw_before() -> None:
     given = FUNCTION | {"description": "d", "strict": True, "return": {"type": "string"}}
     tool = {"type": "function", "function": given, "cache_control": {"type": "ephemeral"}}
-    assert read_chat(read(CHAT, tools=[tool, TOOL])).tools == [{"type": "function", "function": given}, TOOL]
+    assert Chat(read(CHAT, tools=[tool, TOOL])).tools == [{"type": "function", "function": given}, TOOL]
 
 
 KNOWN: list[tuple[type[Any], Any, set[str]]] = [

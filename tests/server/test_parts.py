@@ -18,10 +18,9 @@ from anabranch.server import history, protocol
 from anabranch.server.body import decode
 from anabranch.server.chat import read_messages
 from anabranch.server.errors import ApiError, from_engine
-from anabranch.server.openai_answer import TokenTexts, npy_base64
-from anabranch.server.openai_completions import CompletionLogprobs
+from anabranch.server.openai_answer import CompletionLogprobs, TokenTexts, npy_base64
 from anabranch.server.parsers.choose import find_parsers
-from anabranch.server.sampling import grammar, sampling_params
+from anabranch.server.protocol import grammar, sampling_params
 
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = st.recursive(
@@ -102,7 +101,7 @@ def test_errors_of_the_engine_find_their_status() -> None:
 
 
 def test_a_message_with_half_a_surrogate_can_be_sent() -> None:
-    assert b"?" in ApiError(400, "no \ud800 here").encoded()
+    assert b"?" in ApiError(400, "no \ud800 here", code=None).encoded()
 
 
 def test_a_conversation_as_templates_want_it() -> None:

@@ -20,9 +20,9 @@ from msgspec import Meta
 
 from anabranch.server import protocol, stream
 from anabranch.server.body import read_json
-from anabranch.server.chat import read_chat, render
+from anabranch.server.chat import Chat, render
 from anabranch.server.errors import ApiError, bad_request
-from anabranch.server.openai_chat import ChatAnswer
+from anabranch.server.openai_answer import ChatAnswer
 from anabranch.server.parsers.json_calls import strict_json
 from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
 from anabranch.server.protocol import MAX_MESSAGES, MAX_TOOLS, ChatCompletion, Name, StopTexts, StrictObject
@@ -170,7 +170,7 @@ async def count_tokens(request: Request) -> Response:
     service.check_model(body.model)
 
     def work() -> int:
-        chat = read_chat(chat_completion(body))
+        chat = Chat(chat_completion(body))
         chat.check()
         rendered = render(service.model, chat)
         return len(service.count(rendered.text, False, "messages", rendered.plain))

@@ -7,8 +7,7 @@ operator, never from a request.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,24 +23,29 @@ if TYPE_CHECKING:
     from anabranch.server.service import Model, Service
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    messages: list[dict[str, Any]]
-    """As templates take them: see `read_messages`."""
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    """{"type": "function", "function": {"name", "description", "parameters"}}: the form templates are written for."""
-    tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
+    """The conversation in a body, in the form templates are written for; 400 for what no template can write."""
 
-    @property
-    def offered(self) -> tuple[ToolSpec, ...]:
+    def __init__(self, body: ChatCompletion | Tokenize) -> None:
+        if body.chat_template is not None:
+            message = "a chat template cannot come with a request; the operator sets one with --chat-template"
+            raise bad_request(message, "chat_template")
+        choice, self.template_options = None, dict(body.chat_template_kwargs or {})
+        self.parallel_tool_calls = True
+        if isinstance(body, ChatCompletion):
+            choice, self.parallel_tool_calls = body.tool_choice, body.parallel_tool_calls
+            if body.reasoning_effort is not None:
+                self.template_options.setdefault("reasoning_effort", body.reasoning_effort)
+        choice = choice or ("auto" if body.tools else "none")
+        self.tool_choice: ToolChoice = Named(choice.function.name) if isinstance(choice, NamedTool) else choice
+        functions = [msgspec.to_builtins(tool.function) for tool in body.tools or []]
+        self.tools = [{"type": "function", "function": function} for function in functions]
+        self.offered = tuple(ToolSpec(function["name"], function.get("parameters")) for function in functions)
         """The tools the answer may call."""
-        if self.tool_choice == "none":
-            return ()
-        functions = [tool["function"] for tool in self.tools]
-        return tuple(ToolSpec(function["name"], function.get("parameters")) for function in functions)
+        if choice == "none":
+            self.offered = ()
+        self.messages = read_messages(body.messages or [])
+        self.add_generation_prompt = body.add_generation_prompt
 
     def check(self) -> None:
         names = [tool["function"]["name"] for tool in self.tools]
@@ -51,29 +55,6 @@ class Chat:
             raise bad_request("tool_choice asks for a tool call, but there are no tools", "tool_choice")
         if isinstance(self.tool_choice, Named) and self.tool_choice.name not in names:
             raise bad_request(f"tool_choice: no tool is named {self.tool_choice.name!r}", "tool_choice")
-
-
-def read_chat(body: ChatCompletion | Tokenize) -> Chat:
-    """The conversation in a body; 400 for what no template can write."""
-    if body.chat_template is not None:
-        raise bad_request(
-            "a chat template cannot come with a request; the operator sets one with --chat-template", "chat_template"
-        )
-    choice: Any = None
-    options = dict(body.chat_template_kwargs or {})
-    if isinstance(body, ChatCompletion):
-        choice = body.tool_choice
-        if body.reasoning_effort is not None:
-            options.setdefault("reasoning_effort", body.reasoning_effort)
-    choice = choice or ("auto" if body.tools else "none")
-    return Chat(
-        messages=read_messages(body.messages or []),
-        tools=[{"type": tool.type, "function": msgspec.to_builtins(tool.function)} for tool in body.tools or []],
-        tool_choice=Named(choice.function.name) if isinstance(choice, NamedTool) else choice,
-        parallel_tool_calls=getattr(body, "parallel_tool_calls", True),
-        template_options=options,
-        add_generation_prompt=body.add_generation_prompt,
-    )
 
 
 def read_messages(messages: list[Message]) -> list[dict[str, Any]]:

@@ -24,6 +24,44 @@ DRAIN_SECONDS = 5.0  # for a client to finish sending a refused body: disconnect
 MAX_DRAIN = 256 * 2**20  # bytes of that body
 LOG_SECONDS = 10.0  # between two warnings
 
+WANTED_FILES = 65536  # open files; more is of no use, and a limit of a billion makes some programs slow
+FEWER_FILES = (10240, 4096)  # tried in turn where the system refuses more: macOS does, with an unlimited hard limit
+OTHER_FILES = 64  # that the process has open in addition to its connections
+ACCEPTED_AT_ONCE = 64  # connections accepted before the first of them is counted
+MOST_CONNECTIONS = 8192  # by default
+FEWEST_CONNECTIONS = 16
+
+
+def raise_file_limit() -> int:
+    """Raise the limit of open files of this process and its children as far as allowed; return the new limit."""
+    if sys.platform == "win32":
+        return WANTED_FILES
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return WANTED_FILES
+    most = WANTED_FILES if hard == resource.RLIM_INFINITY else hard
+    for wanted in (min(most, WANTED_FILES), *FEWER_FILES):
+        if soft < wanted <= most:
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                return wanted
+    return soft
+
+
+def max_connections(wanted: int | None, file_limit: int) -> int:
+    """How many connections may be open at once; None: as many as fit, up to MOST_CONNECTIONS. ValueError if they do not
+    fit under the limit of open files."""
+    fitting, fewest = file_limit - OTHER_FILES - ACCEPTED_AT_ONCE, wanted or FEWEST_CONNECTIONS
+    if fitting < fewest:
+        needed = fewest + OTHER_FILES + ACCEPTED_AT_ONCE
+        raise ValueError(
+            f"{fewest} connections need {needed} open files and the limit is {file_limit}: "
+            f"raise it with `ulimit -n {needed}`" + (", or lower --max-connections" if wanted else "")
+        )
+    return wanted or min(MOST_CONNECTIONS, fitting)
+
 
 class LimitedWarning:
     """A warning that clients can cause at will: logged once every LOG_SECONDS, with the number left out."""

@@ -12,6 +12,7 @@ import msgspec
 
 from anabranch.messages import INTERNAL
 
+Headers = dict[str, str]
 MAX_MESSAGE = 2000  # characters
 CONTEXT_WORDS = "This model's maximum context length is"
 
@@ -21,13 +22,7 @@ TYPES |= {408: "timeout_error", 429: "rate_limit_error", 503: "unavailable_error
 
 class ApiError(Exception):
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
+        self, status: int, message: str, *, code: str | None, param: str | None = None, headers: Headers | None = None
     ) -> None:
         super().__init__(message)
         # A message may quote what a client sent, and half a surrogate pair cannot be written as UTF-8.

@@ -32,9 +32,9 @@ from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import read_config
 from anabranch.models.generation import read_sampling_defaults
-from anabranch.server import open_files
+from anabranch.server import connection
 from anabranch.server.app import make_app
-from anabranch.server.connection import LimitedWarning, protocol_for
+from anabranch.server.connection import LimitedWarning
 from anabranch.server.history import INTERVAL
 from anabranch.server.parsers.choose import find_parsers
 from anabranch.server.service import Model, Service
@@ -90,13 +90,13 @@ def listen(settings: Settings) -> Iterator[socket.socket]:
 class Server:
     def __init__(self, settings: Settings, engine: EngineConfig, make_engine: str) -> None:
         self.settings, self.engine, self.make_engine = settings, engine, make_engine
-        self.max_connections = open_files.max_connections(settings.max_connections, open_files.raise_limit())
+        self.max_connections = connection.max_connections(settings.max_connections, connection.raise_file_limit())
         self.service = Service(settings, engine, settings.served_model_name or (model_name(engine.model),))
         self.http = _Http(
             uvicorn.Config(
                 traced(make_app(self.service)),
-                http=protocol_for(settings, self.max_connections),
-                backlog=open_files.AT_ONCE,
+                http=connection.protocol_for(settings, self.max_connections),
+                backlog=connection.ACCEPTED_AT_ONCE,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -162,13 +162,13 @@ class Server:
             await asyncio.gather(loading, return_exceptions=True)
             return 0
         try:
-            self.client = loading.result()
+            client = self.client = loading.result()
         except (EngineDead, ValueError, OSError) as error:
             reason = error.reason if isinstance(error, EngineDead) else str(error)
             self.service.leave("dead", reason)
             print(f"anabranch serve: {reason}", file=sys.stderr)
             return 1
-        return await self._serve(signalled)
+        return await self._serve(client, signalled)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -225,19 +225,18 @@ class Server:
 
     # -- serve and end -------------------------------------------------------------------------------------------------
 
-    async def _serve(self, signalled: asyncio.Task[bool]) -> int:
-        assert self.client is not None
-        death = asyncio.create_task(self.client.wait())
-        watching = [asyncio.create_task(self._watch_steps()), asyncio.create_task(self._sample())]
+    async def _serve(self, client: EngineClient, signalled: asyncio.Task[bool]) -> int:
+        death = asyncio.create_task(client.wait())
+        watching = [asyncio.create_task(self._watch_steps(client)), asyncio.create_task(self._sample(client))]
         try:
             await asyncio.wait((death, signalled), return_when=asyncio.FIRST_COMPLETED)
-            return await (self._end_after_death() if death.done() else self._drain(death))
+            return await (self._end_after_death(client) if death.done() else self._drain(client, death))
         finally:
             for task in (death, *watching):
                 task.cancel()
             await asyncio.gather(death, *watching, return_exceptions=True)
 
-    async def _drain(self, death: asyncio.Task[str]) -> int:
+    async def _drain(self, client: EngineClient, death: asyncio.Task[str]) -> int:
         """Refuse new requests and let the running ones finish."""
         name, timeout = signal.Signals(self.signals[0]).name, self.settings.shutdown_timeout
         timeout = max(timeout - END, timeout / 2)
@@ -248,7 +247,7 @@ class Server:
         try:
             await asyncio.wait((drained, again, death), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
-                return await self._end_after_death()
+                return await self._end_after_death(client)
             if again.done():
                 log.warning("a second signal: %d sequences are aborted", self.service.num_admitted)
             elif not drained.done():
@@ -256,44 +255,40 @@ class Server:
         finally:
             for task in (drained, again):
                 task.cancel()
-        assert self.client is not None
         self.service.cut_off()
-        await self.client.close(patience=self._left() / 2)  # sequences that still run end with an error
+        await client.close(patience=self._left() / 2)  # sequences that still run end with an error
         return 128 + self.signals[1] if len(self.signals) > 1 else 0
 
     async def _until_idle(self) -> None:
         while self.service.num_admitted:
             await asyncio.sleep(0.02)
 
-    async def _end_after_death(self) -> int:
+    async def _end_after_death(self, client: EngineClient) -> int:
         """The engine has died: requests get an error with the reason, then this process ends too."""
-        assert self.client is not None
-        found = self.service.reason if self.service.phase == "dead" else self.client.dead_reason
+        found = self.service.reason if self.service.phase == "dead" else client.dead_reason
         reason = found or "the engine has ended"
         self.service.leave("dead", reason)
         log.error("%s; ending with exit code 1", reason)
         await asyncio.sleep(GRACE)
         return 1
 
-    async def _watch_steps(self) -> None:
+    async def _watch_steps(self, client: EngineClient) -> None:
         """Kill an engine whose step takes too long; then the server ends as after any death of the engine."""
-        assert self.client is not None
         while True:
             await asyncio.sleep(WATCH)
-            if self.client.hanging_for > self.settings.step_timeout:
+            if client.hanging_for > self.settings.step_timeout:
                 reason = f"the engine has been in one step for more than {self.settings.step_timeout:g} s"
                 self.service.leave("dead", reason)
-                log.error("%s: killing process %d", reason, self.client.pid)
+                log.error("%s: killing process %d", reason, client.pid)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.client.pid, signal.SIGKILL)
+                    os.kill(client.pid, signal.SIGKILL)
                 return
 
-    async def _sample(self) -> None:
-        assert self.client is not None
+    async def _sample(self, client: EngineClient) -> None:
         while True:
             await asyncio.sleep(INTERVAL)
             with contextlib.suppress(TimeoutError, RuntimeError):  # hanging or dead: handled elsewhere
-                self.service.history.add(await self.client.stats(timeout=10 * INTERVAL))
+                self.service.history.add(await client.stats(timeout=10 * INTERVAL))
 
 
 class _Http(uvicorn.Server):

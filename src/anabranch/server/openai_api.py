@@ -10,10 +10,9 @@ from fastapi import APIRouter, Request, Response
 
 from anabranch.server import protocol, stream
 from anabranch.server.body import read_json
-from anabranch.server.chat import read_chat, render
+from anabranch.server.chat import Chat, render
 from anabranch.server.errors import bad_request
-from anabranch.server.openai_chat import ChatAnswer
-from anabranch.server.openai_completions import CompletionAnswer
+from anabranch.server.openai_answer import ChatAnswer, CompletionAnswer
 from anabranch.server.service import Service
 from anabranch.server.stream import json_response
 
@@ -89,7 +88,7 @@ async def tokenize(request: Request) -> Response:
 
     def work() -> dict[str, Any]:
         if body.messages is not None:
-            rendered = render(service.model, read_chat(body))
+            rendered = render(service.model, Chat(body))
             tokens = service.count(rendered.text, bool(body.add_special_tokens), "messages", rendered.plain)
         else:
             tokens = service.count(body.prompt or "", body.add_special_tokens is not False, "prompt")

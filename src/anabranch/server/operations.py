@@ -42,10 +42,7 @@ COUNTERS = {
 }
 OWN_COUNTERS = {
     "steps": ("steps", "Steps the engine made."),
-    "nonfinite_logits": (
-        "nonfinite_logits",
-        "Sequences that ended with an error because their logits were NaN or infinite.",
-    ),
+    "nonfinite_logits": ("nonfinite_logits", "Sequences that ended with an error: their logits were NaN or infinite."),
 }
 """Without a name of vLLM's."""
 HISTOGRAMS = {

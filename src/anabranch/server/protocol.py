@@ -1,15 +1,21 @@
-"""The bodies of requests in OpenAI's dialect, with vLLM's additions, as schemas: types and limits of sizes only.
+"""The bodies of requests in OpenAI's dialect, with vLLM's additions, as schemas, and their SamplingParams.
 
-SamplingParams checks the ranges of sampling parameters; chat, openai_chat and openai_completions interpret the fields.
-A field that a schema does not know is refused, at every depth. Fields marked "no effect" are known because clients
-send them, such as those of an answer that comes back as part of the conversation.
+Schemas check types and sizes, SamplingParams checks ranges; chat and openai_answer interpret the other fields. A field
+that a schema does not know is refused, at every depth. Fields marked "no effect" are known because clients send them,
+such as those of an answer that comes back as part of the conversation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from json import dumps
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, structs
+
+from anabranch.sampling_params import Grammar, SamplingParams
+from anabranch.server.errors import bad_request
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
@@ -27,6 +33,16 @@ ManyTokenIds = Annotated[list[TokenId], Meta(max_length=2**18)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(max_length=10_000)]
 LogitBias = Annotated[dict[Annotated[str, Meta(max_length=16)], float], Meta(max_length=1024)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+
+SAME_NAME = (
+    ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    + ("n", "seed", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+    + ("prompt_logprobs", "return_routed_experts")
+)
+LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's fields before structured_outputs → its fields."""
+OBJECT = {"type": "object"}
 
 
 class StrictObject(Struct, forbid_unknown_fields=True):
@@ -254,3 +270,77 @@ class Detokenize(StrictObject, kw_only=True):
     model: Name | None = None
     tokens: ManyTokenIds
     skip_special_tokens: bool = False
+
+
+def sampling_params(body: Sampling, defaults: Mapping[str, Any] = MappingProxyType({}), **fixed: Any) -> SamplingParams:
+    """`defaults` are the model's, for fields that the request leaves out. `fixed` are the dialect's: logprobs, grammar,
+    and max_tokens where the request has none. A request may ask for more tokens than the context has room for: the
+    engine ends the answer there, with finish_reason "length"."""
+    given: dict[str, Any] = {**defaults}
+    given |= {name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}
+    given |= {name: tuple(value) for name in LISTS if (value := getattr(body, name)) is not None}
+    if body.stop is not None:
+        given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if body.logit_bias is not None:
+        if wrong := [token for token in body.logit_bias if not (token.isascii() and token.isdigit())]:
+            raise bad_request(f"logit_bias: {wrong[0]!r} is not a token id", "logit_bias")
+        given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_request(
+            "best_of must equal n: choosing among more answers than asked for is not supported", "best_of"
+        )
+    name = "max_tokens"
+    if isinstance(body, ChatCompletion) and body.max_completion_tokens is not None:
+        name = "max_completion_tokens"
+    if (wanted := getattr(body, name)) is not None:
+        fixed["max_tokens"] = wanted
+    try:
+        return SamplingParams(**given, **fixed)
+    except ValueError as error:  # its message begins with the parameter's name
+        message = str(error)
+        if message.startswith("max_tokens"):
+            message = message.replace("max_tokens", name, 1)
+        raise bad_request(message, message.split(maxsplit=1)[0].rstrip(":")) from None
+
+
+def grammar(body: Sampling) -> Grammar | None:
+    """The grammar of the output, whichever field gives it; two fields contradict each other."""
+    given: dict[str, dict[str, Any]] = {}
+    if body.response_format is not None and body.response_format.type != "text":
+        given["response_format"] = {"json": _response_schema(body.response_format)}
+    if body.structured_outputs is not None:
+        given["structured_outputs"] = structs.asdict(body.structured_outputs)
+    given |= {name: {field: value} for name, field in GUIDED.items() if (value := getattr(body, name)) is not None}
+    found: dict[str, Grammar] = {}
+    for name, fields in given.items():
+        try:
+            found[name] = _grammar(**fields)
+        except RecursionError:
+            raise bad_request(f"{name}: the schema is too deeply nested", name) from None
+        except ValueError as error:
+            raise bad_request(str(error), name) from None
+    if len(found) > 1:
+        raise bad_request(f"{' and '.join(found)} contradict each other: give one of them", list(found)[1])
+    return next(iter(found.values()), None)
+
+
+def _response_schema(wanted: ResponseFormat) -> Any:
+    if wanted.type == "json_object":
+        return OBJECT
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise bad_request("response_format: json_schema needs a schema", "response_format.json_schema.schema")
+    return wanted.json_schema.schema
+
+
+def _grammar(
+    json: Any = None,
+    json_object: bool | None = None,
+    grammar: str | None = None,
+    disable_additional_properties: bool | None = None,
+    **rest: Any,
+) -> Grammar:
+    """From the fields of structured_outputs."""
+    schema = OBJECT if json is None and json_object else json
+    if schema is not None and not isinstance(schema, str):
+        schema = dumps(schema)
+    return Grammar(json_schema=schema, lark=grammar, open_objects=disable_additional_properties is False, **rest)

@@ -85,12 +85,11 @@ class Rules:
         if grammar.json_schema is not None:
             try:
                 schema = json.loads(grammar.json_schema)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"grammar: json_schema is not JSON: {error}") from None
-            if schema is not True and not isinstance(schema, dict):
-                raise ValueError("grammar: json_schema must be an object")
-            try:
+                if schema is not True and not isinstance(schema, dict):
+                    raise ValueError("grammar: json_schema must be an object")
                 return self.json({} if schema is True else schema)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"grammar: json_schema is not JSON: {error}") from None
             except RecursionError:
                 raise ValueError("grammar: json_schema is nested too deeply") from None
         if grammar.regex is not None:

@@ -123,14 +123,9 @@ def find_parsers(
     tools = _known("tool parser", tool_parser, NOTATIONS, SAME_NOTATION) or _find_notation(template)
     thoughts = _known("reasoning parser", reasoning_parser, {**THINKING, "none": None}, SAME_THINKING)
     thoughts = thoughts or next((name for name, tags in THINKING.items() if tags.closes in template), "none")
-    return Parsers(
-        tool_parser=tools,
-        reasoning_parser=thoughts,
-        notation=NOTATIONS[tools](template),
-        thinking=THINKING.get(thoughts),
-        added_tokens=dict(added_tokens or {}),
-        short_ids=re.search(r"length\s*!=\s*9\b", template) is not None,
-    )
+    short_ids = re.search(r"length\s*!=\s*9\b", template) is not None
+    notation, thinking = NOTATIONS[tools](template), THINKING.get(thoughts)
+    return Parsers(tools, thoughts, notation, thinking, dict(added_tokens or {}), short_ids)
 
 
 def _known(what: str, name: str, names: Mapping[str, object], others: Mapping[str, str]) -> str:
