@@ -18,7 +18,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
-from anabranch.server import protocol, stream
+from anabranch.server import errors, protocol, stream
 from anabranch.server.body import read_json
 from anabranch.server.chat import Chat, render
 from anabranch.server.errors import ApiError, bad_request
@@ -32,8 +32,7 @@ from anabranch.server.stream import json_response
 router = APIRouter()
 Event = dict[str, Any]
 
-ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-ERRORS |= {408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+ERROR_TYPES = errors.TYPES | {413: "request_too_large", 503: "overloaded_error"}
 TOO_LONG = "prompt is too long"  # clients look for these words before they shorten a conversation
 
 
@@ -173,7 +172,7 @@ async def count_tokens(request: Request) -> Response:
         chat = Chat(chat_completion(body))
         chat.check()
         rendered = render(service.model, chat)
-        return len(service.count(rendered.text, False, "messages", rendered.plain))
+        return len(service.encode(rendered.text, False, "messages", rendered.plain, counting=True))
 
     return json_response({"input_tokens": await service.prepare(work, "messages", request.state.num_bytes)})
 
@@ -407,7 +406,7 @@ def usage(num_prompt: int, num_cached: int, num_new: int) -> dict[str, int]:
 
 def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
     """An error in Anthropic's form, with the fields that errors of all routes have."""
-    name = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    name = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     fields = {**error.body()["error"], "type": name}
     if error.code == "context_length_exceeded":
         fields["message"] = f"{TOO_LONG}: {error.message}"

@@ -1,35 +1,36 @@
-"""The FastAPI application: routes, their schemas, and every error as JSON of the route's dialect."""
+"""The FastAPI application: routes and their schemas. The guard answers every error, as JSON of the route's dialect."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, NoReturn
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 
 from anabranch import __version__
 from anabranch.server import anthropic, openai_api, operations, page
-from anabranch.server.errors import ApiError, internal
+from anabranch.server.errors import ApiError
 from anabranch.server.guard import Guard
 from anabranch.server.service import Service
 
 
-def make_app(service: Service) -> Guard:
+def make_app(service: Service) -> FastAPI:
     app = FastAPI(
         title="Anabranch",
         version=__version__,
         docs_url=None,  # FastAPI's pages load scripts from other sites
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _bug},
+        exception_handlers={HTTPException: _http_error},
     )
     for module in (operations, page, openai_api, anthropic):
         app.include_router(module.router)
     _describe(app)
-    guard = Guard(app, service.settings, encode_error)
-    app.state.service, app.state.guard = service, guard
-    return guard
+    app.state.service, app.state.responses = service, Counter[tuple[str, int]]()
+    app.add_middleware(Guard, settings=service.settings, encode_error=encode_error, responses=app.state.responses)
+    return app
 
 
 def encode_error(error: ApiError, path: str, request_id: str) -> bytes:
@@ -38,20 +39,8 @@ def encode_error(error: ApiError, path: str, request_id: str) -> bytes:
     return error.encoded()
 
 
-def _respond(request: Request, error: ApiError) -> Response:
-    body = encode_error(error, request.url.path, request.state.request_id)
-    return Response(body, error.status, error.headers, "application/json")
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    request.state.log["error"] = error.code
-    return _respond(request, error)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: HTTPException) -> NoReturn:
     """Starlette's own errors: no such route, or not with this method."""
-    assert isinstance(error, HTTPException)
     path, headers = request.url.path[:200], dict(error.headers or {})
     code, message = None, str(error.detail)
     if error.status_code == 404:
@@ -59,12 +48,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = headers.get("Allow", "another method")
         code, message = "method_not_allowed", f"{path!r} does not take {request.method}; it takes {allowed}"
-    return await _api_error(request, ApiError(error.status_code, message, code=code, headers=headers))
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    """The guard logs it: Starlette raises it again after this answer."""
-    return _respond(request, internal(request.state.request_id))
+    raise ApiError(error.status_code, message, code=code, headers=headers)
 
 
 def _describe(app: FastAPI) -> None:

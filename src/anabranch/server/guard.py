@@ -42,16 +42,17 @@ OPEN = HEALTH | page.PATHS
 CLIENT_GONE = 499  # never sent: for the log and the metrics
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 Headers = list[tuple[bytes, bytes]]
+EncodeError = Callable[[ApiError, str, str], bytes]  # with the path and the request's id
+Responses = Counter[tuple[str, int]]
+"""Number by route (its pattern, not the requested path: labels must stay few) and status."""
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, settings: Settings, encode_error: Callable[[ApiError, str, str], bytes]) -> None:
-        self.app, self.encode_error = app, encode_error
+    def __init__(self, app: ASGIApp, settings: Settings, encode_error: EncodeError, responses: Responses) -> None:
+        self.app, self.encode_error, self.responses = app, encode_error, responses
         self.max_header_bytes = settings.max_header_bytes
         self.hosts = Hosts(settings)
         self.keys = [_digest(key.encode()) for key in settings.api_key]
-        self.responses: Counter[tuple[str, int]] = Counter()
-        """By route (its pattern, not the requested path: labels must stay few) and status."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
@@ -73,7 +74,7 @@ class Guard:
         async def respond(error: ApiError) -> None:
             body = self.encode_error(error, scope["path"], request_id)
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+            headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
             await send_with_id({"type": "http.response.start", "status": error.status, "headers": headers})
             await send_with_id({"type": "http.response.body", "body": body})
 
@@ -91,9 +92,8 @@ class Guard:
                 await respond(unavailable("the server is shutting down", "server_draining"))
         except Exception:
             log.exception("request %s: %s %s", request_id, scope["method"], _route(scope))
-            if not status or status == 500:  # FastAPI's own handler may have answered
-                noted["error"] = "internal_error"
             if not status:
+                noted["error"] = "internal_error"
                 await respond(internal(request_id))
         finally:
             route = _route(scope)

@@ -85,18 +85,19 @@ async def tokenize(request: Request) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
+    where = "prompt" if body.messages is None else "messages"
 
     def work() -> dict[str, Any]:
         if body.messages is not None:
             rendered = render(service.model, Chat(body))
-            tokens = service.count(rendered.text, bool(body.add_special_tokens), "messages", rendered.plain)
+            text, special, plain = rendered.text, bool(body.add_special_tokens), rendered.plain
         else:
-            tokens = service.count(body.prompt or "", body.add_special_tokens is not False, "prompt")
+            text, special, plain = body.prompt or "", body.add_special_tokens is not False, ()
+        tokens = service.encode(text, special, where, plain, counting=True)
         tokenizer = service.model.tokenizer
         texts = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
 
-    where = "prompt" if body.messages is None else "messages"
     return json_response(await service.prepare(work, where, request.state.num_bytes))
 
 

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from anabranch import __version__
 from anabranch.server.errors import ApiError, bad_request
-from anabranch.server.guard import Guard
+from anabranch.server.guard import Responses
 from anabranch.server.service import Service
 from anabranch.server.stream import json_response
 
@@ -73,7 +73,7 @@ async def version() -> Response:
 @router.get("/metrics", summary="Prometheus metrics")
 async def show_metrics(request: Request) -> Response:
     state, registry = request.app.state, CollectorRegistry()  # a new one: nothing is kept between two calls
-    registry.register(Metrics(state.service, state.guard, await fresh_stats(state.service)))
+    registry.register(Metrics(state.service, state.responses, await fresh_stats(state.service)))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -118,8 +118,8 @@ async def fresh_stats(service: Service) -> dict[str, Any]:
 
 
 class Metrics(Collector):
-    def __init__(self, service: Service, guard: Guard, stats: dict[str, Any]) -> None:
-        self.service, self.guard, self.stats = service, guard, stats
+    def __init__(self, service: Service, responses: Responses, stats: dict[str, Any]) -> None:
+        self.service, self.responses, self.stats = service, responses, stats
         self.model = service.names[0]
 
     def collect(self) -> Iterator[Metric]:
@@ -127,11 +127,12 @@ class Metrics(Collector):
         if compat := self.service.settings.metrics_compat:
             yield from self._of_engine(f"{compat}:")
         yield from self._simple(CounterMetricFamily, "anabranch:", OWN_COUNTERS)
-        responses = {(route, str(status)): count for (route, status), count in sorted(self.guard.responses.items())}
-        about = "HTTP responses; 499: the client left."
+        responses = {(route, str(status)): count for (route, status), count in sorted(self.responses.items())}
+        about = "HTTP responses; 499: the client disconnected."
         yield family(CounterMetricFamily, "anabranch:http_responses", about, responses, "route", "status")
         refused = {(self.model,): self.service.history.num_refused}
-        yield family(CounterMetricFamily, "anabranch:requests_refused", "Requests that found the queue full.", refused)
+        about = "Requests refused because the queue was full."
+        yield family(CounterMetricFamily, "anabranch:requests_refused", about, refused)
         ready = {(self.model,): self.service.phase == "ready"}
         yield family(GaugeMetricFamily, "anabranch:ready", "1 while requests are taken.", ready)
         balances = enumerate(self.service.history.experts()["balance_total"])

@@ -212,28 +212,22 @@ class Service:
         finally:
             self._working.discard(future)
 
-    def encode(self, text: str, add_special_tokens: bool, param: str, plain: Spans = ()) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool, param: str, plain: Spans = (), counting: bool = False
+    ) -> list[int]:
         """For `prepare`; `param` is the field that errors name. Text that cannot fit, however it is tokenised, is
-        refused without tokenising it."""
-        self.check_characters(len(text), param)
-        ids = self.model.tokenizer.encode(text, add_special_tokens, plain)
-        self.check_length(len(ids), param)
-        return ids
-
-    def count(self, text: str, add_special_tokens: bool, param: str, plain: Spans = ()) -> list[int]:
-        """`encode` to count tokens: up to MAX_COUNTED characters the text may be longer than the context."""
-        if len(text) > MAX_COUNTED:
-            self.check_characters(len(text), param)
-        return self.model.tokenizer.encode(text, add_special_tokens, plain)
-
-    def check_characters(self, num_characters: int, param: str) -> None:
+        refused without tokenising it. `counting`: up to MAX_COUNTED characters may be longer than the context."""
         limit = self.max_model_len
-        if num_characters > limit * self.model.longest_token:
+        if len(text) > max(limit * self.model.longest_token, MAX_COUNTED if counting else 0):
             raise context_length(
-                f"{CONTEXT_WORDS} {limit} tokens. However, the prompt has {num_characters} characters, which are more "
+                f"{CONTEXT_WORDS} {limit} tokens. However, the prompt has {len(text)} characters, which are more "
                 "tokens than that in any case. Shorten the prompt.",
                 param,
             )
+        ids = self.model.tokenizer.encode(text, add_special_tokens, plain)
+        if not counting:
+            self.check_length(len(ids), param)
+        return ids
 
     def check_length(self, num_tokens: int, param: str) -> None:
         limit = self.max_model_len

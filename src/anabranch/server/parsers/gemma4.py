@@ -96,10 +96,7 @@ class Arguments:
             return self._leave()
         if mark == QUOTE and not word:
             self._source.take(len(QUOTE))
-            pieces = []
-            while piece := (yield from self._source.until(IN_STRING)):
-                pieces.append(piece)
-            word = "".join(pieces)
+            word = yield from self._source.all_until(IN_STRING)
             if not (yield from self._source.literal(QUOTE)):
                 return None
             yield from self._source.space()
@@ -158,10 +155,8 @@ class Arguments:
 
     def _word(self, marks: Tags) -> Wait[tuple[str, str]]:
         """Bare text, and the mark after it, which is not read."""
-        pieces = []
-        while piece := (yield from self._source.until(marks)):
-            pieces.append(piece)
-        return "".join(pieces).strip(), self._source.which(marks)
+        word = yield from self._source.all_until(marks)
+        return word.strip(), self._source.which(marks)
 
     def _write(self, text: str, in_list: bool = True) -> None:
         """The beginning of a member or an item, or a value after its key; drops what was read for it."""

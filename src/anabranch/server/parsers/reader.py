@@ -217,8 +217,7 @@ class Reader:
                 continue
             tag = source.which(self._thought_tags)
             if tag in self._call_tags.texts:
-                while (yield from source.until(self._closing)):
-                    pass
+                yield from source.all_until(self._closing)
                 tag = source.which(self._closing)
                 if not tag:
                     source.unread()
@@ -237,8 +236,7 @@ class Reader:
         source, out = self._source, self._out
         num_before = out.num_calls
         while out.num_calls == num_before:
-            while (yield from source.until(self._call_tags)):
-                pass
+            yield from source.all_until(self._call_tags)
             source.settle(out.reasoning)
             if not source.which(self._call_tags):
                 out.reasoning(source.release())

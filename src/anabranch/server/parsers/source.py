@@ -98,6 +98,13 @@ class Source:
                 return ""
             yield
 
+    def all_until(self, tags: Tags) -> Wait[str]:
+        """Read all of the text before the next of the tags, or up to the end."""
+        pieces = []
+        while piece := (yield from self.until(tags)):
+            pieces.append(piece)
+        return "".join(pieces)
+
     def which(self, tags: Tags) -> str:
         """After `until`: the tag that is next; empty at the end."""
         match = tags.whole.match(self._text, self._at)
