@@ -233,9 +233,9 @@ DEEP: dict[str, Any] = {"type": "integer"}
 for _ in range(900):
     DEEP = {"anyOf": [DEEP]}
 REFUSED = {
-    "'not'": ({"properties": {"a": {"not": {"type": "string"}}}}, "has 'not' where a call"),
-    "a keyword of the whole": ({"properties": {}, "minProperties": 1}, "has 'minProperties' where a call"),
-    "nothing": ({"properties": {"a": False}}, "has 'not' where a call"),
+    "'not'": ({"properties": {"a": {"not": {"type": "string"}}}}, "has 'not', which cannot be enforced"),
+    "a keyword of the whole": ({"properties": {}, "minProperties": 1}, "has 'minProperties', which cannot be enforced"),
+    "nothing": ({"properties": {"a": False}}, "has 'not', which cannot be enforced"),
     "undescribed": ({"properties": {}, "required": ["a"]}, "requires 'a' without describing it; add it"),
     "lost reference": ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "'#/$defs/b' leads to nothing"),
     "foreign reference": ({"properties": {"a": {"$ref": "http://x/y"}}}, "'http://x/y' leads to nothing"),

@@ -18,7 +18,6 @@ import binascii
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import logging
 import re
 import socket
@@ -33,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from anabranch.server import page
 from anabranch.server.body import ClientGone
 from anabranch.server.errors import ApiError, internal, unavailable
-from anabranch.server.settings import Settings, is_loopback
+from anabranch.server.settings import Settings, is_loopback, parse_address
 
 log = logging.getLogger("anabranch.server.access")
 
@@ -158,12 +157,7 @@ class Hosts:
         elif host.count(":") == 1:
             host = host.partition(":")[0]
         host = host.rstrip(".")
-        if host in self.names or host.endswith(".localhost"):
-            return True
-        with contextlib.suppress(ValueError):
-            ipaddress.ip_address(host)
-            return True
-        return False
+        return host in self.names or host.endswith(".localhost") or parse_address(host) is not None
 
 
 def _keys(name: bytes, value: bytes) -> list[bytes]:

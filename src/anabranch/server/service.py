@@ -167,44 +167,32 @@ class Service:
 
     async def run(self, work: Callable[[], Result], num_bytes: int) -> Result:
         """Do work that takes time in proportion to a request's size: at once if that is small, else in a thread."""
-        if num_bytes <= SMALL:
-            return work()
-        try:
-            async with asyncio.timeout(self.settings.prepare_timeout):
-                return await self._in_thread(work, num_bytes)
-        except TimeoutError:
-            raise unavailable(BUSY, "busy") from None
+        return work() if num_bytes <= SMALL else await self.prepare(work, None, num_bytes)
 
-    async def prepare(self, work: Callable[[], Result], param: str, num_bytes: int) -> Result:
+    async def prepare(self, work: Callable[[], Result], param: str | None, num_bytes: int) -> Result:
         """Read, render and tokenise, in a thread and within a deadline. ValueError means that the request is wrong."""
-        timeout, started = self.settings.prepare_timeout, threading.Event()
+        timeout, started, is_large = self.settings.prepare_timeout, threading.Event(), num_bytes > LARGE
 
-        def begin() -> Result:
+        def job() -> Result:
             started.set()
-            return work()
+            try:
+                return work()
+            finally:
+                if is_large:
+                    release_memory()
 
+        threads = self.large_threads if is_large else self.threads
+        future = asyncio.get_running_loop().run_in_executor(threads, job)
+        self._working.add(future)
         try:
             async with asyncio.timeout(timeout):
-                return await self._in_thread(begin, num_bytes)
+                return await future
         except TimeoutError:
             if not started.is_set():
                 raise unavailable(BUSY, "busy") from None
             raise bad_request(f"the prompt could not be prepared within {timeout:g} s; shorten it", param) from None
         except ValueError as error:
             raise bad_request(str(error), param) from None
-
-    async def _in_thread(self, work: Callable[[], Result], num_bytes: int) -> Result:
-        def large_work() -> Result:
-            try:
-                return work()
-            finally:
-                release_memory()
-
-        threads, job = (self.large_threads, large_work) if num_bytes > LARGE else (self.threads, work)
-        future = asyncio.get_running_loop().run_in_executor(threads, job)
-        self._working.add(future)
-        try:
-            return await future
         except asyncio.CancelledError:
             if self._cut_off:
                 raise unavailable("the server is shutting down", "server_draining") from None

@@ -87,10 +87,13 @@ class Settings:
         return min(BODY_BASE + BODY_PER_TOKEN * max_model_len, BODY_MOST)
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    address = parse_address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)

@@ -204,10 +204,8 @@ class ToolGrammar(ABC):
 
     def check(self, schema: Schema, *allowed: str) -> None:
         if others := sorted(set(schema) - ANNOTATIONS - {*allowed}):
-            raise self.refuse(
-                f"has {others[0]!r} where a call in this model's notation cannot be held to it; leave it out, or let "
-                f"tool_choice be auto"
-            )
+            reason = f"has {others[0]!r}, which cannot be enforced in this model's notation of calls"
+            raise self.refuse(f"{reason}; leave it out, or set tool_choice to auto")
 
     def refuse(self, why: str) -> ValueError:
         return ValueError(f"tools: the schema of {self.name!r} {why}")
