@@ -170,8 +170,6 @@ class Server:
             return 1
         return await self._serve(client, signalled)
 
-    # -- start ---------------------------------------------------------------------------------------------------------
-
     async def _load(self) -> EngineClient:
         """Read the model folder's small files here, the weights in the engine's process."""
         self.stages.append(("reading the model folder", time.monotonic()))
@@ -222,8 +220,6 @@ class Server:
             route, body = "chat/completions", '{"messages": [{"role": "user", "content": "Tell me a story."}]}'
         key = " -H 'authorization: Bearer KEY'" if self.settings.api_key else ""
         return f"curl {self.address}/v1/{route}{key} -H 'content-type: application/json' -d '{body}'"
-
-    # -- serve and end -------------------------------------------------------------------------------------------------
 
     async def _serve(self, client: EngineClient, signalled: asyncio.Task[bool]) -> int:
         death = asyncio.create_task(client.wait())

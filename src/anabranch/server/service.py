@@ -90,8 +90,6 @@ class Service:
         self._model: Model | None = None
         self._client: EngineClient | None = None
 
-    # -- phases --------------------------------------------------------------------------------------------------------
-
     def become_ready(self, model: Model, client: EngineClient) -> None:
         self._model, self._client = model, client
         if self.phase == "loading":
@@ -139,8 +137,6 @@ class Service:
     def max_body_bytes(self) -> int:
         return self.settings.body_limit(0 if self._client is None else self.max_model_len)
 
-    # -- admission -----------------------------------------------------------------------------------------------------
-
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             known = ", ".join(self.names)
@@ -162,8 +158,6 @@ class Service:
             yield
         finally:
             self.num_admitted -= num_sequences
-
-    # -- before the engine ---------------------------------------------------------------------------------------------
 
     async def run(self, work: Callable[[], Result], num_bytes: int) -> Result:
         """Do work that takes time in proportion to a request's size: at once if that is small, else in a thread."""
@@ -227,8 +221,6 @@ class Service:
                 "is to be generated. Shorten the prompt.",
                 param,
             )
-
-    # -- generation ----------------------------------------------------------------------------------------------------
 
     def answer(
         self, id: str, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer, param: str, **options: Any

@@ -138,8 +138,7 @@ class Arguments:
         if not mark:
             return None
         if mark == QUOTE:
-            source.take(len(QUOTE))
-            source.drop()
+            source.skip(len(QUOTE))
         self._out.arguments('"')
         return self._more
 
@@ -148,8 +147,7 @@ class Arguments:
         if word:
             return None
         if mark == ",":
-            self._source.take(1)
-            self._source.drop()
+            self._source.skip(1)
             return self._key if self._open[-1] == "}" else self._value
         return self._leave() if mark == self._open[-1] else None
 
@@ -170,8 +168,7 @@ class Arguments:
         self._empty = True
 
     def _leave(self) -> Step:
-        self._source.take(1)
-        self._source.drop()
+        self._source.skip(1)
         self._out.arguments(self._open.pop())
         self._empty = False
         return self._more

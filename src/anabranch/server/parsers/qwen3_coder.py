@@ -108,8 +108,7 @@ class Qwen3Coder(Notation):
             out.arguments('"' if tag else "")
         else:
             out.arguments(to_json("".join(pieces), allowed, named) if tag else "".join(pieces))
-        source.take(len(tag) if tag.endswith(PARAMETER_ENDS) else min(len(tag), 1))
-        source.drop()
+        source.skip(len(tag) if tag.endswith(PARAMETER_ENDS) else min(len(tag), 1))
         return bool(tag)
 
     def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:

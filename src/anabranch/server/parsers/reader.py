@@ -201,8 +201,7 @@ class Reader:
                 out.content(source.release())
                 return False
             if thinking and tag == thinking.opens:
-                source.take(len(tag))
-                source.drop()
+                source.skip(len(tag))
                 return True
             begins = yield from self._calls(out.content)
 
@@ -227,8 +226,7 @@ class Reader:
             if not tag:
                 out.reasoning(source.release())
                 return
-            source.take(len(tag))
-            source.drop()
+            source.skip(len(tag))
             return
 
     def _thought_without_end(self) -> Wait[None]:
@@ -266,5 +264,4 @@ def read_rest(source: Source, out: Output, after: Tags, closes: str) -> Wait[Non
         if not piece.isspace():
             source.settle(out.content)
     if source.which(after) == closes:
-        source.take(len(closes))
-        source.drop()
+        source.skip(len(closes))

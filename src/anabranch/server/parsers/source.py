@@ -49,8 +49,6 @@ class Source:
         self.num_added += len(text)
         self.ended = self.ended or final
 
-    # Reading.
-
     def peek(self) -> Wait[str]:
         """The next character; empty at the end."""
         while self._at == len(self._text):
@@ -66,6 +64,11 @@ class Source:
         self._at += length
         self._held.append(piece)
         return piece
+
+    def skip(self, length: int) -> None:
+        """Read `length` characters, and drop them and all that is held."""
+        self.take(length)
+        self.drop()
 
     def literal(self, text: str) -> Wait[bool]:
         """Read this text if it comes next; otherwise read nothing."""
@@ -109,8 +112,6 @@ class Source:
         """After `until`: the tag that is next; empty at the end."""
         match = tags.whole.match(self._text, self._at)
         return match[0] if match else ""
-
-    # What was read.
 
     @property
     def is_blank(self) -> bool:
