@@ -265,7 +265,7 @@ def test_a_thread_that_does_not_end_is_not_waited_for() -> None:
         assert caught.value.status == 503
         waiting = asyncio.create_task(service.prepare(ending.wait, "messages", 1))
         await asyncio.sleep(0.02)
-        service.cut_off()
+        service.cancel_work()
         with pytest.raises(ApiError, match="shutting down"):
             await waiting
         ending.set()

@@ -20,7 +20,7 @@ from msgspec import inspect
 
 from anabranch.server.errors import ApiError, bad_request
 
-Schema = TypeVar("Schema", bound=msgspec.Struct)
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
 LONGEST = 100  # characters of an unknown name that an error repeats
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
@@ -30,13 +30,13 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-async def read_json(request: Request, schema: type[Schema]) -> Schema:
+async def read_json(request: Request, schema: type[Decoded]) -> Decoded:
     """The request's body as an object of the schema; a large one is decoded in a thread. Sets `request.state.num_bytes`
     to its size."""
     service = request.app.state.service
     body = await read_body(request, service.max_body_bytes, service.settings.body_timeout)
     request.state.num_bytes = len(body)
-    result: Schema = await service.run(lambda: decode(body, schema), len(body))
+    result: Decoded = await service.run(lambda: decode(body, schema), len(body))
     return result
 
 
@@ -68,7 +68,7 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytearray:
         raise ApiError(408, reason, code="request_timeout", headers=headers) from None
 
 
-def decode(body: bytes | bytearray, schema: type[Schema]) -> Schema:
+def decode(body: bytes | bytearray, schema: type[Decoded]) -> Decoded:
     """No garbage collection meanwhile: millions of new objects would start many, each of which looks at all of them
     while it holds the interpreter's lock."""
     gc.disable()
@@ -78,7 +78,7 @@ def decode(body: bytes | bytearray, schema: type[Schema]) -> Schema:
         gc.enable()
 
 
-def _decode(body: bytes | bytearray, schema: type[Schema]) -> Schema:
+def _decode(body: bytes | bytearray, schema: type[Decoded]) -> Decoded:
     try:
         raw = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.ValidationError as error:

@@ -40,7 +40,7 @@ HEALTH = frozenset(("/health", "/health/live", "/health/ready"))
 OPEN = HEALTH | page.PATHS
 CLIENT_GONE = 499  # never sent: for the log and the metrics
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-Headers = list[tuple[bytes, bytes]]
+RawHeaders = list[tuple[bytes, bytes]]
 EncodeError = Callable[[ApiError, str, str], bytes]  # with the path and the request's id
 Responses = Counter[tuple[str, int]]
 """Number by route (its pattern, not the requested path: labels must stay few) and status."""
@@ -55,7 +55,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
-        headers: Headers = scope["headers"]
+        headers: RawHeaders = scope["headers"]
         request_id = _request_id(headers)
         noted: dict[str, Any] = {}
         scope.setdefault("state", {}).update(request_id=request_id, log=noted)
@@ -102,7 +102,7 @@ class Guard:
             quiet = route in HEALTH or route == "/metrics" or route.startswith(("/debug/", "/page/"))
             log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": noted})
 
-    def _check(self, path: str, headers: Headers) -> None:
+    def _check(self, path: str, headers: RawHeaders) -> None:
         close = {"connection": "close"}
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         if size > self.max_header_bytes:
@@ -122,7 +122,7 @@ class Guard:
         if self.keys and path not in OPEN:
             self._check_key(headers)
 
-    def _check_key(self, headers: Headers) -> None:
+    def _check_key(self, headers: RawHeaders) -> None:
         given = [key for name, value in headers for key in _keys(name, value)]
         # Every key against every other, and digests of one length: the time reveals nothing.
         matches = [hmac.compare_digest(_digest(key), known) for key in given for known in self.keys]
@@ -178,7 +178,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _request_id(headers: Headers) -> str:
+def _request_id(headers: RawHeaders) -> str:
     for name, value in headers:
         if name == b"x-request-id" and _ID.fullmatch(text := value.decode("latin-1")):
             return text

@@ -251,7 +251,7 @@ class Server:
         finally:
             for task in (drained, again):
                 task.cancel()
-        self.service.cut_off()
+        self.service.cancel_work()
         await client.close(patience=self._left() / 2)  # sequences that still run end with an error
         return 128 + self.signals[1] if len(self.signals) > 1 else 0
 

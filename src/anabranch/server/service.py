@@ -86,7 +86,7 @@ class Service:
         self.threads = Threads(THREADS, "prepare")
         self.large_threads = Threads(1, "prepare-large")
         self._working: set[asyncio.Future[Any]] = set()
-        self._cut_off = False
+        self._cancelled = False
         self._model: Model | None = None
         self._client: EngineClient | None = None
 
@@ -98,9 +98,9 @@ class Service:
     def leave(self, phase: Literal["draining", "dead"], reason: str) -> None:
         self.phase, self.reason = phase, reason
 
-    def cut_off(self) -> None:
+    def cancel_work(self) -> None:
         """Answer requests that wait for a thread with 503. The thread itself cannot be stopped."""
-        self._cut_off = True
+        self._cancelled = True
         for future in list(self._working):
             future.cancel()
 
@@ -188,7 +188,7 @@ class Service:
         except ValueError as error:
             raise bad_request(str(error), param) from None
         except asyncio.CancelledError:
-            if self._cut_off:
+            if self._cancelled:
                 raise unavailable("the server is shutting down", "server_draining") from None
             raise
         finally:
