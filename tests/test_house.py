@@ -19,6 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (
     "root",
     "bundled",
+    "formats",
     "platforms",
     "ops",
     "kernels",

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.bench.records import bundled, commit
 from anabranch.config import add_flags, flags
-from anabranch.engine.plan import DTYPE_BYTES
+from anabranch.formats import ITEM_BYTES
 from anabranch.models.config import ModelConfig
 from anabranch.options import above_zero, add_shared, at_least
 from anabranch.request import Request
@@ -114,7 +114,7 @@ def step_bytes(config: ModelConfig, batch: int, context: int, dtype: str) -> dic
     Weights once (of the routed experts, those that a batch with uniform routing is expected to visit), and the keys and
     values of every token of every request. Activations are left out: in decode they are small and mostly cached.
     """
-    size, width = DTYPE_BYTES[dtype], config.hidden_size
+    size, width = ITEM_BYTES[dtype], config.hidden_size
     elements = {"dense": config.vocab_size * width, "experts": 0.0, "routing": 0, "attention": 0}
     for layer in config.layers:
         attention = layer.attention

@@ -15,6 +15,7 @@ from typing import Any
 from anabranch import bundled
 from anabranch.config import batch_tokens
 from anabranch.engine import plan as planning
+from anabranch.formats import ITEM_BYTES
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import ModelConfig, read_config
@@ -81,16 +82,16 @@ def contexts(config: ModelConfig) -> list[int]:
 def _as_text(
     config: ModelConfig, dtype: str, plans: list[planning.MemoryPlan], on_disk: tuple[int, int] | None
 ) -> list[str]:
-    counts = planning.count_weights(config)
-    total, item = sum(counts.values()), planning.DTYPE_BYTES[dtype]
+    counts, num_bytes = planning.count_weights(config), planning.weight_bytes(config, dtype)
+    total, item = sum(counts.values()), ITEM_BYTES[dtype]
     moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
     experts = f", {moe.num_experts} experts, {moe.top_k} per token" if moe else ""
     lines = [f"{config.model_type}: {len(config.layers)} layers, hidden size {config.hidden_size}{experts}", ""]
     lines += [f"{'weights (' + dtype + ')':<24}{'parameters':>16}{'GB':>10}{'share':>9}"]
     for kind, count in counts.items():
         if count:
-            lines.append(f"  {kind:<22}{count:>16,}{count * item / 1e9:>10.3f}{count / total:>9.1%}")
-    lines.append(f"  {'total':<22}{total:>16,}{total * item / 1e9:>10.3f}")
+            lines.append(f"  {kind:<22}{count:>16,}{num_bytes[kind] / 1e9:>10.3f}{count / total:>9.1%}")
+    lines.append(f"  {'total':<22}{total:>16,}{sum(num_bytes.values()) / 1e9:>10.3f}")
     lines.append(f"  {'active per token':<22}{planning.count_active(config):>16,}")
     if on_disk is not None:
         lines.append(f"  on disk: {on_disk[0] / 1e9:.3f} GB in {on_disk[1]} file{'s' if on_disk[1] > 1 else ''}")
@@ -121,11 +122,11 @@ def _as_text(
 def _as_json(
     config: ModelConfig, dtype: str, plans: list[planning.MemoryPlan], on_disk: tuple[int, int] | None
 ) -> dict[str, Any]:
-    item = planning.DTYPE_BYTES[dtype]
+    item = ITEM_BYTES[dtype]
     return {
         "model_type": config.model_type,
         "dtype": dtype,
-        "weights": {kind: count * item for kind, count in planning.count_weights(config).items()},
+        "weights": planning.weight_bytes(config, dtype),
         "active_parameters": planning.count_active(config),
         "on_disk_bytes": on_disk[0] if on_disk else None,
         "kv_bytes_per_token": [

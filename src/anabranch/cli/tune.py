@@ -78,14 +78,16 @@ def draw(shape: tuple[Any, ...], device: torch.device) -> tuple[Weight, Weight]:
     """Random weights of one layer."""
     import torch
 
-    from anabranch.formats import FORMATS
+    from anabranch import formats
     from anabranch.ops.weight import Weight
 
     num_experts, width, inner, _, dtype, format = shape
 
+    chosen = formats.known()[format]
+
     def normal(*size: int) -> Weight:
         data = torch.empty(size, dtype=dtype, device=device).normal_(std=size[-1] ** -0.5)
-        return Weight.view(FORMATS[format], size, FORMATS[format].quantize(data))
+        return Weight.view(chosen, size, chosen.quantize(data))
 
     return normal(num_experts, 2 * inner, width), normal(num_experts, width, inner)
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from anabranch.formats import FORMATS, PLAIN, Format, Index
+from anabranch import formats
+from anabranch.formats import PLAIN, Format, Index
 from anabranch.loader.checkpoint import DTYPES, FLOATS, Checkpoint, CheckpointError, TensorInfo
 from anabranch.ops.weight import Layout, Piece, Weight
 
@@ -41,7 +42,7 @@ class Copy:
 def match(model: Decoder, checkpoint: Checkpoint) -> list[Copy]:
     """One Copy for every tensor the model needs, in file order; CheckpointError if one is missing or left over."""
     copies: list[Copy] = []
-    format = FORMATS[model.config.format]
+    format = formats.known()[model.config.format]
     for name, target, layouts in parameter_layouts(model):
         if isinstance(target, Weight):
             copies += _copies(target, name, layouts, format, checkpoint)

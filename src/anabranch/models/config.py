@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from anabranch.formats import PLAIN, Format, format_of
 from anabranch.models import family
 from anabranch.models.keys import ConfigError, Keys, read_json, shown
 from anabranch.models.rope import RopeConfig
@@ -129,11 +130,12 @@ class ModelConfig:
 
 
 def read_config(folder: str | Path, *, quantized: bool = False) -> ModelConfig:
-    """Read `config.json` (and end-of-text ids from `generation_config.json`) in a model folder. `quantized`: whoever
-    asks reads packed weights too."""
+    """Read `config.json` (and end-of-text ids from `generation_config.json`) in a model folder. `quantized`: the caller
+    reads quantised weights itself, of any format."""
     path = Path(folder) / "config.json"
     keys = Keys(read_json(path), path)
-    if not quantized and "quantization_config" in {**keys.raw, **keys.mapping("text_config")}:
+    format = _format(keys)
+    if format is None and not quantized:
         raise keys.fail("'quantization_config': quantised checkpoints are not supported yet; use the original weights")
     families, model_type = family.known(), keys.get("model_type")
     if not isinstance(model_type, str) or model_type not in families:
@@ -148,7 +150,16 @@ def read_config(folder: str | Path, *, quantized: bool = False) -> ModelConfig:
             raise keys.fail(f"'architectures' = {shown(architecture)}: only models that generate text are supported")
     config = families[model_type].read(keys)
     _check(keys, config)
-    return replace(config, eos_ids=_eos_ids(keys))
+    return replace(config, eos_ids=_eos_ids(keys), format=PLAIN.name if format is None else format.name)
+
+
+def _format(keys: Keys) -> Format | None:
+    """Of the weights; None if it is not known here."""
+    for where in (keys.raw, keys.mapping("text_config")):
+        if "quantization_config" in where:
+            found = where["quantization_config"]
+            return format_of(found) if isinstance(found, dict) else None
+    return PLAIN
 
 
 def _eos_ids(keys: Keys) -> tuple[int, ...]:

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from anabranch.sampling_params import Grammar
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.text.json_schema import prepare
-from anabranch.text.schema_parts import follow
+from anabranch.text.json_schema import follow, prepare
 
 Schema = dict[str, Any]
 T = TypeVar("T")
