@@ -54,7 +54,7 @@ def prompt(model: Decoder, num_tokens: int, seed: int = 0) -> Step:
     sequence.tokens += [rng.randrange(tiny.VOCAB_SIZE) for _ in range(num_tokens)]
     groups = model.config.kv_groups
     steps = StepMaker(len(groups), 1, LONGEST, PAGE, CPU)
-    return steps.make([Share(sequence, 0, num_tokens, True)], lambda _: [list(range(LONGEST // PAGE)) for _ in groups])
+    return steps.make([Share(sequence, 0, num_tokens, 1)], lambda _: [list(range(LONGEST // PAGE)) for _ in groups])
 
 
 @pytest.mark.parametrize("look_into", [True, False])
@@ -266,7 +266,7 @@ def test_captured_pieces_on_a_gpu(
             sequence = Sequence(Request(id="", prompt_ids=(), params=SamplingParams()), 0)
             sequence.slot = 0
             sequence.tokens += [(7 * i + 3) % tiny.VOCAB_SIZE for i in range(num_tokens)]
-            share = Share(sequence, 0, num_tokens, True)
+            share = Share(sequence, 0, num_tokens, 1)
             step = steps.make([share], lambda _: [list(range(LONGEST // PAGE)) for _ in groups])
             size = next((size for size in (32, 64) if size >= num_tokens), None)
             found = decoder.run(step, kv)[0] if size is None else captured[size].run(step)

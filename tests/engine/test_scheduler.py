@@ -87,7 +87,7 @@ class World:
 
     def read(self, launched: list[tuple[Share, int]]) -> None:
         for share, token in launched:
-            if share.samples and self.scheduler.read(share.sequence, token) and share.sequence.finish_reason:
+            if share.num_samples and self.scheduler.read(share.sequence, token) and share.sequence.finish_reason:
                 self.finished[share.sequence.id] = self.sequences.pop(share.sequence.id)
 
     def abort(self, id: str) -> None:

@@ -40,7 +40,7 @@ class SingleSequence:
         known += tokens
         if len(known) > self.max_length:
             raise ValueError(f"{len(known)} tokens do not fit into the {self.max_length} of this sequence")
-        step = self.steps.make([Share(self.sequence, begin, len(known), True)], lambda _: self.pages)
+        step = self.steps.make([Share(self.sequence, begin, len(known), 1)], lambda _: self.pages)
         hidden = self.model(step, self.kv)
         return self.model.logits(hidden if all_logits else hidden[-1:]).float()
 

@@ -247,7 +247,9 @@ class TorchRunner:
         step, hidden_TD, seen = self._forward(rows, self.experts.counts or record)
         launched = Launched(
             shares=shares,
-            sampling=shares if rows.logit_rows is None else [share for share in shares if share.samples],
+            sampling=shares
+            if rows.logit_rows is None
+            else [share for share in shares for _ in range(share.num_samples)],
             prompt_logprobs=self._prompt_logprobs(hidden_TD, shares) if self.slots.prompt_logprobs else {},
         )
         if launched.sampling:
@@ -264,7 +266,8 @@ class TorchRunner:
         prompt = None if self.prompts is None or len(rows.starts) > 2 else self.prompts.find("any", num_rows)
         if prompt is not None:
             hidden_TD = prompt.run(self.steps.pack_any(rows, prompt.size))
-            return prompt.step, hidden_TD, prompt.experts
+            step = self.steps.sampling(prompt.step, rows.logit_rows) if rows.logit_rows else prompt.step
+            return step, hidden_TD, prompt.experts
         step = self.steps.unpack_rows(rows)
         captured = None if self.prefills is None else self.prefills.find("any", num_rows)
         if captured is not None:

@@ -144,7 +144,7 @@ class MlxRunner:
             self._finish(self.in_flight)
         self._sweep()
         rows = [self._row(share, pages) for share in shares]
-        launched = Launched(shares=shares, sampling=[share for share in shares if share.samples])
+        launched = Launched(shares=shares, sampling=[share for share in shares if share.num_samples])
         launched.tokens = step = self.in_flight = InFlight(launched, rows, self._finish_on_thread)
         step.counts = bool(self.config.expert_load_interval)
         self.experts.wanted = step.counts or any(s.sequence.request.params.return_routed_experts for s in shares)
@@ -154,7 +154,8 @@ class MlxRunner:
             tokens = share.sequence.tokens[share.begin : share.end]
             if share.end > len(share.sequence.tokens):
                 tokens.append(self.last_tokens[row.slot])
-            if share.samples:
+            assert share.num_samples <= 1, "MLX's steps sample one token of a request"
+            if share.num_samples:
                 last_token[row] = tokens.pop()
             if tokens:
                 self._prefill(step, share, row, tokens)
