@@ -43,7 +43,7 @@ def load(name: str, folder: Path) -> Decoder:
 
 
 def pages(model: Decoder) -> list[KV]:
-    num_pages = [LONGEST // PAGE] * len(model.config.kv_groups)
+    num_pages = [LONGEST // PAGE] * len(model.config.cache_groups)
     return kv_tensors.allocate(model.config, num_pages, PAGE, torch.float32, CPU)
 
 
@@ -52,7 +52,7 @@ def prompt(model: Decoder, num_tokens: int, seed: int = 0) -> Step:
     sequence.slot = 0
     rng = random.Random(seed)
     sequence.tokens += [rng.randrange(tiny.VOCAB_SIZE) for _ in range(num_tokens)]
-    groups = model.config.kv_groups
+    groups = model.config.cache_groups
     steps = StepMaker(len(groups), 1, LONGEST, PAGE, CPU)
     return steps.make([Share(sequence, 0, num_tokens, 1)], lambda _: [list(range(LONGEST // PAGE)) for _ in groups])
 
@@ -254,7 +254,7 @@ def test_captured_pieces_on_a_gpu(
     platform = platforms.make("cuda")
     device, name_of_dtype = platform.device, str(dtype).removeprefix("torch.")
     model = load_model(str(tiny.save(CASES[name], tmp_path)), dtype=name_of_dtype, platform=platform)
-    groups = model.config.kv_groups
+    groups = model.config.cache_groups
     kv = kv_tensors.allocate(model.config, [LONGEST // PAGE] * len(groups), PAGE, dtype, device)
     steps = StepMaker(len(groups), 1, LONGEST, PAGE, device)
     with torch.inference_mode():

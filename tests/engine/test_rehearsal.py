@@ -71,7 +71,7 @@ class Serving:
         self.rng = random.Random(seed)
         self.longest = min(LONGEST, runner.config.max_model_len)
         self.most_tokens, self.most_requests = runner.config.max_num_batched_tokens, runner.config.max_num_seqs
-        self.num_groups = len(runner.model.config.kv_groups)
+        self.num_groups = len(runner.model.config.cache_groups)
         self.num_pages: dict[str, int] = {}
         self.number = 0
 

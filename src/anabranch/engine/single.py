@@ -26,7 +26,7 @@ class SingleSequence:
         self.sequence.slot = 0
         weight = model.embed_tokens.weight
         num_pages = -(-max_length // page_size)
-        groups = model.config.kv_groups
+        groups = model.config.cache_groups
         # Any assignment of pages must work; backwards shows a mistaken "page i holds tokens i · S ..".
         self.pages = [list(reversed(range(num_pages))) for _ in groups]
         self.kv = kv_tensors.allocate(model.config, [num_pages] * len(groups), page_size, weight.dtype, weight.device)

@@ -23,6 +23,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from anabranch import kernels, platforms
 from anabranch.config import EngineConfig
+from anabranch.engine import plan
 from anabranch.engine.runner import Launched, Pages, Progress
 from anabranch.engine.sampled import Logprobs, token_logprobs
 from anabranch.engine.sampler import Sampler
@@ -101,7 +102,7 @@ class MlxRunner:
         self.working = WorkingSet(
             Pool(model, num_pages, config.page_size, DTYPES[dtype]),
             families.windows(model, config.max_model_len),
-            room=max(memory.pool_bytes(config, model, dtype, num_pages), cost([config.max_model_len])),
+            room=max(plan.pages_bytes(model, num_pages, config.page_size, dtype), cost([config.max_model_len])),
             cost=cost,
             share=config.prefix_cache,
         )

@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         side_stream = platform.make_side_stream()
-        group_of = {layer_id: g for g, group in enumerate(config.kv_groups) for layer_id in group.layers}
+        group_of = {layer_id: g for g, group in enumerate(config.cache_groups) for layer_id in group.layers}
         ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=_empty(config))
         self.layers = nn.ModuleList(  # type: ignore[assignment]

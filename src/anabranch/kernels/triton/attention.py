@@ -107,7 +107,7 @@ def attention(
 
 
 class Shape(NamedTuple):
-    """What the plan of a call depends on beside the machine: the same for all layers of a KVGroup in a step."""
+    """What the plan of a call depends on beside the machine: the same for all layers of a cache group in a step."""
 
     T: int
     R: int
