@@ -42,7 +42,7 @@ def load(name: str, folder: Path) -> Decoder:
 
 
 def pages(model: Decoder) -> list[Cache]:
-    num_pages = [LONGEST // PAGE] * len(model.config.kv_groups)
+    num_pages = [LONGEST // PAGE] * len(model.config.cache_groups)
     return kv_tensors.allocate(model.config, num_pages, PAGE, torch.float32, CPU)
 
 
@@ -51,9 +51,9 @@ def prompt(model: Decoder, num_tokens: int, seed: int = 0) -> Step:
     sequence.slot = 0
     rng = random.Random(seed)
     sequence.tokens += [rng.randrange(tiny.VOCAB_SIZE) for _ in range(num_tokens)]
-    groups = model.config.kv_groups
+    groups = model.config.cache_groups
     steps = StepMaker(len(groups), 1, LONGEST, PAGE, CPU)
-    return steps.make([Share(sequence, 0, num_tokens, True)], lambda _: [list(range(LONGEST // PAGE)) for _ in groups])
+    return steps.make([Share(sequence, 0, num_tokens, 1)], lambda _: [list(range(LONGEST // PAGE)) for _ in groups])
 
 
 def run(model: Decoder, decoder: CompiledDecoder, step: Step, caches: list[Cache]) -> torch.Tensor:
@@ -263,7 +263,7 @@ def test_captured_pieces_on_a_gpu(
     platform = platforms.make("cuda")
     device, name_of_dtype = platform.device, str(dtype).removeprefix("torch.")
     model = load_model(str(tiny.save(CASES[name], tmp_path)), dtype=name_of_dtype, platform=platform)
-    groups = model.config.kv_groups
+    groups = model.config.cache_groups
     kv = kv_tensors.allocate(model.config, [LONGEST // PAGE] * len(groups), PAGE, dtype, device)
     steps = StepMaker(len(groups), 1, LONGEST, PAGE, device)
     with torch.inference_mode():
@@ -275,7 +275,7 @@ def test_captured_pieces_on_a_gpu(
             sequence = Sequence(Request(id="", prompt_ids=(), params=SamplingParams()), 0)
             sequence.slot = 0
             sequence.tokens += [(7 * i + 3) % tiny.VOCAB_SIZE for i in range(num_tokens)]
-            share = Share(sequence, 0, num_tokens, True)
+            share = Share(sequence, 0, num_tokens, 1)
             step = steps.make([share], lambda _: [list(range(LONGEST // PAGE)) for _ in groups])
             size = next((size for size in (32, 64) if size >= num_tokens), None)
             found = run(model, decoder, step, kv) if size is None else captured[size].run(step)

@@ -136,7 +136,7 @@ def make_runner(name: str, folder: Path, **options: Any) -> TorchRunner:
     settings = EngineConfig(model=str(folder), load_format="dummy", tune="off", **options)
     settings = resolve(settings, model, platform)
     runner = TorchRunner(settings, platform, None)
-    num_pages = runner.num_pages() if settings.num_pages else [1 << 16] * len(model.kv_groups)
+    num_pages = runner.num_pages() if settings.num_pages else [1 << 16] * len(model.cache_groups)
     runner.allocate(num_pages, settings.max_model_len)
     return runner
 

@@ -56,7 +56,9 @@ class Walk:
         for table in self.pages[one.id]:
             while len(table) * PAGE_SIZE < one.num_computed:
                 table.append(self.rng.randrange(1, 1000))
-        return Share(one, begin, one.num_computed, one.num_computed == len(one.tokens))
+        if one.num_computed < len(one.tokens):
+            return Share(one, begin, one.num_computed, 0)
+        return Share(one, begin, one.num_computed, self.rng.randint(1, min(count, 3)))
 
     def step(self, single: bool) -> list[Share]:
         shares = []
@@ -74,7 +76,7 @@ def spelled_out(shares: list[Share], pages: dict[str, list[list[int]]], last_tok
     """As layers.step says it."""
     tokens, positions, starts, logit_rows = [], [], [0], []
     slots: list[list[int]] = [[], []]
-    for sequence, begin, end, samples in shares:
+    for sequence, begin, end, num_samples in shares:
         for position in range(begin, end):
             known = position < len(sequence.tokens)
             tokens.append(sequence.tokens[position] if known else last_token[sequence.slot])
@@ -82,10 +84,9 @@ def spelled_out(shares: list[Share], pages: dict[str, list[list[int]]], last_tok
             for table, slot in zip(pages[sequence.id], slots, strict=True):
                 slot.append(table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE)
         starts.append(len(tokens))
-        if samples:
-            logit_rows.append(len(tokens) - 1)
+        logit_rows += range(len(tokens) - num_samples, len(tokens))
     columns = max(-(-share.end // PAGE_SIZE) for share in shares)
-    every_row = logit_rows == list(range(len(tokens)))
+    every_row = logit_rows == list(range(len(shares))) and len(shares) == len(tokens)
     return Step(
         token_T=torch.tensor(tokens),
         position_T=torch.tensor(positions),

@@ -17,13 +17,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.radix_tree import Node
-from anabranch.models.config import KVGroup
+from anabranch.models.cache import CacheGroup, CachePolicy, CacheSpec, KeepAll, KeepWindow, OneState
 
 Key = tuple[str, tuple[int, ...]]
 
 
-def group(window: int) -> KVGroup:
-    return KVGroup(layers=(0,), num_kv_heads=1, head_dim=8, window=window)
+STATE = -1
+"""Stands for a group with one state per request, where others give a window; 0: all tokens are kept."""
+
+
+def group(window: int) -> CacheGroup:
+    policy: CachePolicy = KeepAll() if window == 0 else OneState() if window == STATE else KeepWindow(window)
+    return CacheGroup((0,), CacheSpec(((1, 8), (1, 8)), policy))
 
 
 def make(*windows: int, num_pages: int = 12, page_size: int = 4, max_chunk: int = 16, **options: bool) -> KVCache:
@@ -50,6 +55,8 @@ class Request:
 class Model:
     def __init__(self, windows: Sequence[int], num_pages: Sequence[int], size: int) -> None:
         self.windows, self.num_pages, self.size = windows, num_pages, size
+        self.caches = STATE not in windows
+        """Whether there is a prefix cache."""
         self.entries: dict[Key, Entry] = {}
         self.requests: dict[str, Request] = {}
         self.clock = 0
@@ -75,7 +82,7 @@ class Model:
 
     def begin(self, id: str, salt: str, tokens: list[int], reuse: bool) -> Request:
         found: list[Entry] = []
-        for count in range(1, (len(tokens) - 1) // self.size + 1 if reuse else 0):
+        for count in range(1, (len(tokens) - 1) // self.size + 1 if reuse and self.caches else 0):
             path = [self.entries.get(self.key(salt, tokens, i + 1)) for i in range(count)]
             whole = [entry for entry in path if entry is not None]
             if len(whole) == count and all(
@@ -87,7 +94,7 @@ class Model:
             for g, w in enumerate(self.windows)
         ]
         request = self.requests[id] = Request(id, salt, tokens, tables)
-        request.path = found
+        request.path = found if self.caches else None
         request.num_computed = len(found) * self.size
         self.touch(found)
         return request
@@ -98,12 +105,13 @@ class Model:
             entry.stamp = self.clock
 
     def grow(self, request: Request, num_tokens: int) -> int:
-        """Pages it gets more, or −1."""
+        """Logical pages it gets more, or −1."""
         need = max(0, -(-num_tokens // self.size) - len(request.tables[0]))
-        if any(self.num_pages[g] - len(self.held(g)) < need for g in range(len(self.windows))):
+        needs = [int(not table and need > 0) if w == STATE else need for w, table in zip(self.windows, request.tables)]
+        if any(self.num_pages[g] - len(self.held(g)) < mine for g, mine in enumerate(needs)):
             return -1
-        for g in range(len(self.windows)):
-            while self.num_free(g) < need:
+        for g, mine in enumerate(needs):
+            while self.num_free(g) < mine:
                 self.evict(g)
         return need
 
@@ -170,7 +178,7 @@ class Model:
 
     def slide(self, request: Request, num_computed: int) -> None:
         for g, window in enumerate(self.windows):
-            if window:
+            if window > 0:
                 for i in range(len(request.tables[g])):
                     if (i + 1) * self.size <= num_computed - window + 1:
                         request.tables[g][i] = None
@@ -233,7 +241,12 @@ class World:
         self.model.seen["refused"] += need < 0
         for g, table in enumerate(self.kv.pages(request.id)):
             new = table[len(request.tables[g]) :]
-            assert len(new) == max(0, need) and not self.model.held(g) & set(new), "a new page that somebody holds"
+            assert len(new) == max(0, need)
+            if self.model.windows[g] == STATE:  # only the first is a page
+                first = len(request.tables[g]) == 0
+                assert not any(new[first:])
+                new = [*new[:first], *[None] * len(new[first:])]
+            assert not self.model.held(g) & {page for page in new if page is not None}, "a page that somebody holds"
             request.tables[g] += new
 
     def commit_slide_grow(self, request: Request, chunk: int, lag: int) -> bool:
@@ -245,7 +258,9 @@ class World:
         model.commit(request, min(begin, len(known)))
         model.slide(request, begin)
         room = [
-            model.num_pages[g] - len(model.held(g)) + len(request.tables[g]) for g, w in enumerate(model.windows) if w
+            model.num_pages[g] - len(model.held(g)) + len(request.tables[g])
+            for g, w in enumerate(model.windows)
+            if w > 0
         ]
         count = max(1, min([count, *(pages * self.size - begin for pages in room)]))
         need = model.grow(request, begin + count)
@@ -259,7 +274,8 @@ class World:
     def compute(self, request: Request, num_tokens: int) -> None:
         """Write keys and values of the tokens up to here: into pages that nobody else reads."""
         for g, table in enumerate(request.tables):
-            for i in range(request.num_computed // self.size, -(-num_tokens // self.size)):
+            begin, end = request.num_computed // self.size, -(-num_tokens // self.size)
+            for i in range(1) if self.model.windows[g] == STATE else range(begin, end):
                 page = table[i]
                 assert page is not None and self.kv.pools[g].counts[page] == 1, "a write to a shared page"
                 end = min(num_tokens, (i + 1) * self.size)
@@ -374,6 +390,9 @@ SHAPES = {
     "full and sliding": ((0, 7), (26, 20)),
     "sliding": ((5,), (10,)),
     "two full, two sliding": ((4, 0, 0, 20), (14, 22, 26, 18)),
+    "full and state": ((0, STATE), (24, 3)),
+    "state, sliding and full": ((STATE, 7, 0), (4, 20, 26)),
+    "state": ((STATE,), (3,)),
 }
 
 
@@ -382,14 +401,15 @@ SHAPES = {
 def test_random_walk(shape: str, size: int) -> None:
     windows, num_pages = SHAPES[shape]
     if size == 16:
-        windows = tuple(5 * window for window in windows)
+        windows = tuple(5 * window if window > 0 else window for window in windows)
     num_operations = 8_500
     world = World(windows, num_pages, size, max_chunk=3 * size)
     walk(world, random.Random(f"{shape} {size}"), num_operations, max_pages=10)
     assert world.num_operations >= num_operations
-    events = {"found", "refused"}
-    events |= {"leaf", "copies", "dead"} if 0 in windows else {"bare"}
-    events |= {"hole", "filled"} if any(windows) else set()
+    events = {"refused"}
+    if STATE not in windows:
+        events |= {"found"} | ({"leaf", "copies", "dead"} if 0 in windows else {"bare"})
+        events |= {"hole", "filled"} if any(windows) else set()
     assert events == {event for event, count in world.model.seen.items() if count}, "the walk has been everywhere"
 
 
@@ -397,7 +417,9 @@ class Machine(RuleBasedStateMachine):
     @initialize(shape=st.sampled_from(sorted(SHAPES)), size=st.sampled_from((1, 2, 3)), pages=st.integers(4, 9))
     def start(self, shape: str, size: int, pages: int) -> None:
         windows, _ = SHAPES[shape]
-        self.world = World(windows, [pages + 6 * (w > 0) for w in windows], size, max_chunk=2 * size)
+        self.world = World(
+            windows, [3 if w == STATE else pages + 6 * (w > 0) for w in windows], size, max_chunk=2 * size
+        )
 
     def pick(self, index: int) -> Request | None:
         requests = self.world.requests
@@ -569,7 +591,7 @@ def test_a_running_request_gives_back_what_is_behind_its_window() -> None:
         assert kv.grow("a", length)
         kv.commit("a", tokens, length)
         kv.slide("a", length)
-        kept = [i for i, page in enumerate(kv.pages("a")[0]) if i >= kv._holders["a"].firsts[0]]
+        kept = [i for i, page in enumerate(kv.pages("a")[0]) if i >= kv._requests["a"].firsts[0]]
         assert kept == sorted({t // 4 for t in range(max(0, length - 5), length)})
         kv.check()
         tokens.append(length % 3)
@@ -632,7 +654,24 @@ def test_reset_keeps_what_runs_and_forgets_it() -> None:
     kv.check()
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 3, 5, 9])
+def test_a_state_is_one_page_for_the_life_of_a_request() -> None:
+    kv = KVCache([group(0), group(STATE)], [12, 2], 4, max_chunk=16)
+    assert not kv.prefix_cache and run(kv, "a", range(10)) == 0
+    full, state = kv.pages("a")
+    page = state[0]
+    assert len(set(full)) == 3 and state == [page, 0, 0] and kv.num_free == [9, 1]
+    assert kv.grow("a", 13) and state == [page, 0, 0, 0] and kv.num_free == [8, 1]
+    run(kv, "b", range(10))
+    assert not kv.grow("b", 100) and kv.num_free[1] == 0
+    kv.begin("c", [1])
+    assert not kv.grow("c", 1), "there is no state left"
+    kv.release("c")
+    kv.release("a")
+    assert kv.num_cached == [0, 0] and run(kv, "a", range(10)) == 0, "it begins again, without a prefix"
+    assert kv.pages("a")[1][0] == page and kv.fits(48) and not kv.fits(49)
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 5, 9, STATE])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_fits_is_the_worst_moment_of_any_run(window: int, size: int) -> None:
     for max_chunk in (1, 2, 5, 8):
@@ -640,8 +679,8 @@ def test_fits_is_the_worst_moment_of_any_run(window: int, size: int) -> None:
         for num_tokens in range(1, 30):
             for chunk in range(1, min(max_chunk, num_tokens) + 1):
                 begin = num_tokens - chunk
-                seen = range(max(0, begin - window + 1) if window else 0, num_tokens)
-                worst = max(worst, len({t // size for t in seen}))
+                seen = range(max(0, begin - window + 1) if window > 0 else 0, num_tokens)
+                worst = 1 if window == STATE else max(worst, len({t // size for t in seen}))
             for num_pages, enough in ((worst, True), (worst - 1, False)):
                 if num_pages:
                     kv = make(window, num_pages=num_pages, page_size=size, max_chunk=max_chunk)
@@ -658,15 +697,15 @@ def test_check_sees_damage(damage: str) -> None:
     kv = make(0, 6)
     run(kv, "a", range(16))
     kv.check()
-    holder = kv._holders["a"]
-    assert holder.node is not None
+    request = kv._requests["a"]
+    assert request.node is not None
     if damage == "count":
         kv.pools[0].share(kv.pages("a")[0][0])
     elif damage == "pin":
-        holder.node.pins += 1
+        request.node.pins += 1
     elif damage == "table":
         kv.pages("a")[1][0] = 3
     else:
-        holder.node = holder.node.parent
+        request.node = request.node.parent
     with pytest.raises(AssertionError):
         kv.check()

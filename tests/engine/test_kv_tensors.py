@@ -4,6 +4,7 @@ import psutil
 import torch
 
 from anabranch.engine import kv_tensors
+from anabranch.models.cache import CacheSpec, KeepAll, OneState
 
 
 def test_a_pool_takes_host_memory_when_it_is_used() -> None:
@@ -19,3 +20,11 @@ def test_a_pool_takes_host_memory_when_it_is_used() -> None:
 
 def test_nothing_at_all() -> None:
     assert kv_tensors.zeros((2, 0, 16), torch.bfloat16, torch.device("cpu")).shape == (2, 0, 16)
+
+
+def test_tensors_are_as_many_as_the_spec_has_shapes() -> None:
+    cpu = torch.device("cpu")
+    keys, values = kv_tensors.allocate_layer(CacheSpec(((2, 8), (2, 4)), KeepAll()), 3, 16, torch.float16, cpu)
+    assert keys.shape == (3, 16, 2, 8) and values.shape == (3, 16, 2, 4) and keys.dtype == torch.float16
+    (state,) = kv_tensors.allocate_layer(CacheSpec(((2, 8, 8),), OneState(), "float32"), 3, 16, torch.float16, cpu)
+    assert state.shape == (3, 2, 8, 8) and state.dtype == torch.float32 and state.is_contiguous()

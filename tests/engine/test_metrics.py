@@ -16,6 +16,7 @@ def test_tokens_in_one_go_are_tokens_one_by_one() -> None:
     for _ in range(50):
         now += rng.choice([0.001, 0.02, 0.3])
         step = rng.sample(ids, rng.randrange(len(ids)))  # the last two are not known
+        step += step[: rng.choice((0, 0, 3))]
         together.tokens(step, now)
         for id in step:
             alone.tokens([id], now)

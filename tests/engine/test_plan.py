@@ -8,6 +8,7 @@ import torch
 
 from anabranch.engine import kv_tensors, plan
 from anabranch.loader.load import build
+from anabranch.models.cache import KeepWindow
 from anabranch.models.config import read_config
 from tests.models import tiny
 
@@ -23,16 +24,17 @@ def test_counts_are_those_of_the_model(case: tiny.Case, tmp_path: Path) -> None:
     assert plan.count_weights(config)["routed experts"] == experts
     assert plan.count_weights(config)["shared experts"] == shared
 
-    page_size, num_pages = 4, [3 + g for g in range(len(config.kv_groups))]
+    page_size, num_pages = 4, [3 + g for g in range(len(config.cache_groups))]
     kv = kv_tensors.allocate(config, num_pages, page_size, torch.float32, torch.device("cpu"))
-    pages = sum(plan.page_bytes(g, page_size, "float32") * n for g, n in zip(config.kv_groups, num_pages, strict=True))
-    assert pages == sum(t.numel() * 4 for layer in kv for t in layer)
+    assert plan.pages_bytes(config, num_pages, page_size, "float32") == sum(
+        t.numel() * 4 for layer in kv for t in layer
+    )
 
 
 def windowed(tmp_path: Path) -> plan.MemoryPlan:
     case = next(c for c in tiny.CASES if c.model_type == "gemma4_text")
     config = read_config(tiny.save(case, tmp_path / "model"))
-    assert len(config.kv_groups) == 2
+    assert len(config.cache_groups) == 2
     return plan.plan_memory(config, 10**9, fraction=0.5, dtype="bfloat16", page_size=4)
 
 
@@ -56,21 +58,18 @@ def test_pool_holds_what_concurrency_promises(tmp_path: Path) -> None:
     found = windowed(tmp_path)
     context = 900
     pages, n = found.num_pages(context), found.concurrency(context)
-    for group, count in zip(found.config.kv_groups, pages, strict=True):
-        assert count >= n * plan.pages_needed(group, context, 4)
-    used = sum(c * plan.page_bytes(g, 4, "bfloat16") for g, c in zip(found.config.kv_groups, pages, strict=True))
-    assert used <= found.kv
+    for held, count in zip(plan.held_pages(found.config, context, 4), pages, strict=True):
+        assert count >= n * held
+    assert plan.pages_bytes(found.config, pages, 4, "bfloat16") <= found.kv
 
 
 def test_sliding_layers_keep_only_their_window() -> None:
-    from anabranch.models.config import KVGroup
-
-    group = KVGroup(layers=(0,), num_kv_heads=1, head_dim=8, window=10)
+    policy = KeepWindow(10)
     for context in range(1, 60):
         # The most pages that hold any token a query at any position of the context can still see.
         worst = max(last // 4 - max(0, last - 9) // 4 + 1 for last in range(context))
-        assert worst <= plan.pages_needed(group, context, 4) <= worst + 1
-    assert plan.pages_needed(group, 10**9, 4) == math.ceil(10 / 4) + 1
+        assert worst <= policy.held_pages(context, 4) <= worst + 1
+    assert policy.held_pages(10**9, 4) == math.ceil(10 / 4) + 1
 
 
 def test_too_small_a_memory_does_not_fit(tmp_path: Path) -> None:
@@ -78,4 +77,4 @@ def test_too_small_a_memory_does_not_fit(tmp_path: Path) -> None:
     config = read_config(tiny.save(case, tmp_path / "model"))
     found = plan.plan_memory(config, 10_000, fraction=0.9, dtype="float32")
     assert not found.fits and found.kv < 0 and found.concurrency(16) == 0
-    assert found.num_pages(64) == [0] * len(config.kv_groups)
+    assert found.num_pages(64) == [0] * len(config.cache_groups)

@@ -9,13 +9,15 @@ from collections.abc import Sequence
 import pytest
 
 from anabranch.engine.pages import PagePool
-from anabranch.engine.radix_tree import Node, RadixTree, first_page
+from anabranch.engine.radix_tree import Node, RadixTree
+from anabranch.models.cache import KeepAll, KeepWindow
 
 SIZE = 2
 
 
 def make(*windows: int, num_pages: int = 12) -> RadixTree:
-    return RadixTree([PagePool(num_pages) for _ in windows], windows, SIZE)
+    policies = [KeepWindow(window) if window else KeepAll() for window in windows]
+    return RadixTree([PagePool(num_pages) for _ in windows], policies, SIZE)
 
 
 def ids(text: str) -> list[int]:
@@ -32,7 +34,7 @@ class Request:
         self.tree = tree
         path = tree.match(ids(text), salt, len(text) // SIZE) if reuse else []
         begin, count = len(path), len(text) // SIZE
-        self.firsts = [first_page(begin * SIZE, window, SIZE) for window in tree.windows]
+        self.firsts = [policy.first_page(begin * SIZE, SIZE) for policy in tree.policies]
         self.tables: list[list[int]] = []
         for group, first in enumerate(self.firsts):
             shared = [page for node in path[first:] if (page := node.pages[group]) is not None]
@@ -105,8 +107,8 @@ def test_first_page() -> None:
     for window in range(1, 12):
         for position in range(40):
             visible = range(max(0, position - window + 1), position + 1)
-            assert first_page(position, window, 4) == visible[0] // 4
-    assert first_page(1000, 0, 4) == 0
+            assert KeepWindow(window).first_page(position, 4) == visible[0] // 4
+    assert KeepAll().first_page(1000, 4) == 0
 
 
 def test_match_is_whole_pages_from_the_root() -> None:

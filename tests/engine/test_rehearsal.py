@@ -70,7 +70,7 @@ class Serving:
         self.rng = random.Random(seed)
         self.longest = min(LONGEST, runner.config.max_model_len)
         self.most_tokens, self.most_requests = runner.config.max_num_batched_tokens, runner.config.max_num_seqs
-        self.num_groups = len(runner.model.config.kv_groups)
+        self.num_groups = len(runner.model.config.cache_groups)
         self.num_pages: dict[str, int] = {}
         self.number = 0
 
@@ -93,7 +93,7 @@ class Serving:
             num_single = min(self.about(self.most_requests - num_prompts), self.most_tokens)
         for place in range(num_single):
             end = longest if place == 0 else min(longest, self.about(256))
-            shares.append(self.share(slots.pop(), rng.choice(usual), end - 1, end, True))
+            shares.append(self.share(slots.pop(), rng.choice(usual), end - 1, end, 1))
         left, most = self.most_tokens - num_single, self.about(self.most_tokens)
         prompts = []
         for _ in range(num_prompts):
@@ -101,13 +101,13 @@ class Serving:
             if count:
                 begin = rng.choice((0, 0, rng.randint(0, max(0, longest - count))))
                 end = min(begin + count, self.longest)
-                prompts.append(self.share(slots.pop(), rng.choice(usual), begin, end, rng.random() < 0.9))
+                prompts.append(self.share(slots.pop(), rng.choice(usual), begin, end, int(rng.random() < 0.9)))
                 left -= count
         self.launch(shares + sorted(prompts, key=lambda share: min(2, share.end - share.begin)))
         if rng.random() < 0.2:
             self.runner.idle()
 
-    def share(self, slot: int, params: SamplingParams, begin: int, end: int, samples: bool) -> Share:
+    def share(self, slot: int, params: SamplingParams, begin: int, end: int, num_samples: int) -> Share:
         self.number += 1
         request = Request(id=str(self.number), prompt_ids=(7,) * 3, params=params)
         sequence = Sequence(request, self.number)
@@ -116,7 +116,7 @@ class Serving:
             sequence.tokens = TOKENS[:end]
             sequence.num_prompt = end
         self.num_pages[request.id] = -(-end // self.runner.config.page_size)
-        return Share(sequence, begin, end, samples)
+        return Share(sequence, begin, end, num_samples)
 
     def launch(self, shares: list[Share]) -> None:
         self.runner.launch(shares, lambda id: [TOKENS[: self.num_pages[id]]] * self.num_groups)

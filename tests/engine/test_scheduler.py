@@ -6,12 +6,12 @@ import pytest
 
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
-from anabranch.models.config import KVGroup
+from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
-FULL = KVGroup(layers=(0,), num_kv_heads=1, head_dim=2, window=0)
-SLIDING = KVGroup(layers=(1,), num_kv_heads=1, head_dim=2, window=7)
+FULL = CacheGroup((0,), CacheSpec(((1, 2), (1, 2)), KeepAll()))
+SLIDING = CacheGroup((1,), CacheSpec(((1, 2), (1, 2)), KeepWindow(7)))
 EOS = 9
 
 
@@ -87,7 +87,7 @@ class World:
 
     def read(self, launched: list[tuple[Share, int]]) -> None:
         for share, token in launched:
-            if share.samples and self.scheduler.read(share.sequence, token) and share.sequence.finish_reason:
+            if share.num_samples and self.scheduler.read(share.sequence, token) and share.sequence.finish_reason:
                 self.finished[share.sequence.id] = self.sequences.pop(share.sequence.id)
 
     def abort(self, id: str) -> None:

@@ -58,12 +58,12 @@ def test_pages_and_the_working_copy_share_what_is_left(total: int, window: int) 
     model = replace(MODEL, layers=tuple(layers))
     after = Memory(free=total * GB - FOUR_BITS, total=total * GB)
     pages = memory.num_pages(CONFIG, model, "bfloat16", FOUR_BITS, after)
-    pool = memory.pool_bytes(CONFIG, model, "bfloat16", pages)
+    pool = plan.pages_bytes(model, pages, CONFIG.page_size, "bfloat16")
     longest = min(CONFIG.max_model_len, pages[-1] * 16)
     room = max(pool, memory.working_bytes(model, "bfloat16", [longest]))
     used = FOUR_BITS + memory.workspace_bytes(CONFIG, model, "bfloat16") + pool + room
     assert used <= 0.8 * total * GB
-    needed = [plan.pages_needed(group, CONFIG.max_model_len, 16) for group in model.kv_groups]
+    needed = plan.held_pages(model, CONFIG.max_model_len, 16)
     enough = any(found == 2 * 8 * number for found, number in zip(pages, needed, strict=True))
     assert enough or used > 0.72 * total * GB, "memory lies idle"
 

@@ -17,18 +17,17 @@ pytest.importorskip("mlx_lm", reason="needs an environment of its own: make test
 import mlx.core as mx
 import numpy as np
 
-from anabranch.engine.radix_tree import first_page
 from anabranch.mlx import memory
 from anabranch.mlx.kv_cache import Batch, Row
 from anabranch.mlx.pool import Pool
 from anabranch.mlx.working_set import WorkingSet
-from anabranch.models.config import KVGroup
+from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
 
 PAGE, WINDOW = 4, 6
 MODEL: Any = SimpleNamespace(
-    kv_groups=tuple(
-        KVGroup(layers=(layer_id,), num_kv_heads=1, head_dim=1, window=window)
-        for layer_id, window in enumerate((0, WINDOW))
+    cache_groups=tuple(
+        CacheGroup((layer_id,), CacheSpec(((1, 1), (1, 1)), policy))
+        for layer_id, policy in enumerate((KeepAll(), KeepWindow(WINDOW)))
     ),
     layers=(None, None),
 )
@@ -97,7 +96,7 @@ class Walk:
         self.working.check()
         if not self.share:  # pages behind the window go to others; 0 stands for them, and is a page too
             for row in rows:
-                behind = first_page(row.length, WINDOW, PAGE)
+                behind = KeepWindow(WINDOW).first_page(row.length, PAGE)
                 row.tables[1][:behind] = [0] * behind
 
     def decode(self, choice: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anabranch import kernels, ops
-from anabranch.formats import FORMATS, Format, Shape, TensorSpec, register
+from anabranch.formats import Format, Shape, TensorSpec, format, register
 from anabranch.ops.arguments import map_tensors, named_tensors
 from anabranch.ops.opaque import flatten, opaque_op, unflatten
 from anabranch.ops.weight import Weight
@@ -28,7 +28,7 @@ class Scaled(Format):
 @pytest.fixture
 def scaled() -> Iterator[Format]:
     yield register(Scaled())
-    del FORMATS[Scaled.name]
+    del format._registered[Scaled.name]
 
 
 def draw(format: Format, *shape: int) -> Weight:

@@ -169,7 +169,7 @@ def test_a_step_on_xpu_is_triton_kernels(
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    groups, num_tokens = len(model.config.kv_groups), 40
+    groups, num_tokens = len(model.config.cache_groups), 40
     step = Step(
         token_T=empty(num_tokens),
         position_T=empty(num_tokens),

@@ -75,7 +75,7 @@ class NoModel:
                 self.slots.place(share.sequence)
                 self.steps.join(share.sequence.slot)
         self.steps.make(shares, pages)
-        sampling = [share for share in shares if share.samples]
+        sampling = [share for share in shares if share.num_samples]
         if sampling:
             slots = [share.sequence.slot for share in sampling]
             self.sampler.sample(torch.zeros(len(slots), VOCABULARY), slots)

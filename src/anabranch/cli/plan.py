@@ -96,11 +96,12 @@ def _as_text(
     if on_disk is not None:
         lines.append(f"  on disk: {on_disk[0] / 1e9:.3f} GB in {on_disk[1]} file{'s' if on_disk[1] > 1 else ''}")
     lines += ["", "KV cache"]
-    for group in config.kv_groups:
-        window = f", a window of {group.window:,} tokens" if group.window else ""
+    for group in config.cache_groups:
+        attention = config.layers[group.layers[0]].attention
+        window = f", a window of {attention.window:,} tokens" if attention.window else ""
         lines.append(
-            f"  {group.values_per_token * item:,} bytes per token: {len(group.layers)} layers × "
-            f"{group.num_kv_heads} heads × {group.head_dim} × 2{window}"
+            f"  {group.num_values * item:,} bytes per token: {len(group.layers)} layers × "
+            f"{attention.num_kv_heads} heads × {attention.head_dim} × 2{window}"
         )
     lines += ["", f"{'memory':>10}{'for KV':>12}" + "".join(f"{f'{n:,} tokens':>16}" for n in contexts(config))]
     for plan in plans:
@@ -130,8 +131,12 @@ def _as_json(
         "active_parameters": planning.count_active(config),
         "on_disk_bytes": on_disk[0] if on_disk else None,
         "kv_bytes_per_token": [
-            {"bytes": group.values_per_token * item, "layers": len(group.layers), "window": group.window}
-            for group in config.kv_groups
+            {
+                "bytes": group.num_values * item,
+                "layers": len(group.layers),
+                "window": config.layers[group.layers[0]].attention.window,
+            }
+            for group in config.cache_groups
         ],
         "memory": [
             {

@@ -34,7 +34,7 @@ class Buffers:
 
     def __init__(self, model: Decoder, largest: int, device: torch.device, dtype: torch.dtype) -> None:
         # An even number of columns: kernels are compiled separately for rows that do not begin at 16-byte boundaries.
-        shape = 2 + len(model.config.kv_groups), largest + largest % 2
+        shape = 2 + len(model.config.cache_groups), largest + largest % 2
         self.input = torch.zeros(shape, dtype=torch.int64, device=device)
         """token, position, the slots of each group"""
         self.num_tokens = torch.zeros((), dtype=torch.int32, device=device)

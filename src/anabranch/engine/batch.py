@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ class Rows(NamedTuple):
     starts: list[int]
     """The first row of every request, and the end."""
     logit_rows: list[int] | None
-    """The last rows of requests that sample; None: all of them do."""
+    """The rows that sample; None: the last row of every request."""
     max_query: int
     """The most rows of a request."""
 
@@ -93,7 +92,7 @@ class StepMaker:
         while num_single and shares[num_single - 1].end - shares[num_single - 1].begin > 1:
             num_single -= 1
         several = shares[num_single:]
-        sequences, begins, single_ends, _ = zip(*shares[:num_single], strict=True) if num_single else ((), (), (), ())
+        sequences, begins, single_ends, samples = zip(*shares[:num_single], strict=True) if num_single else ((),) * 4
         slots = [sequence.slot for sequence in sequences]
         tokens = [s.tokens[begin] if begin < len(s.tokens) else -1 for s, begin in zip(sequences, begins)]
         ends, starts = list(single_ends), list(range(num_single + 1))
@@ -111,8 +110,12 @@ class StepMaker:
             self._write_tables(sequence.slot, pages_of(sequence.id))
         self.update_tables()
         logit_rows = None
-        if not all(map(itemgetter(3), shares)):  # whether they sample
-            logit_rows = [end - 1 for share, end in zip(shares, starts[1:], strict=True) if share.samples]
+        if not all(samples) or any(share.num_samples != 1 for share in several):
+            logit_rows = [
+                row
+                for share, end in zip(shares, starts[1:], strict=True)
+                for row in range(end - share.num_samples, end)
+            ]
         return Rows(
             slots, tokens, ends, starts, logit_rows, max((end - begin for _, begin, end, _ in several), default=1)
         )
@@ -142,9 +145,11 @@ class StepMaker:
             flat = self.pack_any(rows, len(rows.slots)).to(self.device, non_blocking=True)
             step = self.unpack_any(flat, len(rows.starts) - 1, columns)
             step = replace(step, max_query=rows.max_query, num_tokens=None)
-        if rows.logit_rows is None:
-            return step
-        return replace(step, logit_row=self._upload(rows.logit_rows, torch.int32))
+        return step if rows.logit_rows is None else self.sampling(step, rows.logit_rows)
+
+    def sampling(self, step: Step, logit_rows: list[int]) -> Step:
+        """The step, with the logits of these rows wanted."""
+        return replace(step, logit_row=self._upload(logit_rows, torch.int32))
 
     def unpack_any(self, flat: torch.Tensor, num_requests: int, columns: int) -> Step:
         """The Step of what `pack_any` gave, on the device; all requests sample. Can be captured."""
@@ -192,7 +197,10 @@ class StepMaker:
         return torch.cat((start, self.padding(num_rows).flatten()))
 
     def keep_tokens(self, slots: list[int], token_R: torch.Tensor) -> None:
-        """What the slots sampled last."""
+        """What the slots sampled last; of a slot that comes several times, the last token."""
+        if len(set(slots)) < len(slots):
+            last_row = {slot: row for row, slot in enumerate(slots)}
+            slots, token_R = list(last_row), token_R[self._upload(list(last_row.values()))]
         self.last_token_S.index_copy_(0, self._upload(slots), token_R)
 
     def rehearsal(self, num_tokens: int, num_requests: int = 1, *, padded: bool = False) -> Step:

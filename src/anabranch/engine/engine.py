@@ -64,7 +64,7 @@ class Engine:
         """The runner is loaded; its pages are taken here, because only now it is known how many fit."""
         num_pages = runner.num_pages()
         self.kv = KVCache(
-            model.kv_groups,
+            model.cache_groups,
             num_pages,
             config.page_size,
             prefix_cache=config.prefix_cache,

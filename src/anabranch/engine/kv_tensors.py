@@ -1,6 +1,6 @@
-"""The pages themselves: one key and one value tensor a layer, shaped by that layer's geometry.
+"""The pages themselves: the tensors of every layer, shaped as its CacheSpec says.
 
-P pages, S slots in a page, G key-value heads, D head dim.
+P pages, S tokens in a page.
 """
 
 from __future__ import annotations
@@ -12,23 +12,34 @@ from collections.abc import Sequence
 import torch
 
 from anabranch.layers.mixer import Cache
+from anabranch.models.cache import CacheSpec
 from anabranch.models.config import ModelConfig
 
 
 def allocate(
     config: ModelConfig, num_pages: Sequence[int], page_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[Cache]:
-    """Zeroed pages for every layer; `num_pages` gives a number for each of config.kv_groups.
+    """Zeroed pages for every layer; `num_pages` gives a number for each of config.cache_groups.
 
     Zeroed, because kernels read whole pages and a masked weight of 0 does not cancel a stray NaN.
     """
     layers: dict[int, Cache] = {}
-    for group, pages in zip(config.kv_groups, num_pages, strict=True):
-        shape = (2, pages, page_size, group.num_kv_heads, group.head_dim)
+    for group, pages in zip(config.cache_groups, num_pages, strict=True):
         for layer_id in group.layers:
-            k_PSGD, v_PSGD = zeros(shape, dtype, device)
-            layers[layer_id] = k_PSGD, v_PSGD
+            layers[layer_id] = allocate_layer(group.spec, pages, page_size, dtype, device)
     return [layers[layer_id] for layer_id in range(len(config.layers))]
+
+
+def allocate_layer(spec: CacheSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Cache:
+    """[P, S, *shape] for each shape, or [P, *shape] where a page is one state; all in one piece of memory."""
+    if spec.dtype is not None:
+        dtype = getattr(torch, spec.dtype)
+    leading = (num_pages, page_size) if spec.policy.per_token else (num_pages,)
+    shapes = [(*leading, *shape) for shape in spec.shapes]
+    sizes = [math.prod(shape) for shape in shapes]
+    return tuple(
+        part.view(shape) for part, shape in zip(zeros((sum(sizes),), dtype, device).split(sizes), shapes, strict=True)
+    )
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -73,9 +73,9 @@ class Metrics:
             self.queue_time.observe(clock.admitted - clock.arrived)
             self.prompt_tokens += num_prompt
 
-    def tokens(self, ids: Iterable[str], now: float) -> None:
+    def tokens(self, ids: Sequence[str], now: float) -> None:
         """One more for each; ids that are not known (any more) do not count. Costs little for those that had their last
-        one in the call before, which are most."""
+        one in the call before, which are most. An id may come several times."""
         clocks, before = self.clocks, self.latest_at
         latest = clocks.keys() & ids
         again = latest & self.latest
@@ -89,6 +89,10 @@ class Metrics:
                 self.time_to_first_token.observe(now - clocks[id].arrived)
             else:
                 self.inter_token_latency.observe(now - last)
+        if len(ids) > len(latest):
+            more = sum(id in latest for id in ids) - len(latest)
+            self.generation_tokens += more
+            self.inter_token_latency.observe(0.0, more)
         self.latest, self.latest_at = latest, now
 
     def finish(self, id: str, reason: str) -> None:

@@ -1,6 +1,6 @@
 """A pool of equal pages with reference counts: which are free, how many hold each of the others.
 
-Ints alone: the pool knows neither what a page contains nor who holds it. There is one pool for each KVGroup.
+Ints alone: the pool knows neither what a page contains nor who holds it. There is one pool for each cache group.
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ The same code answers `anabranch plan` and sizes the KV pool. No torch, no devic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from anabranch import formats
 from anabranch.formats import ITEM_BYTES, Shape
-from anabranch.models.config import AttentionConfig, KVGroup, ModelConfig
+from anabranch.models.cache import CacheGroup
+from anabranch.models.config import AttentionConfig, ModelConfig
 
 if TYPE_CHECKING:
     from anabranch.config import EngineConfig
@@ -91,32 +92,31 @@ def count_active(config: ModelConfig) -> int:
     return total - idle - embedding_table
 
 
-def page_bytes(group: KVGroup, page_size: int, dtype: str) -> int:
-    """One page of every layer in the group."""
-    return group.values_per_token * page_size * ITEM_BYTES[dtype]
+def page_bytes(group: CacheGroup, page_size: int, dtype: str) -> int:
+    """One page of every layer in the group, in the model's dtype unless it has its own."""
+    return group.num_values * (page_size if group.policy.per_token else 1) * ITEM_BYTES[group.spec.dtype or dtype]
 
 
-def pages_needed(group: KVGroup, context: int, page_size: int) -> int:
-    """Pages one request of that many tokens holds; behind a sliding window pages are given back.
-
-    A window that is not page-aligned touches one page more than its length fills.
-    """
-    pages = -(-context // page_size)
-    return min(pages, -(-group.window // page_size) + 1) if group.window else pages
+def held_pages(config: ModelConfig, context: int, page_size: int) -> list[int]:
+    """Pages of each cache group that one request of so many tokens holds."""
+    return [group.policy.held_pages(context, page_size) for group in config.cache_groups]
 
 
 def pages_for(config: ModelConfig, num_pages: int, context: int, page_size: int) -> list[int]:
-    """Pages of each KVGroup where the largest has `num_pages`: in the proportion that requests of `context` tokens need
-    them."""
-    needed = [pages_needed(group, context, page_size) for group in config.kv_groups]
-    return [max(2, num_pages * pages // max(needed)) for pages in needed]
+    """Pages of each cache group where the largest has `num_pages`: in the proportion that requests of `context` tokens
+    hold them."""
+    held = held_pages(config, context, page_size)
+    return [max(2, num_pages * pages // max(held)) for pages in held]
+
+
+def pages_bytes(config: ModelConfig, num_pages: Sequence[int], page_size: int, dtype: str) -> int:
+    """All pages of all cache groups."""
+    return sum(n * page_bytes(group, page_size, dtype) for n, group in zip(num_pages, config.cache_groups, strict=True))
 
 
 def request_bytes(config: ModelConfig, context: int, page_size: int, dtype: str) -> int:
-    """KV bytes of one request of that many tokens."""
-    return sum(
-        pages_needed(group, context, page_size) * page_bytes(group, page_size, dtype) for group in config.kv_groups
-    )
+    """Cache bytes of one request of that many tokens."""
+    return pages_bytes(config, held_pages(config, context, page_size), page_size, dtype)
 
 
 def workspace_bytes(config: ModelConfig, num_tokens: int, num_requests: int, dtype: str) -> int:
@@ -167,11 +167,23 @@ class MemoryPlan:
         return low
 
     def num_pages(self, context: int) -> list[int]:
-        """Pages of each KVGroup, shared out in the proportion that requests of `context` tokens need them."""
+        """Pages of each cache group, in the proportion that requests of `context` tokens hold them."""
         one = request_bytes(self.config, context, self.page_size, self.dtype)
-        return [
-            max(0, self.kv) * pages_needed(group, context, self.page_size) // one for group in self.config.kv_groups
-        ]
+        return [max(0, self.kv) * pages // one for pages in held_pages(self.config, context, self.page_size)]
+
+    def pool_pages(self, options: EngineConfig, advice: str) -> list[int]:
+        """Pages of each cache group: what fits, but no more than all sequences at their longest could hold, twice over
+        where the prefix cache keeps what they leave. ValueError, ending with the advice, if nothing fits."""
+        if not self.fits:
+            raise ValueError(
+                f"the model does not fit: of {self.usable / 1e9:.2f} GB, {self.weights / 1e9:.2f} GB of weights and "
+                f"{self.workspace / 1e9:.2f} GB of workspace leave nothing for KV pages; {advice}"
+            )
+        reuse = options.prefix_cache and all(group.policy.reusable for group in self.config.cache_groups)
+        most = options.max_num_seqs * (2 if reuse else 1)
+        longest = held_pages(self.config, options.max_model_len, options.page_size)
+        planned = self.num_pages(min(options.max_model_len, 8192))
+        return [min(pages, most * held) for pages, held in zip(planned, longest, strict=True)]
 
 
 def plan_memory(
@@ -209,7 +221,7 @@ def check_memory(
     weights = sum(weight_bytes(config, dtype).values())
     if options.num_pages:
         pages = pages_for(config, options.num_pages, options.max_model_len, options.page_size)
-        kv = sum(n * page_bytes(group, options.page_size, dtype) for n, group in zip(pages, config.kv_groups))
+        kv = pages_bytes(config, pages, options.page_size, dtype)
         workspace, usable = 0, free
     else:
         kv = request_bytes(config, options.page_size, options.page_size, dtype)

@@ -4,9 +4,10 @@ The tree holds one reference on each page it keeps. A page is *held* while a req
 then it may be evicted, the longest unused first. It knows nothing of requests but the references on pages and the pins
 on nodes.
 
-A node has a page for each group. In groups with full attention all of them are there, as a path with a hole is of no
-use, so what is evicted is a leaf. In sliding groups any page may go and leave a hole (None): only those under the last
-window of a match are needed. With sliding groups alone a node may be bare; a bare leaf goes at once, unless pinned.
+A node has a page for each group. In groups that keep all tokens all of them are there, as a path with a hole is of no
+use, so what is evicted is a leaf. In groups that slide any page may go and leave a hole (None): only those that the
+query after a match needs must be there. With such groups alone a node may be bare; a bare leaf goes at once, unless
+pinned.
 
 Two requests may compute the same tokens at the same time. The first to insert wins; the second keeps pages of its own,
 and its further nodes are then children of nodes that it does not hold. Such nodes can be unused without being leaves.
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 
 from anabranch.engine.pages import PagePool
+from anabranch.models.cache import CachePolicy
 
 
 class Node:
@@ -41,21 +43,12 @@ class Node:
         """In the tree. A dead node keeps its parent."""
 
 
-def first_page(position: int, window: int, page_size: int) -> int:
-    """The first page that a query at this position sees; those before it are behind the window (0: no window).
-
-    A query sees keys position − window + 1 .. position: with window 10 and pages of 4, position 17 sees 8 .. 17 and
-    position 18 sees 9 .. 18, both from page 2 on; position 16 sees 7 .. 16, from page 1 on.
-    """
-    return max(0, position - window + 1) // page_size if window else 0
-
-
 class RadixTree:
-    def __init__(self, pools: Sequence[PagePool], windows: Sequence[int], page_size: int) -> None:
+    def __init__(self, pools: Sequence[PagePool], policies: Sequence[CachePolicy], page_size: int) -> None:
         self.pools = pools
-        self.windows = windows
+        self.policies = policies
         self.page_size = page_size
-        self.sliding = [(group, window) for group, window in enumerate(windows) if window]
+        self.sliding = [(group, policy) for group, policy in enumerate(policies) if policy.slides]
         self.roots: dict[str, Node] = {}
         self.num_cached = [0] * len(pools)
         """Per group, the pages in the tree."""
@@ -63,8 +56,9 @@ class RadixTree:
         """Per group, those of them that no request holds."""
         self._clock = 0
         self._owner: list[list[Node | None]] = [[None] * pool.num_pages for pool in pools]
-        # The group whose queue orders leaves. All full groups have pages in the same nodes, held by the same requests.
-        self._leaf_group = next((group for group, window in enumerate(windows) if not window), None)
+        # The group whose queue orders leaves. Groups that do not slide have pages in the same nodes, held by the same
+        # requests.
+        self._leaf_group = next((group for group, policy in enumerate(policies) if not policy.slides), None)
         # One heap a group of (stamp, −depth, page), at most one entry a page. Every unused page has one, or stands in
         # _inner. Entries are lazy: a page may be held or gone by now, or used since; then its key is too low, never too
         # high, so it is put right when it comes up.
@@ -86,9 +80,9 @@ class RadixTree:
                 break
             path.append(node)
             whole = True
-            for i, (group, window) in enumerate(self.sliding):
+            for i, (group, policy) in enumerate(self.sliding):
                 run[i] = 0 if node.pages[group] is None else run[i] + 1
-                whole &= run[i] >= node.depth - first_page(node.depth * size, window, size)
+                whole &= run[i] >= node.depth - policy.first_page(node.depth * size, size)
             if whole:
                 usable = len(path)
         return path[:usable]
@@ -168,7 +162,7 @@ class RadixTree:
     def evict(self, group: int) -> None:
         """Free at least one page of this group; one must be unused."""
         assert self.num_unused[group] > 0
-        if self.windows[group]:
+        if self.policies[group].slides:
             node = self._oldest(group)
             assert node is not None
             self._drop(node, group)
@@ -224,7 +218,7 @@ class RadixTree:
     def _queue(self, group: int, node: Node) -> None:
         page = node.pages[group]
         assert page is not None
-        if (self.windows[group] or group == self._leaf_group) and not self._queued[group][page]:
+        if (self.policies[group].slides or group == self._leaf_group) and not self._queued[group][page]:
             self._queued[group][page] = True
             heappush(self._heaps[group], (node.stamp, -node.depth, page))
 
@@ -296,13 +290,13 @@ class RadixTree:
             held = set()
             for group, page in enumerate(node.pages):
                 if page is None:
-                    assert self.windows[group], "a hole in a full group"
+                    assert self.policies[group].slides, "a hole in a group that keeps all"
                     continue
                 assert page not in kept[group], f"page {page} is in two nodes"
                 kept[group][page] = node
-                if not self.windows[group]:
+                if not self.policies[group].slides:
                     held.add(self.pools[group].counts[page] > 1)
-            assert len(held) <= 1, "full groups are held together"
+            assert len(held) <= 1, "groups that keep all are held together"
         for group, nodes in enumerate(kept):
             self._check_group(group, nodes)
 
@@ -315,7 +309,7 @@ class RadixTree:
         entries = {page: (stamp, depth) for stamp, depth, page in heap}
         assert len(entries) == len(heap) == sum(queued) and all(queued[page] for page in entries)
         assert all(heap[(i - 1) // 2] <= heap[i] for i in range(1, len(heap)))
-        if not self.windows[group] and group != self._leaf_group:
+        if not self.policies[group].slides and group != self._leaf_group:
             assert not heap
             return
         for page in unused:

@@ -31,6 +31,7 @@ class Launched:
 
     shares: list[Share]
     sampling: list[Share]
+    """Of each row that samples: a share with several such rows comes as often."""
     sampled: Sampled | None = None
     tokens: Fetch | None = None
     routed: Fetch | None = None

@@ -57,15 +57,15 @@ class Sampled:
 
     token_R: torch.Tensor
     """int64, on the device."""
-    logprobs: Logprobs | None = None
-    """Of the rows that asked: copies to the host, enqueued with the step. Once its tokens can be read, so can they."""
-    place: Mapping[int, int] = field(default_factory=dict)
-    """Where in `logprobs` a row is."""
+    logprobs: Mapping[int, tuple[Logprobs, int]] = field(default_factory=dict)
+    """Of rows that asked, and the place there. Copies to the host, enqueued with the step: once its tokens can be read,
+    so can they."""
 
     def token_logprobs(self, row: int, top_n: int) -> TokenLogprobs:
         """Of a row that asked for at least `top_n` alternatives."""
-        assert self.logprobs is not None and row in self.place, f"row {row} asked for no log probabilities"
-        return self.logprobs.at(self.place[row], top_n)
+        assert row in self.logprobs, f"row {row} asked for no log probabilities"
+        logprobs, place = self.logprobs[row]
+        return logprobs.at(place, top_n)
 
 
 def chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:

@@ -25,6 +25,7 @@ the penalty table, L rows with log probabilities.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
@@ -159,16 +160,20 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits_RV: torch.Tensor, slots: list[int]) -> Sampled:
-        """One token for each row, which counts as generated. The logits are contiguous and in any float dtype; those in
-        fp32 are written over."""
+        """One token for each row, which counts as generated. A slot with several rows samples its next tokens there, in
+        order; not one that needs the host's tokens. The logits are contiguous and in any float dtype; those in fp32 are
+        written over."""
         assert logits_RV.shape == (len(slots), self.vocab_size), f"logits {logits_RV.shape} of {len(slots)} slots"
-        assert len(set(slots)) == len(slots), f"a slot twice: {slots}"
         assert self._empty.isdisjoint(slots), f"slot {self._empty.intersection(slots).pop()} is empty"
         kind = self.kind(slots)
         if kind == "greedy":
             return Sampled(_best(logits_RV))
+        turns = None if len(set(slots)) == len(slots) else _turns(slots)
         if kind == "drawn" and self.by_slot:
-            return Sampled(self.sample_slots(logits_RV, self._upload(slots), kind))
+            turn_R = None if turns is None else self._upload(turns)
+            return Sampled(self.sample_slots(logits_RV, self._upload(slots), kind, turn_R))
+        if turns is not None:
+            return self._sample_in_turns(logits_RV, turns, slots)
         plan = self._plan(slots)
         for occupant in plan.waiting:
             assert not occupant.unread, f"request {occupant.request.id}: its last token has not been accepted yet"
@@ -190,7 +195,20 @@ class Sampler:
         if not plan.asked:
             return Sampled(token_R)
         token_L = token_R.clamp(min=0) if plan.asked_row_L is None else token_R[plan.asked_row_L].clamp_(min=0)
-        return Sampled(token_R, token_logprobs(raw_LV, token_L, plan.top_n).to_host(), plan.asked)
+        found = token_logprobs(raw_LV, token_L, plan.top_n).to_host()
+        return Sampled(token_R, {row: (found, place) for place, row in enumerate(plan.asked)})
+
+    def _sample_in_turns(self, logits_RV: torch.Tensor, turns: list[int], slots: list[int]) -> Sampled:
+        """First rows of slots, then second ones and so on, so that penalties count the tokens before."""
+        token_R = torch.empty(len(slots), dtype=torch.int64, device=self.device)
+        logprobs: dict[int, tuple[Logprobs, int]] = {}
+        for turn in range(max(turns) + 1):
+            rows = [row for row, mine in enumerate(turns) if mine == turn]
+            row_N = self._upload(rows)
+            sampled = self.sample(logits_RV[row_N], [slots[row] for row in rows])
+            token_R[row_N] = sampled.token_R
+            logprobs |= {rows[row]: found for row, found in sampled.logprobs.items()}
+        return Sampled(token_R, logprobs)
 
     def kind(self, slots: list[int]) -> Kind:
         if self._joining:
@@ -201,14 +219,18 @@ class Sampler:
         """Whether any of the slots has any of the traits."""
         return any((having := self._having[trait]) and not having.isdisjoint(slots) for trait in traits)
 
-    def sample_slots(self, logits_RV: torch.Tensor, slot_R: torch.Tensor, kind: Kind) -> torch.Tensor:
-        """token_R where nothing but the device knows who is in the rows (max_num_seqs: nobody). Can be captured; `kind`
-        is "greedy" or "drawn"."""
+    def sample_slots(
+        self, logits_RV: torch.Tensor, slot_R: torch.Tensor, kind: Kind, turn_R: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """token_R where only the device knows the rows' slots (max_num_seqs: padding). Can be captured; `kind` is
+        "greedy" or "drawn". `turn_R`: how many rows before it have the same slot; None: none has."""
         if kind == "greedy":
             zero_R, none_R = (tensor[: logits_RV.shape[0]] for tensor in self._nothing_S)
             return ops.sample(SampleCall(logits_RV, zero_R, none_R, none_R))
         temperature_R, top_p_R, min_p_R = self._float_6S[:3].index_select(1, slot_R)
         top_k_R, seed_R, position_R = self._int_3S.index_select(1, slot_R)
+        if turn_R is not None:
+            position_R = position_R + turn_R
         truncation = top_k_R.int(), top_p_R, min_p_R
         token_R = ops.sample(SampleCall(logits_RV, temperature_R, seed_R, position_R, *truncation))
         self._position_S.index_add_(0, slot_R, torch.ones_like(slot_R))
@@ -299,10 +321,10 @@ class Sampler:
             plan.matchers = [matcher for _, matcher in matched]
             plan.matcher_row_N = self._upload([row for row, _ in matched])
         if asked := having("asking"):
-            plan.asked = {row: place for place, (row, _, _) in enumerate(asked)}
+            plan.asked = [row for row, _, _ in asked]
             plan.top_n = max(o.params.logprobs or 0 for _, _, o in asked)
             if len(asked) < len(slots):
-                plan.asked_row_L = self._upload([row for row, _, _ in asked])
+                plan.asked_row_L = self._upload(plan.asked)
         return plan
 
     def _plan_draw(self, row_N: torch.Tensor | None, slot_N: torch.Tensor, cut: bool) -> Draw:
@@ -382,6 +404,16 @@ class Sampler:
         for trait, slots in self._having.items():
             assert slots == {slot for slot, o in enumerate(self.slots) if o is not None and trait in o.traits}, trait
         assert all(self.slots[slot] is not None for key in self._plans for slot in key)
+
+
+def _turns(slots: list[int]) -> list[int]:
+    """How many rows before it have the same slot."""
+    seen: Counter[int] = Counter()
+    turns = []
+    for slot in slots:
+        turns.append(seen[slot])
+        seen[slot] += 1
+    return turns
 
 
 def _best(logits_RV: torch.Tensor) -> torch.Tensor:

@@ -174,8 +174,8 @@ class Plan:
     matcher_row_N: torch.Tensor | None = None
     bad: list[tuple[int, Occupant]] = field(default_factory=list)
     """Row and request of those with bad words of several tokens."""
-    asked: dict[int, int] = field(default_factory=dict)
-    """Rows that want log probabilities, and their places among those."""
+    asked: list[int] = field(default_factory=list)
+    """Rows that want log probabilities."""
     asked_row_L: torch.Tensor | None = None
     """None: all rows."""
     top_n: int = 0

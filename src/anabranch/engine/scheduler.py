@@ -110,8 +110,8 @@ class Share(NamedTuple):
     sequence: Sequence
     begin: int
     end: int
-    samples: bool
-    """The last of them is the sequence's last token, so the step samples the next one."""
+    num_samples: int
+    """How many of its last rows sample a token each: 1 where it ends with the sequence's last token, else 0."""
 
     @property
     def prompt_targets(self) -> list[int]:
@@ -189,7 +189,7 @@ class Scheduler:
             if begin < sequence.quiet_until and end == sequence.num_tokens and budget:
                 sequence.num_computed = end
                 sequence.num_tokens = end + 1
-                give(new(Share, (sequence, begin, end, True)))
+                give(new(Share, (sequence, begin, end, 1)))
                 budget -= 1
                 continue
             missing = self._missing(sequence)
@@ -228,9 +228,9 @@ class Scheduler:
                 return 0
         self._hush(sequence)
         sequence.num_computed = end = begin + given
-        samples = end == sequence.num_tokens
-        sequence.num_tokens += samples
-        shares.append(Share(sequence, begin, end, samples))
+        num_samples = int(end == sequence.num_tokens)
+        sequence.num_tokens += num_samples
+        shares.append(Share(sequence, begin, end, num_samples))
         return given
 
     def _admit(self, budget: int) -> Iterator[Share]:
@@ -253,10 +253,10 @@ class Scheduler:
                 sequence.num_cached = found
             budget -= count
             self._hush(sequence)
-            samples = count == len(sequence.tokens) - found
+            num_samples = int(count == len(sequence.tokens) - found)
             sequence.num_computed = found + count
-            sequence.num_tokens += samples
-            yield Share(sequence, found, found + count, samples)
+            sequence.num_tokens += num_samples
+            yield Share(sequence, found, found + count, num_samples)
 
     def _hush(self, sequence: Sequence) -> None:
         """Its pages have changed: how long may it go on without being looked at?"""

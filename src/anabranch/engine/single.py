@@ -26,7 +26,7 @@ class SingleSequence:
         self.sequence.slot = 0
         weight = model.embed_tokens.weight
         num_pages = -(-max_length // page_size)
-        groups = model.config.kv_groups
+        groups = model.config.cache_groups
         # Any assignment of pages must work; backwards shows a mistaken "page i holds tokens i · S ..".
         self.pages = [list(reversed(range(num_pages))) for _ in groups]
         self.kv = kv_tensors.allocate(model.config, [num_pages] * len(groups), page_size, weight.dtype, weight.device)
@@ -40,7 +40,7 @@ class SingleSequence:
         known += tokens
         if len(known) > self.max_length:
             raise ValueError(f"{len(known)} tokens do not fit into the {self.max_length} of this sequence")
-        step = self.steps.make([Share(self.sequence, begin, len(known), True)], lambda _: self.pages)
+        step = self.steps.make([Share(self.sequence, begin, len(known), 1)], lambda _: self.pages)
         hidden = self.model(step, self.kv)
         return self.model.logits(hidden if all_logits else hidden[-1:]).float()
 

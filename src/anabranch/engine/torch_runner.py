@@ -104,10 +104,7 @@ class TorchRunner:
         return self.model.embed_tokens.weight.dtype
 
     def num_pages(self) -> list[int]:
-        """Pages of each KVGroup: as configured, else what the memory plan leaves for them, but no more than all
-        sequences at their longest could hold, twice over where the prefix cache keeps what they leave."""
         config, model = self.config, self.model.config
-        useful = [plan.pages_needed(group, config.max_model_len, config.page_size) for group in model.kv_groups]
         if config.num_pages:
             return plan.pages_for(model, config.num_pages, config.max_model_len, config.page_size)
         memory = self.platform.memory()
@@ -123,19 +120,12 @@ class TorchRunner:
         )
         # Others may use the device too: what is free now, the weights being loaded, bounds the plan.
         found = replace(found, kv=min(found.kv, memory.free + memory.cached - found.workspace))
-        if not found.fits:
-            raise ValueError(
-                f"the model does not fit: of {found.usable / 1e9:.1f} GB, {found.weights / 1e9:.1f} GB of weights "
-                f"and {found.workspace / 1e9:.1f} GB of workspace leave nothing for KV pages; see `anabranch plan`"
-            )
-        most = config.max_num_seqs * (2 if config.prefix_cache else 1)
-        planned = found.num_pages(min(config.max_model_len, 8192))
-        return [min(pages, most * needed) for pages, needed in zip(planned, useful, strict=True)]
+        return found.pool_pages(config, "see `anabranch plan`")
 
     def allocate(self, num_pages: list[int], max_model_len: int) -> None:
         self.config = config = replace(self.config, max_model_len=max_model_len)
         device = self.platform.device
-        groups = self.model.config.kv_groups
+        groups = self.model.config.cache_groups
         self.kv = kv_tensors.allocate(self.model.config, num_pages, config.page_size, self.dtype, device)
         self.steps = StepMaker(len(groups), config.max_num_seqs, config.max_model_len, config.page_size, device)
         self.sampler = Sampler(config.max_num_seqs, self.model.config.vocab_size, device, config.seed)
@@ -253,7 +243,9 @@ class TorchRunner:
         step, hidden_TD, recorded = self._forward(rows, self.experts.counts or record)
         launched = Launched(
             shares=shares,
-            sampling=shares if rows.logit_rows is None else [share for share in shares if share.samples],
+            sampling=shares
+            if rows.logit_rows is None
+            else [share for share in shares for _ in range(share.num_samples)],
             prompt_logprobs=self._prompt_logprobs(hidden_TD, shares) if self.slots.prompt_logprobs else {},
         )
         if launched.sampling:
@@ -270,7 +262,8 @@ class TorchRunner:
         prompt = None if self.prompts is None or len(rows.starts) > 2 else self.prompts.find("any", num_rows)
         if prompt is not None:
             hidden_TD = prompt.run(self.steps.pack_any(rows, prompt.size))
-            return prompt.step, hidden_TD, prompt.experts
+            step = self.steps.sampling(prompt.step, rows.logit_rows) if rows.logit_rows else prompt.step
+            return step, hidden_TD, prompt.experts
         step = self.steps.unpack_rows(rows)
         captured = None if self.prefills is None else self.prefills.find("any", num_rows)
         if captured is not None:

@@ -29,9 +29,9 @@ class Step:
     context_len_R: torch.Tensor
     """int32, this step's tokens included."""
     page_tables: tuple[torch.Tensor, ...]
-    """int32 [R, M], one for each KVGroup of the model."""
+    """int32 [R, M], one for each cache group of the model (models/cache)."""
     slots: tuple[torch.Tensor, ...]
-    """Where each token's key and value go, one tensor [T] for each KVGroup; −1: nowhere (padding)."""
+    """Where each token's key and value go, one tensor [T] for each cache group; −1: nowhere (padding)."""
     logit_row: torch.Tensor | None
     """The rows whose logits are wanted; None: all."""
     max_query: int = 0

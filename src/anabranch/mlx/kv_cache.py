@@ -26,7 +26,7 @@ class Row:
     slot: int
     """The sequence's when it joined: if it has another now, or none, it has left."""
     tables: list[list[int]]
-    """Its pages, per KVGroup; the bookkeeper's own lists."""
+    """Its pages, per cache group; the bookkeeper's own lists."""
     length: int
     """Tokens computed."""
     saved: int

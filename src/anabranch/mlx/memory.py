@@ -42,11 +42,9 @@ def guard(config: EngineConfig, model: ModelConfig, dtype: str, weights: int, me
 
 
 def num_pages(config: EngineConfig, model: ModelConfig, dtype: str, weights: int, memory: Memory) -> list[int]:
-    """Pages of each KVGroup: as configured, else half of what is left, but no more than all sequences at their longest
-    could hold, twice over where the prefix cache keeps what they leave. The weights are in memory."""
-    useful = [plan.pages_needed(group, config.max_model_len, config.page_size) for group in model.kv_groups]
+    """Pages of each cache group: as configured, else of half of what is left. The weights are in memory."""
     if config.num_pages:
-        return [max(2, config.num_pages * pages // max(useful)) for pages in useful]
+        return plan.pages_for(model, config.num_pages, config.max_model_len, config.page_size)
     usable = int(memory.total * config.memory_fraction)
     workspace = workspace_bytes(config, model, dtype)
     kv = min(usable - weights, memory.free) - workspace - working_bytes(model, dtype, [1])
@@ -60,27 +58,11 @@ def num_pages(config: EngineConfig, model: ModelConfig, dtype: str, weights: int
         dtype=dtype,
         config=model,
     )
-    if not found.fits:
-        raise ValueError(
-            f"the model does not fit: of {usable / 1e9:.2f} GB, {weights / 1e9:.2f} GB of weights and"
-            f" {workspace / 1e9:.2f} GB of workspace leave nothing for KV pages; raise memory_fraction or quantise it"
-        )
-    most = config.max_num_seqs * (2 if config.prefix_cache else 1)
-    planned = found.num_pages(min(config.max_model_len, 8192))
-    return [min(pages, most * needed) for pages, needed in zip(planned, useful, strict=True)]
-
-
-def pool_bytes(config: EngineConfig, model: ModelConfig, dtype: str, num_pages: Sequence[int]) -> int:
-    return sum(
-        pages * plan.page_bytes(group, config.page_size, dtype)
-        for group, pages in zip(model.kv_groups, num_pages, strict=True)
-    )
+    return found.pool_pages(config, "raise memory_fraction or quantise it")
 
 
 def working_bytes(model: ModelConfig, dtype: str, lengths: Sequence[int]) -> int:
     """Keys and values of a batch with rows of so many tokens: all as long as the longest, or the window."""
     longest = max(lengths)
-    values = sum(
-        group.values_per_token * (min(longest, group.window or longest) + SPARE_TOKENS) for group in model.kv_groups
-    )
+    values = sum(group.num_values * (group.policy.num_kept(longest) + SPARE_TOKENS) for group in model.cache_groups)
     return len(lengths) * values * ITEM_BYTES[dtype]

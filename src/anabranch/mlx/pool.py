@@ -15,15 +15,15 @@ from anabranch.models.config import ModelConfig
 
 class Pool:
     def __init__(self, model: ModelConfig, num_pages: Sequence[int], page_size: int, dtype: Any) -> None:
-        self.groups = model.kv_groups
+        self.groups = model.cache_groups
         self.page_size = page_size
         self.k: list[mx.array] = [None] * len(model.layers)
         """Per layer [slots, G, D]; a slot is page · page size + offset."""
         self.v: list[mx.array] = [None] * len(model.layers)
         for group, pages in zip(self.groups, num_pages, strict=True):
-            shape = (pages * page_size, group.num_kv_heads, group.head_dim)
             for layer_id in group.layers:
-                self.k[layer_id], self.v[layer_id] = mx.zeros(shape, dtype), mx.zeros(shape, dtype)
+                arrays = [mx.zeros((pages * page_size, *shape), dtype) for shape in group.spec.shapes]
+                self.k[layer_id], self.v[layer_id] = arrays
         mx.eval(self.k, self.v)
         self.changed = False
 

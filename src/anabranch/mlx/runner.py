@@ -23,6 +23,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from anabranch import kernels, platforms
 from anabranch.config import EngineConfig
+from anabranch.engine import plan
 from anabranch.engine.runner import Launched, Pages, Progress
 from anabranch.engine.sampled import Logprobs, token_logprobs
 from anabranch.engine.sampler import Sampler
@@ -101,7 +102,7 @@ class MlxRunner:
         self.working = WorkingSet(
             Pool(model, num_pages, config.page_size, DTYPES[dtype]),
             families.windows(model, config.max_model_len),
-            room=max(memory.pool_bytes(config, model, dtype, num_pages), cost([config.max_model_len])),
+            room=max(plan.pages_bytes(model, num_pages, config.page_size, dtype), cost([config.max_model_len])),
             cost=cost,
             share=config.prefix_cache,
         )
@@ -144,7 +145,7 @@ class MlxRunner:
             self._finish(self.in_flight)
         self._sweep()
         rows = [self._row(share, pages) for share in shares]
-        launched = Launched(shares=shares, sampling=[share for share in shares if share.samples])
+        launched = Launched(shares=shares, sampling=[share for share in shares if share.num_samples])
         launched.tokens = step = self.in_flight = InFlight(launched, rows, self._finish_on_thread)
         step.counts = bool(self.config.expert_load_interval)
         self.experts.wanted = step.counts or any(s.sequence.request.params.return_routed_experts for s in shares)
@@ -154,7 +155,8 @@ class MlxRunner:
             tokens = share.sequence.tokens[share.begin : share.end]
             if share.end > len(share.sequence.tokens):
                 tokens.append(self.last_tokens[row.slot])
-            if share.samples:
+            assert share.num_samples <= 1, "MLX's steps sample one token of a request"
+            if share.num_samples:
                 last_token[row] = tokens.pop()
             if tokens:
                 self._prefill(step, share, row, tokens)

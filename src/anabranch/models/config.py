@@ -18,13 +18,13 @@ from typing import Literal
 
 from anabranch.formats import PLAIN, Format, format_of
 from anabranch.models import family
+from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
 from anabranch.models.keys import ConfigError, Keys, read_json, shown
 from anabranch.models.rope import RopeConfig
 
 __all__ = [
     "AttentionConfig",
     "ConfigError",
-    "KVGroup",
     "LayerConfig",
     "MoEConfig",
     "ModelConfig",
@@ -55,6 +55,11 @@ class AttentionConfig:
     clip: float = 0.0
     """Queries, keys and values are clamped to ±clip; 0: not."""
 
+    @property
+    def cache(self) -> CacheSpec:
+        heads = self.num_kv_heads, self.head_dim
+        return CacheSpec((heads, heads), KeepWindow(self.window) if self.window else KeepAll())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
@@ -83,21 +88,6 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVGroup:
-    """Layers whose keys and values have the same shape and lifetime share a page table."""
-
-    layers: tuple[int, ...]
-    num_kv_heads: int
-    head_dim: int
-    window: int
-
-    @property
-    def values_per_token(self) -> int:
-        """Numbers (keys and values) that one token leaves in all layers of the group."""
-        return 2 * self.num_kv_heads * self.head_dim * len(self.layers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     model_type: str
     vocab_size: int
@@ -118,15 +108,11 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     @property
-    def kv_groups(self) -> tuple[KVGroup, ...]:
-        members: dict[tuple[int, int, int], list[int]] = {}
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        members: dict[CacheSpec, list[int]] = {}
         for layer_id, layer in enumerate(self.layers):
-            geometry = layer.attention.num_kv_heads, layer.attention.head_dim, layer.attention.window
-            members.setdefault(geometry, []).append(layer_id)
-        return tuple(
-            KVGroup(layers=tuple(ids), num_kv_heads=heads, head_dim=dim, window=window)
-            for (heads, dim, window), ids in members.items()
-        )
+            members.setdefault(layer.attention.cache, []).append(layer_id)
+        return tuple(CacheGroup(tuple(layers), spec) for spec, layers in members.items())
 
 
 def read_config(folder: str | Path, *, quantized: bool = False) -> ModelConfig:

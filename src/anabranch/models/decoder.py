@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         self.config = config
         self.family = family
         layer_class = family.layer_class()
-        group_of = {layer_id: g for g, group in enumerate(config.kv_groups) for layer_id in group.layers}
+        group_of = {layer_id: g for g, group in enumerate(config.cache_groups) for layer_id in group.layers}
         ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(  # type: ignore[assignment]

@@ -91,7 +91,7 @@ def attention(call: AttentionCall) -> torch.Tensor:
 
 
 class Shape(NamedTuple):
-    """What the plan of a call depends on besides the machine: the same for all layers of a KVGroup in a step."""
+    """What the plan of a call depends on besides the machine: the same for all layers of a cache group in a step."""
 
     T: int
     R: int
