@@ -10,7 +10,7 @@ import torch
 
 from anabranch import platforms
 from anabranch.cli import generate, main, serve, tune
-from anabranch.config import CHOICES
+from anabranch.config import CHOICES, EngineConfig
 from anabranch.kernels import tuning
 from anabranch.moe import tuning as moe_tuning
 from tests.models import tiny
@@ -83,21 +83,19 @@ def test_mistakes_are_one_line(
         assert message in said, said
 
 
-@pytest.mark.parametrize("command", [generate, serve, tune])
-def test_a_shared_experts_stream_is_on_or_off(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [generate, serve])
+def test_choices_are_flags(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     command.add_options(parser)
     words = ["model", "x"] if command is generate else ["model"]
-
-    def chosen(*flags: str) -> str:
-        return str(parser.parse_args([*words, *flags]).shared_expert)
-
-    assert chosen() == chosen("--shared-expert-stream", "auto") == "auto"
-    assert chosen("--shared-expert-stream", "on") == chosen("--shared-expert", "stream") == "stream"
-    assert chosen("--shared-expert-stream=off") == "inline" and chosen("--shared-expert", "packed") == "packed"
-    with pytest.raises(SystemExit):
-        chosen("--shared-expert-stream", "maybe")
-    assert "auto, on or off, not 'maybe'" in capsys.readouterr().err
+    for name, values in CHOICES.items():
+        flag = f"--{name.replace('_', '-')}"
+        assert getattr(parser.parse_args(words), name) == EngineConfig.__dataclass_fields__[name].default
+        for value in values:
+            assert getattr(parser.parse_args([*words, flag, value]), name) == value
+        with pytest.raises(SystemExit):
+            parser.parse_args([*words, flag, "maybe"])
+        assert "maybe" in capsys.readouterr().err
 
 
 def test_flags_reach_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

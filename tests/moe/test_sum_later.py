@@ -39,7 +39,7 @@ def layers_of(model: Decoder) -> list[MoELayer]:
 def test_a_model_gives_the_same_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, because here both sum a token's rows in their order (but for a single token)."""
     case = CASES[name]
-    moe = MoEOptions(combine="unfused", shared_expert="packed" if name == "packed" else "auto")
+    moe = MoEOptions(combine="unfused", shared_expert="packed" if name == "packed" else "stream")
     model = load_model(tiny.save(case, tmp_path / "model"), dtype="float32", moe=moe)
     monkeypatch.setattr(ops.add_rms_norm, "bound", ())  # torch's differs in the last bits
     seen: list[Rows] = []
@@ -108,7 +108,7 @@ def test_it_is_asked_of_triton_alone(combine: str, platform: FakePlatform, monke
     monkeypatch.setattr(ops.experts, "bound", BY_TRITON)
     assert chosen() is None, "the norm's kernel has to be there too"
     monkeypatch.setattr(ops.sum_add_rms_norm, "bound", BY_TRITON)
-    assert chosen() == (SUM_LATER if combine in ("auto", "unfused") else None)
+    assert chosen() == (SUM_LATER if combine in ("fastest", "unfused") else None)
     monkeypatch.setattr(ops.experts, "bound", ())
     assert chosen() is None
 

@@ -42,7 +42,7 @@ class Setting:
     tokens: tuple[int, ...] = ()
     """() : each op's own list."""
     zipf: bool = False
-    combines: tuple[str, ...] = ("auto",)
+    combines: tuple[str, ...] = ("fastest",)
 
     @property
     def small(self) -> bool:

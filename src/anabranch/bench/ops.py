@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--zipf", action="store_true", help="skewed routing")
-    parser.add_argument("--combine", default="auto", choices=[*COMBINES, "all"], help="of the experts")
+    parser.add_argument("--combine", default="fastest", choices=[*COMBINES, "all"], help="of the experts")
     parser.add_argument("--compile", action="store_true", help="route: also eager torch and torch.compile (minutes)")
     parser.add_argument(
         "--repeats", type=at_least(1), default=7, metavar="N", help="timings of which the median counts"

@@ -19,9 +19,6 @@ from anabranch.config import (
     FLAG_HELP,
     GENERATION_CONFIG_HELP,
     GENERATION_CONFIGS,
-    STREAM_FLAG,
-    STREAM_HELP,
-    STREAM_OPTIONS,
     EngineConfig,
 )
 from anabranch.ranges import above_zero, at_least
@@ -80,12 +77,12 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--max-num-batched-tokens",
         type=at_least(1),
-        default=8192,
+        default=AUTO,
         metavar="N",
         help="tokens in one step (default 8192)",
     )
-    model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graph_mode",
-                       help="launch every kernel by itself, without captured graphs")  # fmt: skip
+    model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graphs",
+                       help="launch every kernel by itself, without captured graphs: --graphs none")  # fmt: skip
     model.add_argument(
         "--generation-config",
         default="auto",
@@ -126,7 +123,7 @@ def _add_rare(rare: Rare) -> None:
     from anabranch.server.settings import Settings
 
     named = {field.name for field in fields(Settings)} | {"model", "dtype", "max_model_len", "memory_fraction", "seed"}
-    named |= {"max_num_seqs", "max_num_batched_tokens", "graph_mode", "generation_config"}
+    named |= {"max_num_seqs", "max_num_batched_tokens", "serving", "generation_config"}
     hosts = "host names to answer to without a key, beside localhost and addresses; *: any (default none)"
     rare.add("--allowed-hosts", hosts, type=names, default=(), metavar="NAME,...")
     own = [field for field in fields(Settings) if field.name in RARE_HELP]
@@ -139,8 +136,6 @@ def _add_rare(rare: Rare) -> None:
             rare.add(flag, text, action=argparse.BooleanOptionalAction, default=default)
         elif isinstance(default, str):
             rare.add(flag, text, choices=WORDS[field.name], default=default)
-            if field.name == "shared_expert":
-                rare.add(STREAM_FLAG, STREAM_HELP, **STREAM_OPTIONS)
         else:
             kind = int if default is None else type(default)
             read = at_least(1) if kind is int and default in (None, AUTO) else kind
@@ -180,7 +175,7 @@ def run(options: argparse.Namespace) -> int:
         **{field.name: given[field.name] for field in fields(Settings) if field.name in given}
         | {"api_key": tuple(keys), "served_model_name": tuple(options.served_model_name)}
     )
-    engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig)})
+    engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig) if field.name in given})
     locate.local(engine.model)  # a wrong name is said before an address is
     logs.set_up(options.log_format)
     return serve(settings, engine)

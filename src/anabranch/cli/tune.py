@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.config import CHOICES, add_flags
+from anabranch.config import CHOICES, EngineConfig, resolve
 from anabranch.kernels import compile_server
 from anabranch.ranges import at_least
 
@@ -30,7 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of the largest step (default: as `LLM` chooses)",
     )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    add_flags(parser, "shared_expert")
     parser.add_argument("--keep", action="store_true", help="measure only what no table has yet")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a table that can be shipped")
 
@@ -41,19 +40,18 @@ def run(options: argparse.Namespace) -> int:
     compile_server.start_early()  # imports what it needs while this process does
     from anabranch import kernels, platforms
     from anabranch.engine.progress import Tally
-    from anabranch.loader.load import build, resolve_dtype
+    from anabranch.loader.load import DTYPES, build
     from anabranch.loader.locate import locate
     from anabranch.models.config import read_config
     from anabranch.moe import tuning
-    from anabranch.moe.options import MoEOptions, apply
 
     config = read_config(locate(options.model, weights=False))
     platform = platforms.current()
     kernels.bind(platform)
     if not tuning.can_be_tuned():
         raise ValueError(f"platform {platform.name!r} has no kernels with tiles to choose: nothing to tune here")
-    model = build(config, platform, resolve_dtype(options.dtype, config, platform))
-    apply(MoEOptions(shared_expert=options.shared_expert), model)
+    chosen = resolve(EngineConfig(model=options.model, dtype=options.dtype), config, platform)
+    model = build(config, platform, DTYPES[chosen.dtype])
     shapes = tuning.shapes_of(model)
     if not shapes:
         raise ValueError(f"{options.model}: a model without experts has no tiles to tune")
@@ -67,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
             activation,
             platform,
             options.tune,
-            options.max_num_batched_tokens or platform.batch_tokens,
+            options.max_num_batched_tokens or chosen.max_num_batched_tokens,
             Tally("measuring tiles"),
             sizes=tuple(options.tokens),
             again=not options.keep,

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from anabranch import kernels, platforms
+from anabranch.config import resolve_dtype
 from anabranch.layers.linear import Linear
 from anabranch.loader import dummy, names
 from anabranch.loader.checkpoint import Checkpoint, read_checkpoint
@@ -51,7 +52,7 @@ def load_model(
             config = _untie(config, checkpoint)
         platform = platform or platforms.current()
         kernels.bind(platform)
-        decoder = build(config, platform, resolve_dtype(dtype, config, platform))
+        decoder = build(config, platform, DTYPES[resolve_dtype(dtype, config, platform)])
         apply(moe or MoEOptions(), decoder)
         copies = [] if checkpoint is None else names.match(decoder, checkpoint)
     with stage("weights"):
@@ -89,14 +90,6 @@ def lay_out(decoder: Decoder, platform: platforms.Platform) -> None:
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() > 1:
                     parameter.data = platform.lay_out(parameter.data)
-
-
-def resolve_dtype(dtype: str, config: ModelConfig, platform: platforms.Platform) -> torch.dtype:
-    if dtype == "auto":
-        return platform.compute_dtype(DTYPES[config.dtype])
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def build(config: ModelConfig, platform: platforms.Platform, dtype: torch.dtype) -> Decoder:

@@ -108,6 +108,8 @@ class ModelConfig:
     max_position: int
     dtype: str = "float32"
     """What the checkpoint was made in: float32, float16 or bfloat16."""
+    packed: bool = False
+    """The checkpoint's weights are quantised by MLX."""
     mlp_bias: bool = False
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
@@ -146,7 +148,7 @@ def read_config(folder: str | Path, *, quantized: bool = False) -> ModelConfig:
             raise keys.fail(f"'architectures' = {shown(architecture)}: only models that generate text are supported")
     config = families[model_type].read(keys)
     _check(keys, config)
-    return replace(config, eos_ids=_eos_ids(keys))
+    return replace(config, eos_ids=_eos_ids(keys), packed="quantization" in keys.raw)
 
 
 def _eos_ids(keys: Keys) -> tuple[int, ...]:

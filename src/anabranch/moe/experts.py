@@ -20,7 +20,7 @@ class Experts(nn.Module):
         self.num_experts = num_experts
         """Routed ones; behind them stand `num_shared` that every token visits."""
         self.num_shared = 0
-        self.combine = "auto"
+        self.combine = "fastest"
         self.gate_up_EFD = nn.Parameter(torch.empty(num_experts, 2 * inner, width), requires_grad=False)
         self.down_EDI = nn.Parameter(torch.empty(num_experts, width, inner), requires_grad=False)
 

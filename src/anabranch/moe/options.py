@@ -16,14 +16,14 @@ from anabranch.platforms.platform import InlineStream
 class MoEOptions:
     """As in EngineConfig, which checks them."""
 
-    combine: str = "auto"
-    shared_expert: str = "auto"
+    combine: str = "fastest"
+    shared_expert: str = "stream"
 
 
 def apply(options: MoEOptions, model: nn.Module) -> None:
     """Every module keeps what it is told, so that two models in one process may differ. Ops are bound before."""
     num_packed = 0
-    sum_later = SUM_LATER if options.combine in ("auto", "unfused") and sums_later() else None
+    sum_later = SUM_LATER if options.combine in ("fastest", "unfused") and sums_later() else None
     for module in list(model.modules()):
         if isinstance(module, Experts):
             module.combine = options.combine
@@ -31,13 +31,11 @@ def apply(options: MoEOptions, model: nn.Module) -> None:
             module.sum_later = sum_later
         if options.shared_expert == "inline" and hasattr(module, "side_stream"):
             module.side_stream = InlineStream()  # type: ignore[assignment]
-        if options.shared_expert == "stream" and hasattr(module, "side_tokens"):
-            module.side_tokens = None  # type: ignore[assignment]
         if options.shared_expert == "packed" and isinstance(module, MoELayer) and module.shared_expert is not None:
             module.pack_shared_expert()
             num_packed += 1
     if options.shared_expert == "packed" and not num_packed:
-        raise ValueError("shared_expert packed: this model has no shared expert among its experts; use auto")
+        raise ValueError("shared_expert packed: this model has no shared expert among its experts; use stream")
 
 
 def sums_later() -> bool:

@@ -15,7 +15,7 @@ import torch
 from anabranch.ops.activation import gated_activation
 from anabranch.ops.op import Sample, op
 
-COMBINES = ("auto", "fused", "ordered", "unfused")
+COMBINES = ("fastest", "fused", "ordered", "unfused")
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
@@ -53,7 +53,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
                 "down_bias_ED": draw(num_experts, width).to(dtype) if biased else None,
                 "scaling": options.get("scaling", 1.0),
                 "combined": options.get("combined", True),
-                "combine": options.get("combine", "auto"),
+                "combine": options.get("combine", "fastest"),
             },
         )
 
@@ -69,7 +69,7 @@ def fake(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
-    combine: str = "auto",
+    combine: str = "fastest",
 ) -> torch.Tensor:
     tokens, width = x_TD.shape
     return x_TD.new_empty(tokens, width) if combined else x_TD.new_empty(tokens, expert_TK.shape[1], width)
@@ -87,7 +87,7 @@ def experts(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
-    combine: str = "auto",
+    combine: str = "fastest",
 ) -> torch.Tensor:
     """y_TD[t] = scaling · Σ_k weight[t, k] · FFN of expert expert_TK[t, k] on x[t]; id −1 adds nothing.
 
@@ -95,7 +95,7 @@ def experts(
     those of id −1 are not defined.
     `combine` says how a kernel brings rows back to their token, always in fp32: `fused` adds into the token's row where
     they are computed, in any order; `ordered` gives the same bits every time for the same batch; `unfused` writes all
-    rows and sums them; `auto` is whichever is fastest. Here all of them are the same.
+    rows and sums them; `fastest` is one of them, by the number of tokens. Here all of them are the same.
     Never writes over x: a shared expert on a side stream may still be reading it.
     """
     if combine not in COMBINES:

@@ -81,7 +81,7 @@ def test_candidates_can_run_and_come_back_from_disk(machine: str, dtype: torch.d
         tried = list(dict.fromkeys(tiles for one in found for tiles in one.near()))
         assert len(tried) <= (34 if full else 14)
         for tiles in tried:
-            assert adapt(tiles, tokens, "auto", given) == tiles
+            assert adapt(tiles, tokens, "fastest", given) == tiles
             assert CODEC.decode(json.loads(json.dumps(CODEC.encode(tiles)))) == tiles
             if isinstance(tiles, GroupedTiles):
                 for tile, operands in ((tiles.gate_up, 2), (tiles.down, 1)):
@@ -116,7 +116,7 @@ def test_tiles_in_another_mode_or_machine() -> None:
     matched = GroupedTiles(16, tile, tile, match=True)
     adding = GroupedTiles(16, tile, tile, add=True)
     hopper = HopperTiles(1, 1, 1, tile, tile)
-    for combine in ("auto", "ordered", "unfused", "fused"):
+    for combine in ("fastest", "ordered", "unfused", "fused"):
         assert adapt(small, 8, combine, HOPPER) == replace(small, by_token=combine != "unfused")
         assert adapt(small, 65, combine, HOPPER) is None
         assert adapt(matched, 16, combine, HOPPER) == replace(matched, add=combine == "fused")
@@ -124,7 +124,7 @@ def test_tiles_in_another_mode_or_machine() -> None:
         assert adapt(hopper, 500, combine, HOPPER) == (None if combine == "fused" else hopper)
         assert adapt(hopper, 500, combine, Machine()) is None
         # Nobody who asks for the same bits every time gets atomics.
-        assert adapt(adding, 500, combine, HOPPER) == (adding if combine in ("auto", "fused") else None)
+        assert adapt(adding, 500, combine, HOPPER) == (adding if combine in ("fastest", "fused") else None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,20 +143,20 @@ def test_shipped_tables_are_found_and_followed(model: str, h200: None, caplog: p
     assert experts_tables.table_for(GPU, replace(shape, top_k=3)) is None
     assert experts_tables.table_for(torch.device("cpu"), shape) is None
     for tokens in (*TOKENS, 40_000):
-        for combine in ("auto", "fused", "ordered", "unfused"):
+        for combine in ("fastest", "fused", "ordered", "unfused"):
             for machine in MACHINES.values():
                 tiles = kernel.chosen(tokens, shape, combine, machine, GPU)
                 assert adapt(tiles, tokens, combine, machine) == tiles
     for tokens, times in table.times.items():
-        chosen = kernel.chosen(tokens, shape, "auto", HOPPER, GPU)
+        chosen = kernel.chosen(tokens, shape, "fastest", HOPPER, GPU)
         assert times[chosen] <= min(times.values()) * (1 + tuning.NOISE)
 
 
 def test_a_table_overrules_the_rule(h200: None) -> None:
     shape = SHAPES["gemma-4-26b-a4b"]
     rule = choose(8192, *sizes(shape), machine=HOPPER)
-    assert kernel.chosen(8192, shape, "auto", HOPPER, GPU) != rule, "6 % slower in the sweep"
-    assert kernel.chosen(8192, replace(shape, inner=720), "auto", HOPPER, GPU) == choose(
+    assert kernel.chosen(8192, shape, "fastest", HOPPER, GPU) != rule, "6 % slower in the sweep"
+    assert kernel.chosen(8192, replace(shape, inner=720), "fastest", HOPPER, GPU) == choose(
         8192, *sizes(replace(shape, inner=720)), machine=HOPPER
     )
 
@@ -227,7 +227,7 @@ NEW = Shape(32, 1024, 512, 4, BF16)
 
 
 def test_a_new_shape_is_measured_once_and_then_known(fake: type[FakeBench]) -> None:
-    assert kernel.chosen(4096, NEW, "auto", Machine(), GPU) == choose(4096, *sizes(NEW))
+    assert kernel.chosen(4096, NEW, "fastest", Machine(), GPU) == choose(4096, *sizes(NEW))
     first = ensure(NEW)
     assert sorted(first.measured) == [1, 8, 16, 64, 256, 1024, 4096, 8192]
     assert ensure(NEW).measured == () and len(fake.made) == 1
@@ -238,7 +238,7 @@ def test_a_new_shape_is_measured_once_and_then_known(fake: type[FakeBench]) -> N
     assert time.process_time() - began < 0.2
     assert again.measured == () and again.table is not None and first.table is not None
     assert again.table.times == first.table.times
-    chosen = kernel.chosen(4096, NEW, "auto", Machine(), GPU)
+    chosen = kernel.chosen(4096, NEW, "fastest", Machine(), GPU)
     assert isinstance(chosen, GroupedTiles) and chosen != choose(4096, *sizes(NEW))
     assert first.table.times[4096][chosen] == min(first.table.times[4096].values())
 
@@ -360,7 +360,7 @@ def test_tuning_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     bench = experts_tuner.ExpertsBench(shape, weights, "silu", platform)
     for tokens in (1, 3, 16, 100, 1500):
         call = bench.draw(tokens, weights[0])
-        found = kernel.run(call, kernel.tiles_for(call, "auto")).double()
+        found = kernel.run(call, kernel.tiles_for(call, "fastest")).double()
         expected = torch.zeros_like(found)
         for e in range(16):
             token, slot = (call.expert_TK == e).nonzero(as_tuple=True)

@@ -22,7 +22,7 @@ def experts(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
-    combine: str = "auto",
+    combine: str = "fastest",
 ) -> torch.Tensor:
     tokens, top_k = expert_TK.shape
     if tokens == 1 and combined and gate_up_bias_EF is None and down_bias_ED is None and x_TD.dtype == torch.float32:
@@ -43,7 +43,7 @@ def experts(
     h_NF = _products(x_ND, gate_up_EFD, gate_up_bias_EF, spans)
     rows_ND = _products(ops.gated_activation(h_NF, activation), down_EDI, down_bias_ED, spans)
     weighted_ND = rows_ND * (weight_TK.flatten()[order_N, None] * scaling)
-    if combined and combine in ("auto", "fused"):
+    if combined and combine in ("fastest", "fused"):
         y_TD = torch.zeros(tokens, x_TD.shape[1], device=x_TD.device)
         return y_TD.index_add_(0, token_N, weighted_ND).to(x_TD.dtype)
     # A row of its own for every pair: on a GPU index_add_ adds in any order.

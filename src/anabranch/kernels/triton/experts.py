@@ -10,7 +10,7 @@ to bring rows back to their token (`combine`):
 * ordered: the same bits every time for the same batch.
 * unfused: the down kernel writes a row per pair; another sums them, in fp32 and always in the same order. A caller that
   does not want them combined sums them itself; rows without an expert are then whatever the memory held.
-* auto: whichever is fastest for the number of tokens.
+* fastest: one of them, by the number of tokens.
 
 Tiles come from a table that was measured for this shape on this device (kernels/tuning), else from experts_tiles.
 """
@@ -60,7 +60,7 @@ def accepts(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
-    combine: str = "auto",
+    combine: str = "fastest",
 ) -> bool:
     return (
         x_TD.dtype == gate_up_EFD.dtype == down_EDI.dtype
@@ -87,7 +87,7 @@ def experts(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
-    combine: str = "auto",
+    combine: str = "fastest",
 ) -> torch.Tensor:
     call = Call(
         x_TD,

@@ -114,7 +114,7 @@ def choose(
     inner: int,
     top_k: int,
     dtype: torch.dtype,
-    combine: str = "auto",
+    combine: str = "fastest",
     machine: Machine = Machine(),  # noqa: B008 (frozen)
 ) -> Tiles:
     """The tiles for one call."""
@@ -180,14 +180,14 @@ def fit(tiles: GroupedTiles, dtype: torch.dtype, machine: Machine) -> GroupedTil
 
 
 def adapt(tiles: Tiles, num_tokens: int, combine: str, machine: Machine) -> Tiles | None:
-    """What tiles that were measured with combine `auto` become in a call; None if they cannot do it."""
+    """What tiles that were measured with combine `fastest` become in a call; None if they cannot do it."""
     if isinstance(tiles, SmallTiles):
         if num_tokens > MOST_SMALL_TOKENS:
             return None
         return replace(tiles, by_token=False) if combine == "unfused" else tiles
     if isinstance(tiles, HopperTiles):
         return tiles if machine.hopper and combine != "fused" else None
-    if (tiles.match and num_tokens > tiles.rows) or (tiles.add and combine not in ("auto", "fused")):
+    if (tiles.match and num_tokens > tiles.rows) or (tiles.add and combine not in ("fastest", "fused")):
         return None
     return replace(tiles, add=True) if combine == "fused" else tiles
 

@@ -32,7 +32,7 @@ def accepts(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
-    combine: str = "auto",
+    combine: str = "fastest",
 ) -> bool:
     half = x_TD.dtype in (torch.float16, torch.bfloat16) and gate_up_EFD.dtype == down_EDI.dtype == x_TD.dtype
     aligned = not any(size % ALIGNMENT for size in down_EDI.shape[1:])
@@ -51,7 +51,7 @@ def experts(
     down_bias_ED: torch.Tensor | None = None,
     scaling: float = 1.0,
     combined: bool = True,
-    combine: str = "auto",
+    combine: str = "fastest",
 ) -> torch.Tensor:
     (tokens, top_k), num_experts = expert_TK.shape, gate_up_EFD.shape[0]
     # A pair without an expert visits the first one and weighs nothing: rows left out would be -1 in place_N, which the
