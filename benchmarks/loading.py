@@ -30,7 +30,7 @@ from anabranch import kernels, platforms
 from anabranch.bench.records import commit
 from anabranch.loader import dummy, names
 from anabranch.loader.checkpoint import read_checkpoint
-from anabranch.loader.load import build, resolve_dtype
+from anabranch.loader.load import DTYPES, build
 from anabranch.loader.read import read_weights
 from anabranch.models.config import read_config
 
@@ -115,7 +115,7 @@ def load(folder: Path, threads: int | None) -> tuple[torch.nn.Module, list[names
     """The model, and the seconds that reading its weights into memory took."""
     config, platform = read_config(folder), platforms.current()
     kernels.bind(platform)
-    model = build(config, platform, resolve_dtype("bfloat16", config, platform))
+    model = build(config, platform, DTYPES["bfloat16"])
     copies = names.match(model, read_checkpoint(folder))
     model.to_empty(device=platform.device)
     platform.synchronize()

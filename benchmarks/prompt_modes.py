@@ -1,7 +1,7 @@
-"""What a step of one prompt costs by --prefill-graph and --compiler: start, TTFT, launches, and whether it recompiles.
+"""What a step of one prompt costs by --graphs: start, TTFT, launches, and whether it recompiles.
 
-    PYTHONPATH=src python3 benchmarks/prompt_modes.py qwen1.5-moe-a2.7b piecewise inductor --json FILE
-    PYTHONPATH=src python benchmarks/prompt_modes.py path/to/model none none --lengths 8 16 --random 20    without a GPU
+    PYTHONPATH=src python3 benchmarks/prompt_modes.py qwen1.5-moe-a2.7b compiled --json FILE
+    PYTHONPATH=src python benchmarks/prompt_modes.py path/to/model none --lengths 8 16 --random 20    without a GPU
 
 One mode a process, since a start is part of it; the line it prints is added to FILE. Caches are as they are found: run
 it twice to see a start with compiled pieces on disk. A model is a config that comes with `bench offline`, with random
@@ -38,8 +38,7 @@ def num_traced() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("mode", choices=CHOICES["prefill_graph"])
-    parser.add_argument("compiler", choices=CHOICES["compiler"])
+    parser.add_argument("graphs", choices=CHOICES["graphs"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024, 4096], metavar="N")
     parser.add_argument("--random", type=int, default=200, metavar="N", help="prompts of random length")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -52,8 +51,7 @@ def main() -> None:
         max_model_len=2 * max(options.lengths),
         prefix_cache=False,
         show_progress=False,
-        prefill_graph=options.mode,
-        compiler=options.compiler,
+        graphs=options.graphs,
     ) as llm:
         started = time.perf_counter()
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -77,8 +75,7 @@ def main() -> None:
             prompt(rng.randrange(1, max(options.lengths)))
         row = {
             "model": options.model,
-            "mode": options.mode,
-            "compiler": options.compiler,
+            "graphs": options.graphs,
             "commit": commit(),
             "torch": torch.__version__,
             "start_s": round(started - begin, 1),

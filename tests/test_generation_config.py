@@ -100,7 +100,7 @@ def test_offline(model: Path) -> None:
 def test_offline_turned_off(model: Path) -> None:
     with LLM(str(model), num_pages=64, max_num_seqs=4, generation_config="none") as llm:
         assert llm.default_params == SamplingParams()
-    with pytest.raises(ValueError, match="generation_config must be one of auto, none"):
+    with pytest.raises(ValueError, match="generation_config must be one of auto, model, none"):
         LLM(str(model), generation_config="vllm")
 
 
@@ -144,6 +144,6 @@ def test_over_http(model: Path) -> None:
 def test_server_turned_off(model: Path) -> None:
     found = {
         choice: dict(read_model(EngineConfig(model=str(model), generation_config=choice), Settings()).sampling_defaults)
-        for choice in ("auto", "none")
+        for choice in ("auto", "model", "none")
     }
-    assert found == {"auto": {"temperature": 1.5, "top_k": 1}, "none": {}}
+    assert found == {"auto": {"temperature": 1.5, "top_k": 1}, "model": {"temperature": 1.5, "top_k": 1}, "none": {}}

@@ -1,6 +1,8 @@
-"""How the engine runs: one small frozen dataclass. `resolve` turns every "auto" into a value, once, and logs it.
+"""How the engine runs: one small frozen dataclass. `resolve` replaces every "auto" by a value, once, and logs it.
 
-The model's own shape is models.config.ModelConfig; this is what the user decides.
+The model's own shape is models.config.ModelConfig; this is what the user decides. Two fields depend on the memory that
+the weights leave: `Engine.__init__` fills in `num_pages` and lowers `max_model_len` to what the pages hold. Nothing
+else changes a resolved config.
 """
 
 from __future__ import annotations
@@ -17,29 +19,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AUTO = 0  # of a number: to be resolved
+AUTO_NUMBERS = ("max_model_len", "max_num_batched_tokens", "page_size", "num_pages")
 SERVED_TOKENS = 8192
-"""Of a step in a server: others wait while it runs."""
+"""Tokens of a step in a server, whose other clients wait while it runs."""
 LARGE_MEMORY, LARGE_STEP = 64 << 30, 16384
-"""With so many bytes, steps of batches have so many tokens: on an H200 the experts of Qwen3-30B-A3B are 5 % faster than
-with half as many, and a step needs 0.7 GB more."""
+"""Bytes of memory from which offline batches are run in steps of this many tokens: on an H200 the experts of
+Qwen3-30B-A3B are 5 % faster than with half as many, and a step needs 0.7 GB more."""
+DTYPES = ("float32", "float16", "bfloat16")
 CHOICES = {
-    "graph_mode": ("auto", "full", "none"),
-    "prefill_graph": ("auto", "full", "breakable", "piecewise", "none"),
-    "compiler": ("inductor", "none"),
-    "moe_combine": ("fastest", "fused", "ordered", "unfused"),
+    "graphs": ("auto", "full", "pieces", "compiled", "traced", "decode", "none"),
+    "moe_combine": ("auto", "fastest", "fused", "ordered", "unfused"),
     "shared_expert": ("auto", "stream", "inline"),
     "tune": ("off", "fast", "full"),
 }
 """Fields of EngineConfig that have one of a few values."""
-GENERATION_CONFIGS = ("auto", "none")
+GENERATION_CONFIGS = ("auto", "model", "none")
 GENERATION_CONFIG_HELP = (
-    "auto: the model's generation_config.json gives temperature, top_k and the like where a request does not; "
+    "auto, model: the model's generation_config.json gives temperature, top_k and the like where a request does not; "
     "none: it does not"
 )
 FLAG_HELP = {
-    "graph_mode": "whether decode steps are captured as graphs",
-    "prefill_graph": "whether other steps are captured: one prompt's whole (full), between attentions, or compiled",
-    "compiler": "who compiles the pieces of --prefill-graph piecewise",
+    "graphs": "how steps are captured as graphs; see docs/tuning.md",
     "moe_combine": "how experts' rows are summed; ordered: the same bits every time",
     "shared_expert": "where a shared expert runs",
     "tune": "measure the experts' tiles at start if no table fits",
@@ -56,8 +56,9 @@ class EngineConfig:
     max_num_seqs: int = 512
     """Requests that run at the same time."""
     max_num_batched_tokens: int = AUTO
-    """Tokens computed in one step. Auto: the platform's choice for batches that nobody watches (a server asks for
-    fewer: others wait while a step runs)."""
+    """Tokens computed in one step. Auto: 8192 in a server, else what the platform prefers for offline batches."""
+    serving: bool = False
+    """Clients wait for single tokens, as in a server, so steps are kept short."""
     page_size: int = AUTO
     num_pages: int = AUTO
     """KV pages of the pool (of the largest group). Auto: what memory_fraction leaves after weights and workspace."""
@@ -65,37 +66,39 @@ class EngineConfig:
     prefix_cache: bool = True
     async_scheduling: bool = True
     """Launch the next step before the last one's tokens are read."""
-    graph_mode: str = "auto"
-    """full: decode steps are captured and replayed; none: every kernel is launched by itself."""
-    prefill_graph: str = "auto"
-    """breakable: other steps are captured in pieces, between attentions; full: so, but those of one request as a whole;
-    piecewise: they are traced, split at attention, compiled and captured; none: they are not."""
-    compiler: str = "inductor"
-    """Of piecewise steps. inductor: simple ops are fused; none: the pieces run our kernels as they stand."""
-    moe_combine: str = "fastest"
-    """How experts' rows come back to their token. fused: added where they are computed, in any order; ordered: the same
-    bits every time for the same batch; unfused: written, then summed; auto: whichever is fastest."""
+    graphs: str = "auto"
+    """How steps are captured as graphs and replayed. Mixers are what mixes tokens: attention.
+
+    | value    | decode steps (one token a request) | one prompt's step | other steps            |
+    |----------|------------------------------------|-------------------|------------------------|
+    | full     | one graph                          | a few graphs      | pieces between mixers  |
+    | pieces   | pieces between mixers              | pieces            | pieces                 |
+    | compiled | one graph                          | traced, split at the mixers, compiled by   |
+    |          |                                    | Inductor, captured in pieces               |
+    | traced   | one graph                          | as compiled, but without Inductor          |
+    | decode   | one graph                          | not captured      | not captured           |
+    | none     | not captured                       | not captured      | not captured           |
+
+    Auto: full, or pieces where the platform cannot capture mixers, or none where it captures nothing."""
+    moe_combine: str = "auto"
+    """How experts' rows are summed for each token. fused: added where they are computed, in any order; ordered: the
+    same bits every time for the same batch; unfused: written, then summed; fastest: one of them, by the number of
+    tokens. Auto: fastest."""
     shared_expert: str = "auto"
-    """stream: beside the routed experts, on a second stream; inline: after them; packed: as experts that every token
-    visits, where its width is a multiple of theirs; auto: stream up to 256 tokens, else inline."""
+    """stream: at the same time as the routed experts, on a second stream, in steps of up to 256 tokens; inline: after
+    them. Auto: stream where the platform has streams."""
     tune: str = "fast"
     """Where no table of measured tiles fits model and GPU, measure at start: for 15 seconds, or in full; off: never."""
     expert_load_interval: int = 16
     """Steps between two copies of the expert histogram, which counts every token, to the host; 0: no histogram."""
     generation_config: str = "auto"
-    """auto: temperature, top_k, top_p, min_p and repetition_penalty of the model's generation_config.json hold for
-    requests that leave them out; none: they do not. The file's end-of-text tokens hold in both cases."""
+    """model: temperature, top_k, top_p, min_p and repetition_penalty of the model's generation_config.json hold for
+    requests that leave them out; none: they do not. The file's end-of-text tokens hold in both cases. Auto: model."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("max_model_len", 0),
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 0),
-            ("page_size", 0),
-            ("num_pages", 0),
-            ("expert_load_interval", 0),
-        ):
+        at_least = {"max_num_seqs": 1, "expert_load_interval": 0} | dict.fromkeys(AUTO_NUMBERS, 0)
+        for name, low in at_least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be an integer of at least {low}, not {value!r}")
@@ -108,34 +111,15 @@ class EngineConfig:
             raise ValueError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction!r}")
 
 
-def _stream(word: str) -> str:
-    words = {"auto": "auto", "on": "stream", "off": "inline"}
-    if word not in words:
-        raise argparse.ArgumentTypeError(f"auto, on or off, not {word!r}")
-    return words[word]
-
-
-STREAM_FLAG = "--shared-expert-stream"
-STREAM_HELP = "--shared-expert in two words: on is stream, off is inline"
-STREAM_OPTIONS: dict[str, Any] = {
-    "dest": "shared_expert",
-    "type": _stream,
-    "default": argparse.SUPPRESS,
-    "metavar": "{auto,on,off}",
-}
-
-
-def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
-    """--moe-combine and the like, for commands that run an engine; without names, all of CHOICES."""
-    for name in names or CHOICES:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --moe-combine and the other CHOICES, for commands that run an engine."""
+    for name in CHOICES:
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             choices=CHOICES[name],
             default=EngineConfig.__dataclass_fields__[name].default,
             help=f"{FLAG_HELP[name]} (default %(default)s)",
         )
-        if name == "shared_expert":
-            parser.add_argument(STREAM_FLAG, help=STREAM_HELP, **STREAM_OPTIONS)
 
 
 def flags(options: argparse.Namespace) -> dict[str, Any]:
@@ -144,37 +128,46 @@ def flags(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def batch_tokens(total: int) -> int:
-    """Tokens of a step on a GPU with so many bytes, where throughput is all that counts."""
+    """Tokens of a step of an offline batch on a GPU with `total` bytes."""
     return LARGE_STEP if total >= LARGE_MEMORY else SERVED_TOKENS
 
 
 def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> EngineConfig:
-    """Every auto that needs only model and platform; the pool's size needs memory and is filled in by the runner."""
-    chosen: dict[str, object] = {}
-    if config.page_size == AUTO:
-        chosen["page_size"] = platform.page_size
-    if config.max_num_batched_tokens == AUTO:
-        chosen["max_num_batched_tokens"] = platform.batch_tokens
-    if config.memory_fraction == 0.0:
-        chosen["memory_fraction"] = platform.memory_fraction
-    if config.graph_mode == "auto":
-        chosen["graph_mode"] = "full" if platform.graph_mode == "full" else "none"
-    if config.prefill_graph == "auto":
-        suits = {"full": "full", "pieces": "breakable", "none": "none"}[platform.graph_mode]
-        chosen["prefill_graph"] = "none" if config.graph_mode == "none" else suits
-    for name in ("graph_mode", "prefill_graph"):
-        if getattr(config, name) not in ("auto", "none") and not platform.has("graphs"):
-            raise ValueError(
-                f"{name} {getattr(config, name)}: platform {platform.name!r} captures no graphs; use auto or none"
-            )
-        if getattr(config, name) == "full" and platform.graph_mode == "pieces":
-            raise ValueError(f"{name} full: platform {platform.name!r} captures between attentions only; use auto")
-    if config.max_model_len == AUTO:
-        chosen["max_model_len"] = model.max_position
-    elif config.max_model_len > model.max_position:
+    """Replace every auto by a value, except for the number of pages, which depends on memory; ValueError for what the
+    platform or the model cannot do."""
+    if config.max_model_len > model.max_position:
         raise ValueError(
             f"max_model_len {config.max_model_len} is more than the model's own limit of {model.max_position} tokens"
         )
+    if config.graphs not in ("auto", "none"):
+        refused = f"graphs {config.graphs}: platform {platform.name!r}"
+        if not platform.has("graphs"):
+            raise ValueError(f"{refused} captures no graphs; use auto or none")
+        if platform.graph_mode == "pieces" and config.graphs != "pieces":
+            raise ValueError(f"{refused} captures only what is between attentions; use auto, pieces or none")
+    values = {
+        "dtype": resolve_dtype(config.dtype, model, platform),
+        "max_model_len": model.max_position,
+        "max_num_batched_tokens": SERVED_TOKENS if config.serving else platform.batch_tokens,
+        "page_size": platform.page_size,
+        "memory_fraction": platform.memory_fraction,
+        "graphs": platform.graph_mode,
+        "moe_combine": "fastest",
+        "shared_expert": "stream" if platform.has("streams") else "inline",
+        "generation_config": "model",
+    }
+    chosen: dict[str, Any] = {name: value for name, value in values.items() if getattr(config, name) in ("auto", AUTO)}
     for name, value in chosen.items():
         log.info("%s: auto → %s", name, value)
-    return replace(config, **chosen)  # type: ignore[arg-type]
+    return replace(config, **chosen)
+
+
+def resolve_dtype(dtype: str, model: ModelConfig, platform: Platform) -> str:
+    """Auto: the checkpoint's own, as far as the platform computes in it; packed weights are computed in their own."""
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    if dtype != "auto" or model.packed:
+        return model.dtype if dtype == "auto" else dtype
+    import torch  # whoever has a platform has imported it; commands that need neither start without
+
+    return str(platform.compute_dtype(getattr(torch, model.dtype))).removeprefix("torch.")

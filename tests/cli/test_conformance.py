@@ -20,7 +20,7 @@ from anabranch.loader.load import load_model
 from anabranch.models.family import known
 from anabranch.ops.op import Kernel
 from anabranch.platforms import Platform
-from anabranch.platforms.fake import FakeFork, FakeGraph, FakePlatform, FakeSideStream, FakeStaging
+from anabranch.platforms.fake import FakeGraph, FakePlatform, FakeSideStream, FakeStaging
 from anabranch.platforms.platform import InlineFetch
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
@@ -130,14 +130,10 @@ class OneSideStream(FakePlatform):
 
 class SideForgets(FakePlatform):
     def make_side_stream(self) -> FakeSideStream:
-        class Fork(FakeFork):
+        class Side(FakeSideStream):
             def join(self, *results: torch.Tensor) -> None:
                 for result in results:
                     result.zero_()  # the main stream did not wait, and read what was there before
-
-        class Side(FakeSideStream):
-            def fork(self, *inputs: torch.Tensor) -> FakeFork:
-                return Fork(self.log)
 
         return Side(self.log)
 

@@ -1,13 +1,16 @@
 """`anabranch tune`, and the flags that say how experts are computed, as a person meets them."""
 
+import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from anabranch import platforms
-from anabranch.cli import main, tune
+from anabranch.cli import generate, main, serve, tune
+from anabranch.config import CHOICES, EngineConfig
 from anabranch.moe import tuning as moe_tuning
 from tests.models import tiny
 
@@ -78,3 +81,38 @@ def test_mistakes_are_one_line(
         assert main.main(["tune", *arguments]) == 1
         said = capsys.readouterr().err
         assert message in said, said
+
+
+@pytest.mark.parametrize("command", [generate, serve])
+def test_choices_are_flags(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    words = ["model", "x"] if command is generate else ["model"]
+    for name, values in CHOICES.items():
+        flag = f"--{name.replace('_', '-')}"
+        assert getattr(parser.parse_args(words), name) == EngineConfig.__dataclass_fields__[name].default
+        for value in values:
+            assert getattr(parser.parse_args([*words, flag, value]), name) == value
+        with pytest.raises(SystemExit):
+            parser.parse_args([*words, flag, "maybe"])
+        assert "maybe" in capsys.readouterr().err
+
+
+def test_flags_reach_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Opened:
+        def __init__(self, model: str, **options: Any) -> None:
+            seen.append(options)
+
+    monkeypatch.setattr("anabranch.llm.LLM", Opened)
+    parser = argparse.ArgumentParser()
+    generate.add_options(parser)
+    flags = ["--moe-combine", "ordered", "--tune", "off", "--shared-expert", "inline"]
+    generate.open_model(parser.parse_args([str(folder), "x", *flags]))
+    generate.open_model(parser.parse_args([str(folder), "x"]))
+    names = ("moe_combine", "tune", "shared_expert")
+    assert set(names) <= set(CHOICES)
+    chosen = [{name: options[name] for name in names} for options in seen]
+    assert chosen[0] == {"moe_combine": "ordered", "tune": "off", "shared_expert": "inline"}
+    assert chosen[1] == {"moe_combine": "auto", "tune": "fast", "shared_expert": "auto"}

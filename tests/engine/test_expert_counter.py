@@ -21,12 +21,12 @@ OPTIONS: dict[str, Any] = {
     "num_pages": 512, "page_size": 16, "max_num_seqs": 12, "max_model_len": 128, "tune": "off", "dtype": "float32"
 }  # fmt: skip
 MODES: list[dict[str, Any]] = [
-    {"graph_mode": "none"},
-    {"graph_mode": "none", "prefill_graph": "breakable"},
-    {"graph_mode": "none", "prefill_graph": "piecewise", "compiler": "none"},
-    {"graph_mode": "full", "prefill_graph": "none"},
-    {"graph_mode": "full", "max_num_batched_tokens": 40},
-    {"graph_mode": "full", "async_scheduling": False},
+    {"graphs": "none"},
+    {"graphs": "pieces"},
+    {"graphs": "traced"},
+    {"graphs": "decode"},
+    {"graphs": "full", "max_num_batched_tokens": 40},
+    {"graphs": "full", "async_scheduling": False},
 ]
 
 

@@ -14,7 +14,7 @@ import torch
 from anabranch import platforms
 from anabranch.compile import capture, prompt
 from anabranch.compile.compiled import CompiledDecoder
-from anabranch.config import EngineConfig
+from anabranch.config import CHOICES, EngineConfig
 from anabranch.engine import torch_runner
 from anabranch.engine.engine import Engine, make_engine
 from anabranch.layers.norm import UnreducedRows
@@ -30,12 +30,11 @@ FAMILIES |= {case.name: case for case in tiny.CASES if "sliding" in case.name}
 DEFAULTS = {"dtype": "float32", "num_pages": 256, "page_size": 4, "max_num_seqs": 16, "max_model_len": 128}
 
 MODES: list[dict[str, Any]] = [
-    {"graph_mode": "none"},
-    {"graph_mode": "none", "prefill_graph": "breakable"},
-    {"graph_mode": "none", "prefill_graph": "piecewise", "compiler": "none"},
-    {"graph_mode": "full", "prefill_graph": "none"},
-    {"graph_mode": "none", "prefill_graph": "full"},
-    {"graph_mode": "full"},
+    {"graphs": "none"},
+    {"graphs": "pieces"},
+    {"graphs": "traced"},
+    {"graphs": "decode"},
+    {"graphs": "full"},
 ]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
@@ -160,8 +159,7 @@ def test_steps_larger_than_any_captured_one(
 ) -> None:
     """With compiled pieces they take the pieces as they are."""
     monkeypatch.setattr(torch_runner, "LARGEST_PREFILL", 16)
-    settings = tiny.QWEN2_MOE | {"shared_expert_intermediate_size": 48}
-    folder = tiny.save(tiny.Case(name="shared", model_type="qwen2_moe", settings=settings, seed=3), tmp_path)
+    folder = tiny.save(FAMILIES["qwen2_moe"], tmp_path)
     sizes: list[int] = []
     start = CompiledDecoder.start
 
@@ -180,14 +178,14 @@ def test_compiled_is_uncompiled(
     family: str, tmp_path: Path, fake: FakePlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(MODES[2], "compiler", "inductor")
+    monkeypatch.setitem(MODES[2], "graphs", "compiled")
     compare(tiny.save(FAMILIES[family], tmp_path), fake, requests([*range(len(PARAMS)), 0, 2], 0))
 
 
 def test_every_graph_is_captured_before_ready_or_when_nobody_waits(tmp_path: Path, fake: FakePlatform) -> None:
     folder = tiny.save(FAMILIES["qwen2_moe"], tmp_path)
     engine = make_engine(EngineConfig(model=str(folder), **(DEFAULTS | {"max_num_seqs": 40})))
-    assert engine.config.graph_mode == "full" and fake.log.count("pool") == 1
+    assert engine.config.graphs == "full" and fake.log.count("pool") == 1
     decodes = engine.runner.decodes
     assert decodes is not None
     assert [size for kind, size in decodes.made if kind == "greedy"] == [40, 32, 16, 8, 4, 2, 1]
@@ -237,7 +235,7 @@ def test_captured_steps_have_memory_beside_the_pages(tmp_path: Path, monkeypatch
     monkeypatch.setattr(torch_runner, "LARGEST_PREFILL", 256)
     options = DEFAULTS | {"num_pages": 0, "max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 512}
     tokens, pages = [], []
-    for modes in ({"graph_mode": "none"}, {"prefill_graph": "none"}, {"prefill_graph": "breakable"}, {}):
+    for modes in ({"graphs": "none"}, {"graphs": "decode"}, {"graphs": "pieces"}, {}):
         engine = make_engine(EngineConfig(model=str(folder), **(options | modes)))
         tokens.append(engine.runner.captured_tokens)
         pages.append(engine.runner.num_pages()[0])
@@ -271,9 +269,9 @@ def test_the_histogram_leaves_padding_out(tmp_path: Path, fake: FakePlatform) ->
 
 def test_full_graphs_where_there_are_none_are_refused(tmp_path: Path) -> None:
     folder = tiny.save(FAMILIES["llama"], tmp_path)
-    for modes in ({"graph_mode": "full"}, {"prefill_graph": "breakable"}, {"prefill_graph": "piecewise"}):
-        with pytest.raises(ValueError, match="captures no graphs"):
-            make_engine(EngineConfig(model=str(folder), **(DEFAULTS | modes)))
+    for graphs in CHOICES["graphs"][1:-1]:
+        with pytest.raises(ValueError, match=f"graphs {graphs}: platform 'cpu' captures no graphs; use auto or none"):
+            make_engine(EngineConfig(model=str(folder), graphs=graphs, **DEFAULTS))
 
 
 @pytest.mark.gpu
@@ -318,7 +316,7 @@ def test_captured_logits_are_those_of_an_eager_run_bit_for_bit(
         options = DEFAULTS | {
             "dtype": "bfloat16",
             "moe_combine": combine,
-            "graph_mode": "full",
+            "graphs": "full",
             "page_size": 16,
             "tune": "off",
         }

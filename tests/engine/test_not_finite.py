@@ -23,10 +23,10 @@ CASE = tiny.Case(name="qwen3_moe", model_type="qwen3_moe", settings=SETTINGS, se
 OPTIONS: dict[str, Any] = {"num_pages": 128, "page_size": 16, "max_num_seqs": 8, "max_model_len": 64, "tune": "off"}
 OPTIONS |= {"dtype": "float32"}  # batches of different sizes must choose the same experts
 MODES: list[dict[str, Any]] = [
-    {"graph_mode": "none"},
-    {"graph_mode": "none", "async_scheduling": False},
-    {"graph_mode": "none", "prefill_graph": "breakable"},
-    {"graph_mode": "full"},
+    {"graphs": "none"},
+    {"graphs": "none", "async_scheduling": False},
+    {"graphs": "pieces"},
+    {"graphs": "full"},
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, return_routed_experts=True)
 KINDS = {
@@ -105,7 +105,7 @@ def test_an_expert_that_is_not_finite_ends_its_requests_alone(
     """In the prompt and while decoding; with greedy neighbours, whose answer is unchanged."""
     params = {"bad": SamplingParams(max_tokens=8, ignore_eos=True, return_routed_experts=True, **KINDS[kind])}
     params["good"] = GREEDY
-    clean = make(folder, graph_mode="none")
+    clean = make(folder, graphs="none")
     expected = serve(clean, params)
     clean.close()
     for mode in MODES[:: 1 if kind == "greedy" else 3]:

@@ -56,9 +56,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4-26b-a4b, odd": {"max_num_batched_tokens": 333, "max_num_seqs": 17},
     "gemma4-26b-a4b, as on a GPU": ON_A_GPU,
     "qwen3-30b-a3b, many": {"max_num_batched_tokens": 16384, "max_num_seqs": 1500},
-    "qwen1.5-moe-a2.7b, uncaptured": {"graph_mode": "none"},
-    "qwen3-30b-a3b, prompts captured": {"graph_mode": "none", "prefill_graph": "breakable"},
-    "qwen3-30b-a3b, decode captured": {"prefill_graph": "none", "max_num_seqs": 64},
+    "qwen1.5-moe-a2.7b, uncaptured": {"graphs": "none"},
+    "qwen3-30b-a3b, prompts captured": {"graphs": "pieces"},
+    "qwen3-30b-a3b, decode captured": {"graphs": "decode", "max_num_seqs": 64},
 }
 
 

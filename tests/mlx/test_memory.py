@@ -102,5 +102,5 @@ Pages purgeable:                            500.
 
 def test_free_memory_of_macos() -> None:
     assert available_bytes(VM_STAT) == 33500 * 16384
-    with pytest.raises(ValueError, match="vm_stat speaks in a way that is not understood"):
+    with pytest.raises(ValueError, match="vm_stat: unexpected output"):
         available_bytes("page size: 4k")

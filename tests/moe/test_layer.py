@@ -13,7 +13,7 @@ from anabranch.moe import overlap
 from anabranch.moe.dispatch import Dispatched, LocalDispatcher
 from anabranch.moe.layer import MoELayer
 from anabranch.moe.setup import MoESetup, make_setup
-from anabranch.platforms.fake import FakeFork, FakePlatform
+from anabranch.platforms.fake import FakePlatform, FakeSideStream
 
 WIDTH, TOKENS = 12, 7
 ROUTED = MoEConfig(num_experts=5, top_k=2, width=6, renormalize=True)
@@ -131,7 +131,7 @@ def test_all_that_is_made_on_the_side_is_handed_over(
     config: MoEConfig, widths: list[int], platform: FakePlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handed: list[torch.Tensor] = []
-    monkeypatch.setattr(FakeFork, "join", lambda self, *results: handed.extend(results))
+    monkeypatch.setattr(FakeSideStream, "join", lambda self, *results: handed.extend(results))
     make_layer(config, platform)(torch.randn(TOKENS, WIDTH))
     assert [tuple(tensor.shape) for tensor in handed] == [(TOKENS, width) for width in widths]
 

@@ -53,8 +53,8 @@ def test_two_layers_may_combine_differently(platform: FakePlatform, monkeypatch:
 
 
 def test_the_engine_knows_the_same_ways_to_combine() -> None:
-    assert CHOICES["moe_combine"] == COMBINES
-    with pytest.raises(ValueError, match="moe_combine must be one of fastest, fused, ordered, unfused, not 'fussed'"):
+    assert CHOICES["moe_combine"] == ("auto", *COMBINES)
+    with pytest.raises(ValueError, match="one of auto, fastest, fused, ordered, unfused, not 'fussed'"):
         EngineConfig(model="x", moe_combine="fussed")
 
 

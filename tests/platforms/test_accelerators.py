@@ -147,9 +147,9 @@ def test_xpu_captures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert platform.capture(lambda: None) is None and platform.make_graph_pool() is None
     tiny.write("llama", tmp_path)
     found = resolve(EngineConfig(model=""), read_config(tmp_path), platform)
-    assert (found.graph_mode, found.prefill_graph) == ("none", "none")
+    assert found.graphs == "none"
     with pytest.raises(ValueError, match="platform 'xpu' captures no graphs"):
-        resolve(EngineConfig(model="", graph_mode="full"), read_config(tmp_path), platform)
+        resolve(EngineConfig(model="", graphs="full"), read_config(tmp_path), platform)
 
 
 @pytest.mark.parametrize("family", known())

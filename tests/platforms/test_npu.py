@@ -57,10 +57,10 @@ def test_steps_are_captured_in_pieces(tmp_path: Path) -> None:
     tiny.write("qwen2_moe", tmp_path)
     platform, model = NpuPlatform(), read_config(tmp_path)
     found = resolve(EngineConfig(model=""), model, platform)
-    assert (found.graph_mode, found.prefill_graph, found.page_size) == ("none", "breakable", 128)
-    assert resolve(EngineConfig(model="", graph_mode="none"), model, platform).prefill_graph == "none"
-    with pytest.raises(ValueError, match="graph_mode full: platform 'npu' captures between attentions only; use auto"):
-        resolve(EngineConfig(model="", graph_mode="full"), model, platform)
+    assert (found.graphs, found.page_size) == ("pieces", 128)
+    assert resolve(EngineConfig(model="", graphs="none"), model, platform).graphs == "none"
+    with pytest.raises(ValueError, match="graphs full: platform 'npu' captures only what is between attentions"):
+        resolve(EngineConfig(model="", graphs="full"), model, platform)
 
 
 def test_it_keeps_the_contract() -> None:

@@ -2,13 +2,14 @@
 
 import inspect
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 from anabranch import conformance, kernels, platforms
-from anabranch.config import EngineConfig, resolve
+from anabranch.config import AUTO, AUTO_NUMBERS, EngineConfig, resolve
 from anabranch.conformance import contract, models, tiny
 from anabranch.engine.engine import make_engine
 from anabranch.loader.load import load_model
@@ -137,9 +138,11 @@ def test_a_platform_may_capture_all_steps_in_pieces(tmp_path: Path) -> None:
     tiny.write("qwen2_moe", tmp_path)
     platform = PiecesPlatform()
     config = resolve(EngineConfig(model=""), read_config(tmp_path), platform)
-    assert (config.graph_mode, config.prefill_graph) == ("none", "breakable")
-    with pytest.raises(ValueError, match="graph_mode full: platform 'fake' captures between attentions only; use auto"):
-        resolve(EngineConfig(model="", graph_mode="full"), read_config(tmp_path), platform)
+    assert config.graphs == "pieces"
+    for graphs in ("full", "compiled", "traced", "decode"):
+        message = f"graphs {graphs}: platform 'fake' captures only what is between attentions; use auto, pieces or none"
+        with pytest.raises(ValueError, match=message):
+            resolve(EngineConfig(model="", graphs=graphs), read_config(tmp_path), platform)
     assert models.other_answers(tmp_path, platform) == []
     assert platform.log.count("replay") > 50  # three pieces a step
 
@@ -159,7 +162,25 @@ def test_a_step_has_as_many_tokens_as_suit_the_machine(tmp_path: Path) -> None:
     for gpu.total, tokens in ((24 << 30, 8192), (80 << 30, 16384)):
         assert resolve(EngineConfig(model=""), model, gpu).max_num_batched_tokens == tokens
         assert resolve(EngineConfig(model="", max_num_batched_tokens=77), model, gpu).max_num_batched_tokens == 77
+        assert resolve(EngineConfig(model="", serving=True), model, gpu).max_num_batched_tokens == 8192
     assert resolve(EngineConfig(model=""), model, CpuPlatform()).max_num_batched_tokens == 8192
+
+
+def test_a_resolved_config_holds_no_auto(tmp_path: Path) -> None:
+    """But for the number of pages, which depends on the memory that the weights leave."""
+    tiny.write("qwen2_moe", tmp_path)
+    asked = EngineConfig(model=str(tmp_path))
+    for platform, graphs, shared_expert in (
+        (FakePlatform(), "full", "stream"),
+        (PiecesPlatform(), "pieces", "stream"),
+        (CpuPlatform(), "none", "inline"),
+    ):
+        config = resolve(asked, read_config(tmp_path), platform)
+        assert (config.graphs, config.shared_expert, config.moe_combine) == (graphs, shared_expert, "fastest")
+        left = {field.name for field in fields(config) if getattr(config, field.name) == "auto"}
+        left |= {name for name in (*AUTO_NUMBERS, "memory_fraction") if getattr(config, name) == AUTO}
+        assert left == {"num_pages"}
+        assert resolve(config, read_config(tmp_path), platform) == config
 
 
 def test_the_cpu_keeps_the_contract() -> None:

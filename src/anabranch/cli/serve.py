@@ -13,9 +13,6 @@ from anabranch.config import (
     AUTO,
     CHOICES,
     FLAG_HELP,
-    STREAM_FLAG,
-    STREAM_HELP,
-    STREAM_OPTIONS,
     EngineConfig,
 )
 from anabranch.options import above_zero, add_shared, at_least
@@ -67,12 +64,12 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--max-num-batched-tokens",
         type=at_least(1),
-        default=8192,
+        default=AUTO,
         metavar="N",
         help="tokens in one step (default 8192)",
     )
-    model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graph_mode",
-                       help="launch every kernel by itself, without captured graphs")  # fmt: skip
+    model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graphs",
+                       help="launch every kernel by itself, without captured graphs: --graphs none")  # fmt: skip
     add_shared(model, "generation_config")
     model.add_argument("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
     add = parser.add_argument_group("chats").add_argument
@@ -97,7 +94,7 @@ def _add_rare(group: Any) -> None:
     from anabranch.server.settings import Settings
 
     named = {field.name for field in fields(Settings)} | {"model", "dtype", "max_model_len", "memory_fraction", "seed"}
-    named |= {"max_num_seqs", "max_num_batched_tokens", "graph_mode", "generation_config"}
+    named |= {"max_num_seqs", "max_num_batched_tokens", "serving", "generation_config"}
     named |= {"load_format", "expert_load_interval"}
     hosts = "host names to answer to without a key, besides localhost and addresses; *: any (default none)"
     group.add_argument("--allowed-hosts", type=names, default=(), metavar="NAME,...", help=hosts)
@@ -112,8 +109,6 @@ def _add_rare(group: Any) -> None:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
         elif isinstance(default, str):
             group.add_argument(flag, choices=CHOICES[field.name], default=default, help=text)
-            if field.name == "shared_expert":
-                group.add_argument(STREAM_FLAG, help=STREAM_HELP, **STREAM_OPTIONS)
         elif isinstance(default, float):
             group.add_argument(flag, type=float, default=default, metavar="S", help=text)
         else:
@@ -157,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
         **{field.name: given[field.name] for field in fields(Settings) if field.name in given}
         | {"api_key": tuple(keys), "served_model_name": tuple(options.served_model_name)}
     )
-    engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig)})
+    engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig) if field.name in given})
     locate.local(engine.model)  # reports a wrong name before the server listens
     logs.set_up(options.log_format)
     return serve(settings, engine)

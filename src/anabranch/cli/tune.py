@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.config import CHOICES
+from anabranch.config import CHOICES, EngineConfig, resolve
 from anabranch.kernels.compiling import compile_server
 from anabranch.options import add_shared, at_least
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     compile_server.start_early()  # so that its imports run in parallel with those of this process
     from anabranch import kernels, platforms
     from anabranch.engine.progress import Tally
-    from anabranch.loader.load import build, resolve_dtype
+    from anabranch.loader.load import DTYPES, build
     from anabranch.loader.locate import locate
     from anabranch.models.config import read_config
     from anabranch.moe import tuning
@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
     tuner = tuning.find_tuner()
     if tuner is None:
         raise ValueError(f"platform {platform.name!r} has no kernels with tiles to choose: nothing to tune here")
-    model = build(config, resolve_dtype(options.dtype, config, platform))
+    chosen = resolve(EngineConfig(model=options.model, dtype=options.dtype), config, platform)
+    model = build(config, DTYPES[chosen.dtype])
     shapes = tuning.shapes_of(model)
     if not shapes:
         raise ValueError(f"{options.model}: a model without experts has no tiles to tune")
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
             activation,
             platform,
             options.tune,
-            options.max_num_batched_tokens or platform.batch_tokens,
+            options.max_num_batched_tokens or chosen.max_num_batched_tokens,
             Tally("measuring tiles"),
             sizes=tuple(options.tokens),
             again=not options.keep,

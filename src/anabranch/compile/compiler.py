@@ -86,7 +86,7 @@ class PieceCompiler:
         except torch._inductor.exc.InductorError as error:
             reason = str(error).strip().split("\n")[0]
             raise ValueError(
-                f"compiler inductor failed ({reason}); compiler none, or prefill_graph breakable, does without it"
+                f"graphs compiled: Inductor failed ({reason}); use graphs traced or full, which do without it"
             ) from error
         self.num_compiled += 1
         check_sizes(examples, self.sizes)

@@ -73,7 +73,7 @@ class Engine:
         longest = self._longest(config.max_model_len)
         if longest < config.max_model_len:
             log.info("max_model_len: %d → %d, which is what the KV pool holds", config.max_model_len, longest)
-        self.config = replace(config, max_model_len=longest)
+        self.config = replace(config, max_model_len=longest, num_pages=max(num_pages))
         runner.allocate(num_pages, longest)
         self.model = model
         self.runner = runner

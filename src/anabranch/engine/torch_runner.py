@@ -34,7 +34,7 @@ from anabranch.engine.scheduler import Sequence, Share
 from anabranch.engine.slots import Slots
 from anabranch.layers.mixer import Cache
 from anabranch.layers.step import Step
-from anabranch.loader.load import DTYPES, load_model, resolve_dtype
+from anabranch.loader.load import DTYPES, load_model
 from anabranch.models.config import read_config
 from anabranch.models.decoder import Parts
 from anabranch.moe.tuning import tune
@@ -93,7 +93,7 @@ class TorchRunner:
         plan.check_memory(
             model,
             self.config,
-            _name(resolve_dtype(self.config.dtype, model, self.platform)),
+            self.config.dtype,
             free=memory.free + memory.cached,
             total=memory.total,
             captured_tokens=self.captured_tokens,
@@ -173,26 +173,27 @@ class TorchRunner:
     def captured_tokens(self) -> int:
         """Token rows of the largest captured step of any kind."""
         config = self.config
-        if config.prefill_graph == "none":
-            return config.max_num_seqs if config.graph_mode == "full" else 0
-        return max(self.largest_captured, self.longest_prompt if config.prefill_graph == "full" else 0)
+        if config.graphs in ("decode", "none"):
+            return config.max_num_seqs if config.graphs == "decode" else 0
+        return max(self.largest_captured, self.longest_prompt if config.graphs == "full" else 0)
 
     def _plan_graphs(self) -> None:
         config, platform = self.config, self.platform
         pool = platform.make_graph_pool()
-        if config.graph_mode == "full":
+        if config.graphs not in ("pieces", "none"):
 
             def decode(kind: Kind, size: int) -> Captured[Decoded]:
                 return Captured(platform, pool, self.steps.padding(size), partial(self.decode, kind, kv=self.kv))
 
             self.decodes = BySize(decode_sizes(config.max_num_seqs), decode)
-        if config.prefill_graph != "none":
+        if config.graphs not in ("decode", "none"):
             largest = max(2, self.largest_captured)  # compilers take one for special
             buffers = Buffers(self.model, largest, platform.device, self.dtype)
             start = self._start
-            if config.prefill_graph == "piecewise":
+            if config.graphs in ("compiled", "traced"):
                 self.experts.record(False)  # callbacks cannot be traced
-                compiler = PieceCompiler(config.compiler, platform, max(2, config.max_num_batched_tokens))
+                name = "inductor" if config.graphs == "compiled" else "none"
+                compiler = PieceCompiler(name, platform, max(2, config.max_num_batched_tokens))
                 with torch.inference_mode():
                     self.compiled = CompiledDecoder(self.model, compiler)
                 start = self.compiled.start
@@ -201,7 +202,7 @@ class TorchRunner:
                 return PiecesStep(platform, pool, self.model, self.kv, buffers, size, start)
 
             self.prefills = BySize(prefill_sizes(largest), prefill)
-        if config.prefill_graph == "full":
+        if config.graphs == "full":
             unpack = partial(self.steps.unpack_any, num_requests=1, columns=self.steps.width)
 
             def prompt(kind: str, size: int) -> PromptStep:

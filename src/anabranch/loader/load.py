@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from anabranch import kernels, platforms
+from anabranch.config import resolve_dtype
 from anabranch.layers.linear import Linear
 from anabranch.loader import dummy, names
 from anabranch.loader.checkpoint import Checkpoint, read_checkpoint
@@ -53,7 +54,7 @@ def load_model(
         platform = platform or platforms.current()
         kernels.bind(platform)
         moe = make_setup(platform, combine=moe_combine, shared_expert=shared_expert)
-        decoder = build(config, resolve_dtype(dtype, config, platform), moe)
+        decoder = build(config, DTYPES[resolve_dtype(dtype, config, platform)], moe)
         copies = [] if checkpoint is None else names.match(decoder, checkpoint)
     with stage("weights"):
         decoder.to_empty(device=platform.device)
@@ -89,14 +90,6 @@ def lay_out(decoder: Decoder, platform: platforms.Platform) -> None:
         if isinstance(module, Linear | Experts):
             for weight in module.children():
                 weight.lay_out(platform)  # type: ignore[operator]
-
-
-def resolve_dtype(dtype: str, config: ModelConfig, platform: platforms.Platform) -> torch.dtype:
-    if dtype == "auto":
-        return platform.compute_dtype(DTYPES[config.dtype])
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def build(config: ModelConfig, dtype: torch.dtype, moe: MoESetup | None = None) -> Decoder:

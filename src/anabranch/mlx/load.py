@@ -29,7 +29,7 @@ from anabranch.platforms import Platform
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 SERVED = {
     "load_format": (("safetensors",), "MLX reads safetensors alone"),
-    "moe_combine": (("fastest",), "mlx_lm sums experts in its own way"),
+    "moe_combine": (("auto", "fastest"), "mlx_lm sums experts in its own way"),
     "shared_expert": (("auto", "inline"), "mlx_lm runs a shared expert after the routed ones"),
     "tune": (("off", "fast"), "none of our kernels run in MLX, so there is nothing to measure"),
 }

@@ -101,6 +101,8 @@ class ModelConfig:
     """What the checkpoint was made in: float32, float16 or bfloat16."""
     format: str = "plain"
     """Of its quantised weights; see anabranch.formats."""
+    packed: bool = False
+    """The checkpoint's weights are quantised by MLX."""
     mlp_bias: bool = False
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
@@ -136,7 +138,8 @@ def read_config(folder: str | Path, *, quantized: bool = False) -> ModelConfig:
             raise keys.fail(f"'architectures' = {shown(architecture)}: only models that generate text are supported")
     config = families[model_type].read(keys)
     _check(keys, config)
-    return replace(config, eos_ids=_eos_ids(keys), format=PLAIN.name if format is None else format.name)
+    name = PLAIN.name if format is None else format.name
+    return replace(config, eos_ids=_eos_ids(keys), format=name, packed="quantization" in keys.raw)
 
 
 def _format(keys: Keys) -> Format | None:

@@ -1,7 +1,5 @@
-"""What a machine can do. With `kernels/` the only room that names hardware.
-
-`current()` gives the one platform of this process: ANABRANCH_PLATFORM if set, else the first available one.
-Third parties add a platform through the entry point group `anabranch.platforms` (name → Platform subclass).
+"""What a machine can do. `current()` is the platform of this process: ANABRANCH_PLATFORM if set, else the first that is
+available. Third parties add one through the entry point group `anabranch.platforms` (name → Platform subclass).
 """
 
 from __future__ import annotations
@@ -16,16 +14,8 @@ from anabranch.platforms.platform import Fetch, Fork, Graph, Memory, Platform, S
 
 __all__ = ["Fetch", "Fork", "Graph", "Memory", "Platform", "SideStream", "Staging", "current", "make", "names"]
 
-# In order of detection: the CPU is always available, so it comes last.
-BUILT_IN = {
-    "cuda": "anabranch.platforms.cuda:CudaPlatform",
-    "hip": "anabranch.platforms.hip:HipPlatform",
-    "npu": "anabranch.platforms.npu:NpuPlatform",
-    "xpu": "anabranch.platforms.xpu:XpuPlatform",
-    "mlx": "anabranch.platforms.mlx:MlxPlatform",
-    "cpu": "anabranch.platforms.cpu:CpuPlatform",
-    "fake": "anabranch.platforms.fake:FakePlatform",
-}
+BUILT_IN = ("cuda", "hip", "npu", "xpu", "mlx", "cpu", "fake")
+"""In order of detection; the CPU is always available. `cuda` is `cuda.CudaPlatform`, and so on."""
 
 
 def _third_party() -> dict[str, importlib.metadata.EntryPoint]:
@@ -42,11 +32,10 @@ def load(name: str) -> type[Platform]:
     if name in third_party:
         try:
             found = third_party[name].load()
-        except Exception as error:  # somebody else's code: say whose
+        except Exception as error:  # another package's code
             raise ValueError(f"platform {name!r} ({third_party[name].value}) does not load: {error}") from error
     elif name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        found = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(f"{__name__}.{name}"), f"{name.capitalize()}Platform")
     else:
         near = difflib.get_close_matches(name, names(), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -64,11 +53,6 @@ def make(name: str) -> Platform:
 @functools.cache
 def current() -> Platform:
     """Detected once per process."""
-    forced = os.environ.get("ANABRANCH_PLATFORM")
-    if forced:
+    if forced := os.environ.get("ANABRANCH_PLATFORM"):
         return make(forced)
-    for name in names():
-        platform = load(name)
-        if platform.available():
-            return platform()
-    raise AssertionError("the CPU platform is always available")
+    return next(platform for platform in map(load, names()) if platform.available())()

@@ -1,13 +1,12 @@
-"""What devices with streams have in common: their torch modules (torch.cuda, torch.xpu, ...) speak alike.
-
-Knows streams, events, page-locked memory and captures; what a chip is called and can compute is in its own file.
+"""What devices with streams share, since torch.cuda, torch.xpu and torch.npu have the same functions: streams, events,
+page-locked memory, captures. What a chip is called and can compute is in its own file.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +18,7 @@ from anabranch.platforms.platform import Memory, Platform
 class AcceleratorPlatform(Platform):
     device_type: ClassVar[str]
     """As torch names the device."""
+    providers = {"triton": "anabranch.kernels.triton", "torch": "anabranch.kernels.torch"}
     graph_class: ClassVar[str] = ""
     """The class of captured graphs in the device's module; empty: nothing is captured."""
 
@@ -35,6 +35,11 @@ class AcceleratorPlatform(Platform):
         free, total = self.api.mem_get_info(self.device)
         cached = self.api.memory_reserved(self.device) - self.api.memory_allocated(self.device)
         return Memory(free=free, total=total, cached=cached)
+
+    def has(self, capability: str) -> bool:
+        if capability == "bf16":
+            return bool(self.api.is_bf16_supported())
+        return capability == "streams" or (capability == "graphs" and bool(self.graph_class))
 
     def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
         return torch.float16 if wanted == torch.bfloat16 and not self.has("bf16") else wanted
@@ -57,11 +62,9 @@ class AcceleratorPlatform(Platform):
     def capture(self, function: Callable[[], object], pool: Any = None) -> Any:
         if not self.graph_class:
             return None
-        # Not the module's own `graph()`: it collects garbage and empties the allocator before every capture, which
-        # takes long.
+        # Not the module's own `graph()`, which is slow: it collects garbage and empties the allocator each time.
         graph = getattr(self.api, self.graph_class)()
-        main = self.api.current_stream(self.device)
-        stream = self._capture_stream()
+        main, stream = self.api.current_stream(self.device), self._capture_stream()
         stream.wait_stream(main)
         with self.api.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -83,25 +86,20 @@ class DeviceSideStream:
         self.stream = api.Stream(device)
 
     def fork(self, *inputs: torch.Tensor) -> DeviceFork:
-        return DeviceFork(self.api, self.stream, inputs)
+        return DeviceFork(self, inputs)
 
 
 class DeviceFork:
-    def __init__(self, api: Any, stream: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        self.api = api
-        self.stream = stream
-        self.inputs = inputs
-        self.ready = api.current_stream(stream.device).record_event()
-
-    def side(self) -> AbstractContextManager[None]:
-        return self._side()
+    def __init__(self, side: DeviceSideStream, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.api, self.stream, self.inputs = side.api, side.stream, inputs
+        self.ready = self.api.current_stream(self.stream.device).record_event()
 
     @contextmanager
-    def _side(self) -> Iterator[None]:
+    def side(self) -> Iterator[None]:
         with self.api.stream(self.stream):
             self.stream.wait_event(self.ready)
             yield
-        # The allocator must not hand the inputs' memory out again while the side stream may still read it.
+        # The allocator must not reuse the inputs' memory while the side stream may still read it.
         for tensor in self.inputs:
             tensor.record_stream(self.stream)
 
@@ -113,7 +111,7 @@ class DeviceFork:
 
 
 class DeviceStaging:
-    """Page-locked memory and a stream of its own: copies run beside each other and beside the host."""
+    """Page-locked memory and a stream of its own: copies run while the host and other copies do."""
 
     def __init__(self, api: Any, num_bytes: int, device: torch.device) -> None:
         self.api = api
@@ -126,7 +124,7 @@ class DeviceStaging:
             if not others and not part and target.dtype == source.dtype and target.is_contiguous():
                 target.copy_(source, non_blocking=True)
                 return
-            # What is not a plain copy is done on the device: torch would do it on the host, and wait.
+            # Torch would convert or rearrange on the host, and wait; the device does it instead.
             arrived = source.to(self.stream.device, non_blocking=True)
             for target, part in places:
                 target.copy_(arrived[part])

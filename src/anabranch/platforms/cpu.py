@@ -11,31 +11,24 @@ from pathlib import Path
 
 import torch
 
-from anabranch.platforms.platform import Memory, Platform
+from anabranch.platforms.platform import HostPlatform, Memory
 
 FEW_PRODUCTS = 32_000_000
-"""A step of fewer, a millisecond or two, is left to one thread: alone on the machine a second one would make it a tenth
-faster, but beside other work threads that wait for each other hundreds of times a step make it ten times slower."""
+"""A step of fewer, a millisecond or two, gets one thread: a second one makes it a tenth faster on an idle machine, but
+ten times slower next to other work, because threads wait for each other hundreds of times a step."""
 
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
     """Instruction-set flags as the kernel names them (`avx512_bf16`, `amx_bf16`, ARM's `bf16`)."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return frozenset()
-    flags: set[str] = set()
-    for line in cpuinfo.read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            flags.update(value.split())
-    return frozenset(flags)
+    lines = (line.partition(":") for line in _text(Path("/proc/cpuinfo")).splitlines())
+    return frozenset(flag for key, _, value in lines if key.strip() in ("flags", "Features") for flag in value.split())
 
 
 def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Memory:
     """What this process's control groups, from its own to the outermost, leave it; both numbers are larger than any
     memory where there is no limit. Files that the kernel caches count as free: it gives them up."""
-    lines = own.read_text().splitlines() if own.exists() else []
+    lines = _text(own).splitlines()
     paths = {controllers: path.strip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
     free = total = 1 << 62
     for base, path, limit_file, usage_file in (
@@ -44,20 +37,14 @@ def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     ):
         for depth in range(len(path.split("/")) + 1):
             folder = base.joinpath(*path.split("/")[:depth])
-            limit, usage = _number(folder / limit_file), _number(folder / usage_file)
-            if limit is None or usage is None:
+            limit, usage = _text(folder / limit_file).strip(), _text(folder / usage_file).strip()
+            if not limit.isdigit() or not usage.isdigit():  # no such file, or "max"
                 continue
             fields = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines())
             prefix = "total_" if "total_inactive_file" in fields else ""  # version 1: with the groups inside
             cache = sum(int(fields.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-            free, total = min(free, max(0, limit - usage + cache)), min(total, limit)
+            free, total = min(free, max(0, int(limit) - int(usage) + cache)), min(total, int(limit))
     return Memory(free=free, total=total)
-
-
-def _number(file: Path) -> int | None:
-    """None: there is no such file, or it says "max"."""
-    text = _text(file).strip()
-    return int(text) if text.isdigit() else None
 
 
 def _text(file: Path) -> str:
@@ -68,10 +55,8 @@ def _text(file: Path) -> str:
         return ""
 
 
-class CpuPlatform(Platform):
+class CpuPlatform(HostPlatform):
     name = "cpu"
-    collective_backend = "gloo"
-    providers = {"torch": "anabranch.kernels.torch"}
     memory_fraction = 0.5
     proven = "every test runs here, on x86-64 and aarch64 Linux"
     unproven = "macOS"
@@ -80,10 +65,6 @@ class CpuPlatform(Platform):
     def available(cls) -> bool:
         return True
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
     def describe(self) -> str:
         bf16 = "bf16 instructions" if self.has("bf16") else "no bf16 instructions: computes in fp32"
         return f"{host.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {bf16}"
@@ -91,16 +72,13 @@ class CpuPlatform(Platform):
     def memory(self) -> Memory:
         group = cgroup_memory()
         total = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), group.total)
-        free, meminfo = min(total, group.free), Path("/proc/meminfo")
-        if meminfo.exists():
-            fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-            free = min(free, int(fields["MemAvailable"].split()[0]) * 1024)
-        return Memory(free=free, total=total)
+        fields = dict(line.split(":", 1) for line in _text(Path("/proc/meminfo")).splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024 if fields else total
+        return Memory(free=min(total, group.free, available), total=total)
 
     def has(self, capability: str) -> bool:
-        if capability == "bf16":
-            return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
-        return capability in cpu_flags()
+        names = {"avx512_bf16", "amx_bf16", "bf16"} if capability == "bf16" else {capability}
+        return bool(cpu_flags() & names)
 
     @contextmanager
     def step(self, num_products: int) -> Iterator[None]:
@@ -116,6 +94,5 @@ class CpuPlatform(Platform):
 
     def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """bf16 only where the CPU has instructions for it: elsewhere it is 40-270 times slower than fp32."""
-        if wanted == torch.bfloat16 and self.has("bf16"):
-            return wanted
-        return torch.float64 if wanted == torch.float64 else torch.float32
+        kept = wanted == torch.float64 or (wanted == torch.bfloat16 and self.has("bf16"))
+        return wanted if kept else torch.float32

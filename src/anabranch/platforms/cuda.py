@@ -13,7 +13,6 @@ class CudaPlatform(AcceleratorPlatform):
     device_type = "cuda"
     graph_class = "CUDAGraph"
     collective_backend = "nccl"
-    providers = {"triton": "anabranch.kernels.triton", "torch": "anabranch.kernels.torch"}
     graph_mode = "full"
     memory_fraction = 0.85
     proven = "all kernels, families, captured steps and throughput runs on an H200, with Triton 3.6 and 3.7"
@@ -28,16 +27,12 @@ class CudaPlatform(AcceleratorPlatform):
         return torch.version.cuda is not None and torch.cuda.is_available()
 
     def describe(self) -> str:
-        properties = torch.cuda.get_device_properties(self.device)
-        return (
-            f"{properties.name}, {properties.multi_processor_count} SMs, "
-            f"{properties.total_memory / 1e9:.0f} GB, compute capability {properties.major}.{properties.minor}"
-        )
+        found = torch.cuda.get_device_properties(self.device)
+        size = f"{found.multi_processor_count} SMs, {found.total_memory / 1e9:.0f} GB"
+        return f"{found.name}, {size}, compute capability {found.major}.{found.minor}"
 
     def has(self, capability: str) -> bool:
         if capability in ("graphs", "streams"):
             return True
         major, minor = torch.cuda.get_device_capability(self.device)
-        if capability == "bf16":
-            return major >= 8
-        return capability == f"sm{major}{minor}"
+        return major >= 8 if capability == "bf16" else capability == f"sm{major}{minor}"

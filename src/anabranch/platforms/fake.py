@@ -1,7 +1,4 @@
-"""A platform without hardware: the whole contract on the CPU, writing down what was asked of it.
-
-Tests use it to see the order of forks, joins and captures; plugins may read it as the smallest example.
-"""
+"""A platform without hardware: the whole contract on the CPU, with a log of its calls, for tests."""
 
 from __future__ import annotations
 
@@ -12,16 +9,15 @@ from typing import Any
 import torch
 
 from anabranch.formats import Index
-from anabranch.platforms.platform import Fetch, Memory, Platform
+from anabranch.platforms.platform import Fetch, HostPlatform, Memory
 
 
-class FakePlatform(Platform):
+class FakePlatform(HostPlatform):
     name = "fake"
-    collective_backend = "gloo"
-    providers = {"torch": "anabranch.kernels.torch"}
+    device = HostPlatform.device
     graph_mode = "full"
     proven = "every test of streams, copies and graphs that needs no hardware"
-    unproven = "nothing to prove: there is no hardware behind it"
+    unproven = "nothing: there is no hardware"
 
     def __init__(self, memory: int = 1 << 30) -> None:
         self.log: list[str] = []
@@ -30,11 +26,7 @@ class FakePlatform(Platform):
 
     @classmethod
     def available(cls) -> bool:
-        return False  # never detected, only asked for by name
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+        return False  # only by name
 
     def describe(self) -> str:
         return "no hardware, for tests"
@@ -80,7 +72,7 @@ class FakePlatform(Platform):
 
 
 class FakeStaging:
-    """As late as the contract allows: nothing is copied before somebody waits."""
+    """Copies as late as the contract allows: in `wait`."""
 
     def __init__(self, num_bytes: int) -> None:
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -107,23 +99,17 @@ class FakeGraph:
 
 
 class FakeSideStream:
+    """And its own fork."""
+
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    def fork(self, *inputs: torch.Tensor) -> FakeFork:
+    def fork(self, *inputs: torch.Tensor) -> FakeSideStream:
         self.log.append("fork")
-        return FakeFork(self.log)
-
-
-class FakeFork:
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-
-    def side(self) -> AbstractContextManager[None]:
-        return self._side()
+        return self
 
     @contextmanager
-    def _side(self) -> Iterator[None]:
+    def side(self) -> Iterator[None]:
         self.log.append("side begins")
         yield
         self.log.append("side ends")

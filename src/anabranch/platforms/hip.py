@@ -1,4 +1,4 @@
-"""AMD GPUs through ROCm, whose torch calls itself torch.cuda: the CUDA platform, and what differs."""
+"""AMD GPUs through ROCm, whose torch module is torch.cuda: the CUDA platform, and what differs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ class HipPlatform(CudaPlatform):
         return torch.version.hip is not None and torch.cuda.is_available()
 
     def describe(self) -> str:
-        properties = torch.cuda.get_device_properties(self.device)
-        return (
-            f"{properties.name} ({self.architecture}), {properties.multi_processor_count} CUs, "
-            f"{properties.total_memory / 1e9:.0f} GB"
-        )
+        found = torch.cuda.get_device_properties(self.device)
+        size = f"{found.multi_processor_count} CUs, {found.total_memory / 1e9:.0f} GB"
+        return f"{found.name} ({self.architecture}), {size}"
 
     @property
     def architecture(self) -> str:
         """As the compiler names it: `gfx942` of `gfx942:sramecc+:xnack-`."""
-        name: str = torch.cuda.get_device_properties(self.device).gcnArchName
-        return name.partition(":")[0]
+        return str(torch.cuda.get_device_properties(self.device).gcnArchName).partition(":")[0]
 
     def has(self, capability: str) -> bool:
         """Every chip that torch supports computes in bf16; capabilities named sm.. are NVIDIA's."""

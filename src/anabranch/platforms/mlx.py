@@ -1,7 +1,7 @@
 """Apple silicon through MLX, whose arrays are not torch tensors: its Runner (`anabranch.mlx`) keeps the model in MLX.
 
-MLX runs on Linux too, on the CPU, which is good for correctness and slower than torch: there it is never detected, only
-asked for (ANABRANCH_PLATFORM=mlx). The packages are imported when they are used, not with this file.
+MLX runs on Linux too, on the CPU and slower than torch: there it is never detected, only named
+(ANABRANCH_PLATFORM=mlx). The packages are imported when they are used, not with this file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from anabranch.platforms.cpu import CpuPlatform
-from anabranch.platforms.platform import Memory, Platform
+from anabranch.platforms.platform import HostPlatform, Memory
 
 VM_STAT_AVAILABLE = ("free", "inactive", "speculative", "purgeable")
 """Pages that macOS hands out without swapping."""
 
 
-class MlxPlatform(Platform):
+class MlxPlatform(HostPlatform):
+    """Torch has its part on the host: sampling parameters, logits and the sampler's kernels."""
+
     name = "mlx"
-    collective_backend = "gloo"
-    providers = {"torch": "anabranch.kernels.torch"}  # the sampler is torch's: it works on the host's logits
     runner = "anabranch.mlx.runner:MlxRunner"
     reads_quantized = True
     memory_fraction = 0.8
@@ -32,11 +32,9 @@ class MlxPlatform(Platform):
     unproven = "never run on Apple silicon: speed, Metal's kernels and memory"
 
     def __init__(self) -> None:
-        missing = [name for name in ("mlx", "mlx_lm") if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ValueError(
-                f"platform 'mlx' needs the package {missing[0].replace('_', '-')}; pip install 'anabranch[mlx]'"
-            )
+        for package in ("mlx", "mlx-lm"):
+            if importlib.util.find_spec(package.replace("-", "_")) is None:
+                raise ValueError(f"platform 'mlx' needs the package {package}; pip install 'anabranch[mlx]'")
 
     @classmethod
     def available(cls) -> bool:
@@ -45,11 +43,6 @@ class MlxPlatform(Platform):
         import mlx.core as mx
 
         return bool(mx.metal.is_available())
-
-    @property
-    def device(self) -> torch.device:
-        """Where torch has its part: sampling parameters and logits."""
-        return torch.device("cpu")
 
     def describe(self) -> str:
         name = _device_info().get("device_name", host.machine())
@@ -78,11 +71,11 @@ class MlxPlatform(Platform):
 
 
 def available_bytes(vm_stat: str) -> int:
-    """What programs can still get, from the output of macOS's vm_stat."""
+    """Memory that programs can still get, from the output of macOS's vm_stat."""
     page = re.search(r"page size of (\d+) bytes", vm_stat)
     pages = {name: int(count) for name, count in re.findall(r"Pages (\w+):\s+(\d+)\.", vm_stat)}
     if page is None or "free" not in pages:
-        raise ValueError(f"vm_stat speaks in a way that is not understood: {vm_stat[:80]!r}")
+        raise ValueError(f"vm_stat: unexpected output {vm_stat[:80]!r}")
     return int(page[1]) * sum(pages.get(name, 0) for name in VM_STAT_AVAILABLE)
 
 

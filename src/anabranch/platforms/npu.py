@@ -1,15 +1,12 @@
 """Ascend NPUs through torch_npu, which adds torch.npu. It is imported when it is used, not with this file.
 
-Which devices there are is the runtime's to say: it reads ASCEND_RT_VISIBLE_DEVICES.
-
-Attention here takes its lengths from the host when it is enqueued (kernels/vendor/torch_npu/attention), so no capture
-may contain it: steps, decoding too, are captured in pieces between attentions.
+The runtime reads ASCEND_RT_VISIBLE_DEVICES. Attention takes its lengths from the host when it is enqueued
+(kernels/vendor/torch_npu/attention), so no capture may contain it: all steps are captured in pieces between attentions.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 
 import torch
@@ -20,7 +17,7 @@ FRACTAL_NZ = 29
 """The number of the layout that the matrix units read: blocks of 16 × 16."""
 NZ_BLOCK = 16
 RUNTIME_BYTES = 6 << 30
-"""What the runtime takes beside torch's memory: operators' code and workspaces, buffers of collectives."""
+"""What the runtime takes in addition to torch's memory: operators' code and workspaces, buffers of collectives."""
 
 
 class NpuPlatform(AcceleratorPlatform):
@@ -47,11 +44,9 @@ class NpuPlatform(AcceleratorPlatform):
 
     @classmethod
     def available(cls) -> bool:
-        if importlib.util.find_spec("torch_npu") is None:
-            return False
         try:
             importlib.import_module("torch_npu")
-        except (ImportError, OSError):  # installed, but without CANN behind it
+        except (ImportError, OSError):  # not installed, or without CANN
             return False
         return bool(torch.get_device_module("npu").is_available())
 
@@ -61,14 +56,9 @@ class NpuPlatform(AcceleratorPlatform):
         which = "" if seen is None else f", ASCEND_RT_VISIBLE_DEVICES={seen}"
         return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB{which}"
 
-    def has(self, capability: str) -> bool:
-        if capability == "bf16":
-            return bool(self.api.is_bf16_supported())
-        return capability in ("graphs", "streams")
-
     def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
-        """In blocks, which saves the matrix units the rearranging of every product. A stack of matrices is kept the
-        other way round, [E, inputs, outputs], as the grouped product takes it; its shape seen from here stays."""
+        """In blocks, which the matrix units need not rearrange. A stack of matrices is stored transposed, [E, inputs,
+        outputs], as the grouped product takes it, and viewed in its old shape."""
         fits = not any(size % NZ_BLOCK for size in weight.shape[-2:])
         if not fits or weight.dtype not in (torch.float16, torch.bfloat16):
             return weight

@@ -1,8 +1,4 @@
-"""The contract between the engine and a machine: what a platform must say and do.
-
-A chip is a file in this room. Everything above asks the platform; nothing above says `torch.cuda`.
-What this file does not know: models, kernels, batches.
-"""
+"""The contract between the engine and a machine, without models, kernels or batches. A chip is a file in this room."""
 
 from __future__ import annotations
 
@@ -15,8 +11,6 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 
 from anabranch.formats import Index
-
-GraphMode = Literal["full", "pieces", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +37,7 @@ class Fork(Protocol):
     """
 
     def side(self) -> AbstractContextManager[None]:
-        """Work enqueued inside runs beside the main stream and sees everything enqueued before the fork."""
+        """Work enqueued inside runs at the same time as the main stream's, after all that precedes the fork."""
 
     def join(self, *results: torch.Tensor) -> None:
         """The main stream waits for the side work; `results` were made there and are used on the main stream."""
@@ -57,13 +51,13 @@ class SideStream(Protocol):
 
 
 class Fetch(Protocol):
-    """A copy to the host that is on its way."""
+    """A copy to the host that has been started."""
 
     def wait(self) -> torch.Tensor: ...
 
 
 class Staging(Protocol):
-    """A buffer on the host from which the device takes copies by itself."""
+    """A buffer on the host from which copies to the device are started."""
 
     buffer: torch.Tensor
     """Bytes."""
@@ -73,7 +67,7 @@ class Staging(Protocol):
         may differ."""
 
     def wait(self) -> None:
-        """Until all that was put has arrived, and the buffer may be written again."""
+        """Wait until all that was put has arrived; then the buffer may be written again."""
 
 
 class Platform(abc.ABC):
@@ -92,14 +86,14 @@ class Platform(abc.ABC):
     page_size: ClassVar[int] = 16
     """Tokens in one KV page."""
     batch_tokens: int = 8192
-    """Tokens of a step where throughput is all that counts; an instance may know better than its class."""
-    graph_mode: ClassVar[GraphMode] = "none"
-    """What is captured. full: attention too, whose kernels then take all lengths from the device: decode steps and
-    those of one prompt whole, others in pieces between attentions; pieces: all of them in pieces."""
+    """Tokens of a step of an offline batch."""
+    graph_mode: ClassVar[Literal["full", "pieces", "none"]] = "none"
+    """What can be captured. full: attention too, whose kernels then take all lengths from the device; pieces: only what
+    is between attentions."""
     memory_fraction: float = 0.9
-    """Share of the device's memory the engine takes by default; an instance may know better than its class."""
+    """Share of the device's memory the engine takes by default. An instance may set its own, as of batch_tokens."""
     proven: ClassVar[str] = ""
-    """What tests show of it on this commit, and where they ran, in words; empty: nothing."""
+    """What tests show of it on this commit, and where they ran; empty: nothing."""
     unproven: ClassVar[str] = ""
     """What they do not show."""
 
@@ -114,14 +108,14 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """The device in words, for people."""
+        """The device in words."""
 
     @abc.abstractmethod
     def memory(self) -> Memory: ...
 
     @abc.abstractmethod
     def has(self, capability: str) -> bool:
-        """Whether the device can do a named thing: "bf16", "graphs", "streams", "sm90", "triton", ..."""
+        """Whether the device has a capability: "bf16", "graphs", "streams", "sm90", "triton", ..."""
 
     def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """The dtype to compute in when a checkpoint asks for `wanted`."""
@@ -136,7 +130,7 @@ class Platform(abc.ABC):
         return None
 
     def step(self, num_products: int) -> AbstractContextManager[None]:
-        """Around the work of one step of about so many multiplications."""
+        """Around the work of one step of about `num_products` multiplications."""
         return nullcontext()
 
     def fetch(self, tensor: torch.Tensor) -> Fetch:
@@ -160,28 +154,33 @@ class Platform(abc.ABC):
         return None
 
 
-class InlineFork:
-    """Side work of a platform without streams: it simply happens, in program order."""
+class HostPlatform(Platform):
+    """A platform whose torch tensors are in the host's memory."""
 
-    def side(self) -> AbstractContextManager[None]:
-        return self
+    collective_backend = "gloo"
+    providers = {"torch": "anabranch.kernels.torch"}
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def join(self, *results: torch.Tensor) -> None:
-        return None
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
 
 class InlineStream:
-    def fork(self, *inputs: torch.Tensor) -> InlineFork:
-        return InlineFork()
+    """The side stream of a platform without streams, and its own fork: side work runs in program order."""
+
+    def fork(self, *inputs: torch.Tensor) -> InlineStream:
+        return self
+
+    def side(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def join(self, *results: torch.Tensor) -> None:
+        pass
 
 
 class InlineFetch:
+    """A copy that is made at once."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.to("cpu", copy=True)
 

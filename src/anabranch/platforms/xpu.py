@@ -11,7 +11,6 @@ class XpuPlatform(AcceleratorPlatform):
     name = "xpu"
     device_type = "xpu"
     collective_backend = "xccl"
-    providers = {"triton": "anabranch.kernels.triton", "torch": "anabranch.kernels.torch"}
     memory_fraction = 0.85
     proven = "which kernels are chosen and which shapes come out"
     unproven = "never run on Intel hardware, nor compiled for it"
@@ -23,8 +22,3 @@ class XpuPlatform(AcceleratorPlatform):
     def describe(self) -> str:
         properties = torch.xpu.get_device_properties(self.device)
         return f"{properties.name}, {properties.max_compute_units} units, {properties.total_memory / 1e9:.0f} GB"
-
-    def has(self, capability: str) -> bool:
-        if capability == "bf16":
-            return bool(torch.xpu.is_bf16_supported())
-        return capability == "streams"

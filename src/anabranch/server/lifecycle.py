@@ -26,7 +26,7 @@ from typing import Any
 import uvicorn
 
 from anabranch import messages
-from anabranch.config import AUTO, SERVED_TOKENS, EngineConfig
+from anabranch.config import EngineConfig
 from anabranch.engine.client import EngineClient, EngineDead
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
@@ -56,10 +56,8 @@ BACKLOG = 2048  # connections that the system holds until they are accepted
 def serve(settings: Settings, engine: EngineConfig, make_engine: str = MAKE_ENGINE) -> int:
     """Serve until the end and return the exit code. ValueError or OSError for mistakes of the user, before anything is
     loaded."""
-    if engine.max_num_batched_tokens == AUTO:
-        engine = replace(engine, max_num_batched_tokens=SERVED_TOKENS)
     with listen(settings) as sock:
-        server = Server(settings, engine, make_engine)
+        server = Server(settings, replace(engine, serving=True), make_engine)
         code = asyncio.run(server.run(sock))
     if num_busy := server.service.num_busy_threads:
         log.warning("ending although %d threads have not finished", num_busy)
