@@ -19,15 +19,10 @@ from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, Mac
 from anabranch.kernels.triton.precompile import precompile, recording
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, interpreter, run_interpreted
+from tests.kernels.triton.places import dtypes, everywhere, interpreter
 
 Arguments = dict[str, Any]
 NAN = float("nan")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def draw(
@@ -282,14 +277,12 @@ def judge_all(monkeypatch: pytest.MonkeyPatch, cases: list[tuple[tuple[Any, Any]
 
 
 @pytest.mark.gpu
-@compiler
 def test_meaning_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(tiles, case, dtype) for tiles in TILES.values() for case in CASES.values() for dtype in dtypes("cuda")]
     judge_all(monkeypatch, [(tiles, draw(**case, dtype=dtype, device="cuda")) for tiles, case, dtype in cases])
 
 
 @pytest.mark.gpu
-@compiler
 @any_model
 def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
@@ -309,7 +302,6 @@ def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("model", ["qwen3", "gemma, sliding", "gemma, global", "one kv head"])
 def test_every_candidate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, dim = kernel.machine_of(torch.device("cuda", 0)), MODELS[model][2]
@@ -327,7 +319,6 @@ def test_every_candidate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("model", ["qwen3", "qwen1.5", "gemma, sliding", "gemma, global"])
 def test_graph_follows_growing_contexts(model: str) -> None:
     """Captured with the shortest contexts, replayed while they grow, requests end and others begin."""
@@ -353,7 +344,6 @@ def test_graph_follows_growing_contexts(model: str) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_a_chain_that_overlaps() -> None:
     """Each call's queries are the results of the one before. In a graph a kernel starts before its predecessor is done:
     the bits must be those of calls that wait for each other, every time."""
@@ -382,7 +372,6 @@ def test_a_chain_that_overlaps() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("model", ["qwen3", "gemma, global"])
 def test_bits_do_not_depend_on_who_is_last(model: str) -> None:
     counts_RG = kernel.counts_of(MODELS[model][1], torch.device("cuda", 0))
@@ -404,7 +393,6 @@ def test_bits_do_not_depend_on_who_is_last(model: str) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_counts_are_never_memory_of_a_graph() -> None:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device="cuda")
@@ -413,7 +401,6 @@ def test_counts_are_never_memory_of_a_graph() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_pools_of_more_than_2_to_the_31_elements() -> None:
     near = draw_model("qwen3", [(1, 900), (70, 200)])
     far = (1 << 31) // near["k_PSGD"][0].numel() + 10
@@ -479,7 +466,6 @@ AHEAD = {  # model, dtype, tokens, requests
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("case", AHEAD)
 def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +500,6 @@ def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("model", ["qwen3", "gemma, sliding"])
 def test_hopper_kernel_compiles_ahead_of_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource

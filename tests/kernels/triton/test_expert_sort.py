@@ -1,8 +1,5 @@
-"""The expert sort against its reference: in Triton's interpreter (a process of its own), on a GPU, ahead of time."""
+"""The expert sort against its reference: in Triton's interpreter, on a GPU, ahead of time."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,23 +10,9 @@ from anabranch import ops
 pytest.importorskip("triton")
 from anabranch.kernels.triton import expert_sort as kernel
 from tests.kernels.triton import ahead_of_time
+from tests.kernels.triton.places import everywhere
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLACES = (
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="in test_in_the_interpreter")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(INTERPRETED, reason="needs a compiler")]),
-)
-
-everywhere = pytest.mark.parametrize("device", PLACES)
 few_and_many = pytest.mark.parametrize("few_pairs", [kernel.FEW_PAIRS, 0], ids=["few", "many"])
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
 
 
 def check(expert_TK: torch.Tensor, num_experts: int) -> None:
@@ -100,7 +83,6 @@ def test_in_a_graph(tokens: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="needs a compiler")
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("num_experts", [60, 128, 512])
 def test_compiles_ahead_of_time(num_experts: int, target: str) -> None:
