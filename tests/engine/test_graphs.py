@@ -119,7 +119,9 @@ def compare(folder: Path, fake: FakePlatform, arrivals: list[tuple[int, Request]
     return engine
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] if name == "gemma4" else []) for name in FAMILIES]
+)  # gemma4 is gemma4_text with other names
 def test_captured_is_uncaptured(family: str, tmp_path: Path, fake: FakePlatform) -> None:
     folder = tiny.save(FAMILIES[family], tmp_path)
     every_kind = [*range(len(PARAMS)), 0, 2, 3, 0]
