@@ -18,8 +18,9 @@ from tests.models import tiny
 # One case a family, and the odd ones: sliding windows shorter than the prompts, several KV groups.
 CASES = {case.model_type: case for case in reversed(tiny.CASES)}
 CASES |= {case.name: case for case in tiny.CASES if "sliding" in case.name or "window" in case.name}
-# To the engine, `gemma4` is `gemma4_text`, and a window longer than every request is none.
-SLOW = {"gemma4", *(name for name in CASES if "window_long" in name)}
+# To the engine, `gemma4` is `gemma4_text`, a window longer than every request is none, and families with one full KV
+# group are alike; of these, a dense one and two with experts (with and without a shared one) always run.
+SLOW = {"gemma4", "mixtral", "olmoe", "qwen3", *(name for name in CASES if "window_long" in name)}
 FOLDERS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [], id=name) for name in CASES]
 
 DEFAULTS = {"dtype": "float32", "num_pages": 256, "page_size": 4, "max_num_seqs": 16, "max_model_len": 128}

@@ -139,9 +139,10 @@ def test_padding_is_whatever(dtype: str, device: str) -> None:
 @in_any_dtype
 @pytest.mark.parametrize("sign", [1, -1])
 def test_nan_gives_distinct_experts(sign: int, dtype: str, device: str) -> None:
-    logits_TE = draw(6, 60, dtype, device)
-    logits_TE[:3] = sign * float("nan")
-    logits_TE[3:, ::7] = sign * float("nan")
+    rows = 1 if device == "cpu" else 3
+    logits_TE = draw(2 * rows, 60, dtype, device)
+    logits_TE[:rows] = sign * float("nan")
+    logits_TE[rows:, ::7] = sign * float("nan")
     for options in ({}, {"score": "sigmoid"}, {"num_groups": 4, "top_groups": 2}):
         _, expert_TK = kernel.route(logits_TE, 8, **options)
         assert expert_TK.min() >= 0 and expert_TK.max() < 60
