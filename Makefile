@@ -15,11 +15,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # One thread per worker: two workers with a torch thread pool each would fight for the same cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+LINUX := $(filter Linux,$(shell uname -s))
 
-.PHONY: help setup serve demo test test-all test-gpu test-mlx test-npu lint format clean system-tools tritons
+.PHONY: help setup serve demo quick test test-interpreter test-all test-gpu test-mlx test-npu lint format clean \
+    system-tools tritons
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 serve: $(RUNTIME)  ## a server with a page to chat with, on the bundled model; PORT=N: elsewhere than 8000
 	@$(BIN)/anabranch serve --port $(PORT)
@@ -43,11 +45,23 @@ $(INSTALLED): $(RUNTIME)
 	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	@touch $@
 
-test: lint  ## lint, types and the tests that need neither a GPU nor much time
+# House rules, ops, pages and scheduler, and one family (qwen3_moe) against transformers.
+QUICK := tests/test_house.py tests/ops $(patsubst %,tests/engine/test_%.py,pages radix_tree kv_cache scheduler batch) \
+    tests/models/test_transformers.py -k "not test_transformers or qwen3_moe"
+quick: lint  ## lint and the tests to run after every edit, in about a minute
+	$(PYTEST) -q $(QUICK)
+
+test: lint  ## lint, types and the tests that need neither a GPU nor much time, in about 10 minutes
 	$(PYTEST)
+	$(MAKE) test-interpreter
+
+# Triton chooses between interpreter and compiler when it is imported: the tests of each need a pytest call of their own.
+test-interpreter: $(INSTALLED)  ## the Triton kernels' tests that run on the CPU, in Triton's interpreter
+	$(if $(LINUX),TRITON_INTERPRET=1 $(PYTEST) tests/kernels/triton,@echo "Triton is for Linux: its tests are left out")
 
 test-all: lint system-tools tritons $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched $(LM_EVAL_VENV)/.installed  ## everything but the GPU tests; what is missing is installed or fails
 	ANABRANCH_TEST_ALL=1 $(PYTEST)
+	ANABRANCH_TEST_ALL=1 $(MAKE) test-interpreter
 	$(MAKE) test-mlx test-npu
 
 JOBS ?= 8
@@ -75,7 +89,7 @@ test-npu: $(NPU)/.installed system-tools  ## the Ascend platform: torch_npu over
 	    ANABRANCH_NPU_STUB=$(CURDIR)/$(NPU)/lib $(PYTEST) tests/platforms/test_npu.py tests/kernels/vendor
 
 # Triton versions beside the pinned one: every kernel must compile with the oldest and the newest supported.
-TRITONS := $(if $(filter Linux,$(shell uname -s)),$(patsubst %,.cache/triton/%/.installed,3.6.0 3.9.0))
+TRITONS := $(if $(LINUX),$(patsubst %,.cache/triton/%/.installed,3.6.0 3.9.0))
 tritons: $(TRITONS)
 
 .cache/triton/%/.installed: | $(INSTALLED)

@@ -1,12 +1,14 @@
 """What holds for every test: its seed, no network, and what a marker needs.
 
 With ANABRANCH_TEST_ALL=1 (`make test-all`) slow tests run, and a missing tool fails a test instead of skipping it.
+With TRITON_INTERPRET=1 (`make test-interpreter`) the tests marked `interpreter` run, and only these.
 """
 
 import os
 import shutil
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 
@@ -15,9 +17,32 @@ import pytest
 import torch
 
 TEST_ALL = os.environ.get("ANABRANCH_TEST_ALL") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LEFT_OUT = pytest.StashKey[int]()
 
 hypothesis.settings.register_profile("anabranch", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("anabranch")
+
+
+@pytest.hookimpl(trylast=True)  # of those that -k and -m have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Triton decides between interpreter and compiler when it is imported: one pytest call has the tests of one."""
+    left_out = [item for item in items if (item.get_closest_marker("interpreter") is not None) != INTERPRETED]
+    config.stash[LEFT_OUT] = len(left_out)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        chosen = set(items) - set(left_out)
+        items[:] = [item for item in items if item in chosen]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Not with -n, where workers collect the tests: `make test` runs both kinds."""
+    if number := config.stash.get(LEFT_OUT, 0):
+        how = "without" if INTERPRETED else "with"
+        which = "do not run" if INTERPRETED else "run"
+        terminalreporter.write_line(
+            f"{number} deselected tests {which} in Triton's interpreter: repeat the command {how} TRITON_INTERPRET=1"
+        )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

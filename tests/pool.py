@@ -1,6 +1,6 @@
-"""Tests shared out among processes, without any package for it: whoever claims one first runs it.
+"""Tests distributed over processes, without a package for it: the process that claims a test first runs it.
 
-    PYTHONPATH=src python3 -m tests.pool 16 -m gpu tests          what is behind the number goes to pytest
+    PYTHONPATH=src python3 -m tests.pool 16 -m gpu tests          what follows the number is passed to pytest
 
 On a GPU machine most of the time is compilers' time, and a kernel may take ten times as long as the next: tests are
 therefore claimed one at a time. Every process collects all of them; fixtures of a module are made anew for each test.
@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 FOLDER = "ANABRANCH_TEST_POOL"
-"""The variable that tells a process of the pool where claims and reports are."""
+"""The environment variable that names the folder of claims and reports to the pool's processes."""
 
 
 class Member:
@@ -44,7 +44,7 @@ class Member:
         except FileExistsError:
             return True
         claim.write_text(item.nodeid)
-        runtestprotocol(item, nextitem=None)  # the next one may be another process's: nothing is kept for it
+        runtestprotocol(item, nextitem=None)  # another process may run the next one: no fixture is kept for it
         self._write([item.nodeid, "ended", ""])
         return True
 
@@ -71,7 +71,7 @@ def main() -> int:
         return 2
     command = [sys.executable, "-m", "pytest", "-p", "tests.pool", "-p", "no:cacheprovider", "-q", *sys.argv[2:]]
     begin = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the others
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` below ends the others
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join(filter(None, [".", os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", FOLDER: folder}
@@ -84,7 +84,7 @@ def main() -> int:
                 time.sleep(0.5)
                 if sys.stderr.isatty():
                     print(f"\r{len(claims(folder))} tests begun", end="", file=sys.stderr, flush=True)
-        finally:  # whoever was not done: this one was told to end
+        finally:  # those still running when this process has to end
             for member in members:
                 member.terminate()
                 member.wait()
@@ -98,7 +98,7 @@ def claims(folder: str) -> list[Path]:
 
 
 def summarize(folder: str, codes: list[int], logs: list[Path]) -> bool:
-    """Say what failed, and who did not come to an end."""
+    """Print failures and tests whose process ended before them; whether all is well."""
     rows: list[Any] = []
     for path in Path(folder).glob("*.reports"):
         for line in path.open():
@@ -115,8 +115,8 @@ def summarize(folder: str, codes: list[int], logs: list[Path]) -> bool:
     strange = [(code, log) for code, log in zip(codes, logs, strict=True) if code not in (0, 1, 5)]
     for code, log in strange:
         print(f"\n== a process ended with {code}\n{log.read_text()[-2000:]}")
-    said = ", ".join(f"{count} {outcome}" for outcome, count in sorted((outcomes | {"failed": len(failed)}).items()))
-    print(f"\n{said}{f', {len(lost)} lost' if lost else ''}")
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted((outcomes | {"failed": len(failed)}).items()))
+    print(f"\n{counts}{f', {len(lost)} lost' if lost else ''}")
     return bool(ended) and not failed and not lost and not strange
 
 

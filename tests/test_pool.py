@@ -1,4 +1,4 @@
-"""Tests that processes share out: each runs once, and nothing that fails is lost."""
+"""tests/pool.py: each test runs once, and no failure is lost."""
 
 import os
 import subprocess
@@ -29,11 +29,13 @@ def test_skipped():
     pytest.skip("not here")
 """
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": "src", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # some take seconds to import
+
 
 def pool(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_shared.py").write_text(text)
     command = [sys.executable, "-m", "tests.pool", "3", "--rootdir", str(folder), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "src"})
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
 
 
 def test_each_runs_once(tmp_path: Path) -> None:
@@ -43,7 +45,7 @@ def test_each_runs_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.ran"))) == 12
 
 
-def test_what_fails_is_said(tmp_path: Path) -> None:
+def test_failures_are_reported(tmp_path: Path) -> None:
     broken = TESTS + "\n\ndef test_wrong():\n    assert 1 == 2, 'arithmetic'\n"
     done = pool(tmp_path, broken + "\n\ndef test_crash():\n    os._exit(3)\n")
     assert done.returncode == 1
@@ -52,13 +54,13 @@ def test_what_fails_is_said(tmp_path: Path) -> None:
     assert "a process ended with 3" in done.stdout and "1 failed, 12 passed, 1 skipped, 1 lost" in done.stdout
 
 
-def test_nobody_stays_behind(tmp_path: Path) -> None:
+def test_no_process_outlives_the_pool(tmp_path: Path) -> None:
     (tmp_path / "test_long.py").write_text(
         "import os, pathlib, pytest, time\n\n\n@pytest.mark.parametrize('n', range(2))\ndef test_long(n):\n"
         "    (pathlib.Path(__file__).parent / f'{os.getpid()}.begun').touch()\n    time.sleep(300)\n"
     )
     command = [sys.executable, "-m", "tests.pool", "2", "--rootdir", str(tmp_path), str(tmp_path)]
-    pool = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": "src"}, stdout=subprocess.DEVNULL)
+    pool = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     while len(begun := list(tmp_path.glob("*.begun"))) < 2:
         assert pool.poll() is None
         time.sleep(0.1)

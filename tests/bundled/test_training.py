@@ -29,6 +29,9 @@ def drafts(num_plans: int) -> list[write_text.Draft]:
     return made
 
 
+training = pytest.mark.slow  # tools/ writes a new bundled model; serving needs none of it
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
@@ -98,6 +101,7 @@ def test_a_continuation_is_cut_at_whole_sentences() -> None:
     assert sentences.extend("Pip was a fox.", " He", 2, [], "Pip") == ("Pip was a fox.", "")
 
 
+@training
 def test_a_teacher_writes_the_same_answers_again(tmp_path: Path) -> None:
     """One of random weights: what it writes is noise and dropped, but for parts that leave it nothing to add."""
     tiny_model.write(tmp_path)
@@ -206,6 +210,7 @@ def test_the_shipped_shape_fits() -> None:
     assert abs(counts["active"] - dense["total"]) < 0.01 * dense["total"], "dense is to be as large as what is active"
 
 
+@training
 def test_training_learns_and_reports(trained: Path) -> None:
     result = json.loads((trained / "training.json").read_text())
     curve = result["curve"]
@@ -216,6 +221,7 @@ def test_training_learns_and_reports(trained: Path) -> None:
     assert load.max() < 0.5, "no expert has everything"
 
 
+@training
 def test_transformers_and_the_engine_load_it_and_agree(trained: Path) -> None:
     from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
 
@@ -240,6 +246,7 @@ def test_transformers_and_the_engine_load_it_and_agree(trained: Path) -> None:
             assert one.logprob == pytest.approx(float(theirs), abs=1e-4)
 
 
+@training
 def test_our_training_loss_is_transformers_loss(trained: Path, data: Path) -> None:
     """The model that was trained is the model that was saved, routing included."""
     from transformers import AutoModelForCausalLM
@@ -254,6 +261,7 @@ def test_our_training_loss_is_transformers_loss(trained: Path, data: Path) -> No
     assert float(loss) == pytest.approx(result["heldout_loss"], abs=1e-3)
 
 
+@training
 def test_dense_takes_the_same_steps(data: Path) -> None:
     options = argparse.Namespace(**vars(train.parse([str(data), "unused", "--model", "dense", "--steps", "12"])))
     options.batch, options.length = 8, 96

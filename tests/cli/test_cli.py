@@ -1,4 +1,4 @@
-"""The command line as a person meets it: in its own process."""
+"""The command line as a person meets it: in its own process, but for mistakes that are reported alike in this one."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.cli.main import main
 from tests.models import tiny
 from tools import tiny_model
 
@@ -42,27 +43,34 @@ def test_a_mistyped_option_names_the_nearest(model: Path) -> None:
     assert done.returncode == 2 and "did you mean --memory?" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_generate_writes_text(model: Path) -> None:
-    done = anabranch("generate", str(model), "Once upon", "--max-tokens", "12")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Once upon") and len(done.stdout) > len("Once upon\n")
-    assert "12 tokens" in done.stderr and "weights" not in done.stderr
-    assert done.stdout == anabranch("generate", str(model), "Once upon", "--max-tokens", "12").stdout
+GENERATE = ("Once upon", "--max-tokens", "12")
 
 
-def test_verbose_says_where_the_time_of_the_start_went(model: Path) -> None:
-    done = anabranch("generate", str(model), "Once upon", "--max-tokens", "2", "--verbose")
+@pytest.fixture(scope="module")
+def generated(model: Path) -> subprocess.CompletedProcess[str]:
+    return anabranch("generate", str(model), *GENERATE)
+
+
+def test_generate_writes_text(generated: subprocess.CompletedProcess[str]) -> None:
+    assert generated.returncode == 0, generated.stderr
+    assert generated.stdout.startswith("Once upon") and len(generated.stdout) > len("Once upon\n")
+    assert "12 tokens" in generated.stderr and "weights" not in generated.stderr
+
+
+def test_verbose_says_where_the_time_of_the_start_went(
+    model: Path, generated: subprocess.CompletedProcess[str]
+) -> None:
+    done = anabranch("generate", str(model), *GENERATE, "--verbose")
     assert done.returncode == 0, done.stderr
+    assert done.stdout == generated.stdout
     table = {name: float(seconds) for name, seconds in re.findall(r"^(\w+) +([\d.]+) s\b", done.stderr, re.M)}
     assert {"import", "config", "weights", "other", "ready"} <= set(table) and list(table)[-1] == "ready"
     assert sum(table.values()) == pytest.approx(2 * table["ready"], abs=0.05)
 
 
-def test_reference_kernels_write_the_same_text(model: Path) -> None:
-    arguments = "generate", str(model), "A river", "--max-tokens", "12", "--quiet"
-    usual, reference = anabranch(*arguments), anabranch(*arguments, ANABRANCH_KERNELS="reference")
-    assert usual.returncode == reference.returncode == 0
-    assert usual.stdout == reference.stdout
+def test_reference_kernels_write_the_same_text(model: Path, generated: subprocess.CompletedProcess[str]) -> None:
+    done = anabranch("generate", str(model), *GENERATE, "--quiet", ANABRANCH_KERNELS="reference")
+    assert done.returncode == 0 and done.stdout == generated.stdout
 
 
 @pytest.mark.parametrize(
@@ -75,17 +83,20 @@ def test_reference_kernels_write_the_same_text(model: Path) -> None:
         (("./nowhere", "x"), "no such folder"),
     ],
 )
-def test_mistakes_are_one_line(model: Path, arguments: tuple[str, ...], message: str) -> None:
-    done = anabranch("generate", *(argument.format(model=model) for argument in arguments))
-    assert done.returncode == 1
-    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert done.stdout == ""
+def test_mistakes_are_one_line(
+    model: Path, arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *(argument.format(model=model) for argument in arguments)]) == 1
+    out, error = capfd.readouterr()
+    assert message in error and error.count("\n") == 1, error
+    assert out == ""
 
 
 def test_generate_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     folder = tiny.save(tiny.CASES[0], tmp_path / "model")
     done = anabranch("generate", str(folder), "x")
-    assert done.returncode == 1 and "no tokenizer.json" in done.stderr
+    assert done.returncode == 1 and done.stdout == ""
+    assert "no tokenizer.json" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_unknown_platform_names_the_nearest(model: Path) -> None:

@@ -18,12 +18,16 @@ from tests.models import tiny
 # One case a family, and the odd ones: sliding windows shorter than the prompts, several KV groups.
 CASES = {case.model_type: case for case in reversed(tiny.CASES)}
 CASES |= {case.name: case for case in tiny.CASES if "sliding" in case.name or "window" in case.name}
+# To the engine, `gemma4` is `gemma4_text`, a window longer than every request is none, and families with one full KV
+# group are alike; of these, a dense one and two with experts (with and without a shared one) always run.
+SLOW = {"gemma4", "mixtral", "olmoe", "qwen3", *(name for name in CASES if "window_long" in name)}
+FOLDERS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [], id=name) for name in CASES]
 
 DEFAULTS = {"dtype": "float32", "num_pages": 256, "page_size": 4, "max_num_seqs": 16, "max_model_len": 128}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=2, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=list(CASES))
+@pytest.fixture(scope="module", params=FOLDERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(CASES[request.param], tmp_path_factory.mktemp("model") / "model")
 
@@ -132,14 +136,6 @@ def test_a_salt_keeps_prefixes_apart(engine) -> None:
         assert bool(updates[-1].num_cached) == cached, salt
 
 
-def test_preempted_is_undisturbed(engine, alone) -> None:
-    batch = prompts(12)
-    tight = engine(num_pages=32, max_model_len=72)
-    found = greedy(tight, batch)
-    assert tight.scheduler.num_preemptions > 0
-    assert_same(found, alone(batch))
-
-
 def test_abort_leaves_others_unchanged(engine, alone) -> None:
     batch = prompts(6)
     one = engine()
@@ -184,10 +180,12 @@ def test_synchronous_is_asynchronous(engine) -> None:
 
 
 def test_overload_of_eight_times_the_pool(engine, alone) -> None:
+    """Preempted is undisturbed, too."""
     batch = prompts(30)
     small = engine(num_pages=32, max_model_len=72, max_num_seqs=16)
     assert sum(-(-(len(p) + 16) // 4) for p in batch) > 8 * 32
     assert_same(greedy(small, batch), alone(batch))
+    assert small.scheduler.num_preemptions > 0
 
 
 def test_prompt_logprobs_and_routed_experts(engine, folder: Path) -> None:

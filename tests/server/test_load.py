@@ -137,7 +137,14 @@ def serve_a_crowd(server: Running, answers: dict[str, tuple[int, str]]) -> None:
     unharmed.check()
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions",
+        pytest.param("/v1/completions", marks=pytest.mark.slow),
+        pytest.param("/v1/messages", marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_streamed_token_costs(server: Running, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In CPU time of the process that speaks HTTP; the engine's is not in it."""
     num_tokens = 150

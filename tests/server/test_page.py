@@ -18,6 +18,7 @@ from tests.server.browser import Browser, Tab, chromium
 from tests.server.serving import NAME, QUICK, Running, running, write_model
 
 pytestmark = pytest.mark.chromium
+drawing = pytest.mark.slow  # half of the time of this file, for what changes with page/*.js alone
 
 PROMPT = "xyzzy: how do rivers divide?"
 BUSY = "!document.querySelector('#stop').hidden"
@@ -163,6 +164,7 @@ def test_a_refusal_is_shown_and_the_question_kept(browser: Browser, server: Runn
         tab.complaints.clear()
 
 
+@drawing
 def test_charts_and_heat_map_are_the_servers_numbers(browser: Browser, server: Running) -> None:
     with page(browser, server) as tab:
         ask(tab, PROMPT, 40)
@@ -212,6 +214,7 @@ def check_cells(tab: Tab, server: Running) -> None:
     assert tab.text("#cell") == f"Layer 2 · expert 5 · {load}"
 
 
+@drawing
 def test_colours_go_one_way_and_the_legend_tells_them(browser: Browser, server: Running) -> None:
     loads = [step / 8 for step in range(0, 80)]
     ends = {"light": ("#eef1ee", "#4aa3a3", "#2b2560"), "dark": ("#1a2122", "#2f8a80", "#fdf5b4")}
@@ -238,6 +241,7 @@ def test_colours_go_one_way_and_the_legend_tells_them(browser: Browser, server: 
             assert scale == [pytest.approx(found[loads.index(load)], abs=4) for load in (0, 2, 8)]
 
 
+@drawing
 def test_last_seconds_show_only_what_is_new(browser: Browser, server: Running) -> None:
     settle(server)
     with page(browser, server) as tab:
@@ -251,6 +255,7 @@ def test_last_seconds_show_only_what_is_new(browser: Browser, server: Running) -
         tab.until("/idle for/.test(document.querySelector('#experts-note').textContent)")
 
 
+@drawing
 def test_it_rests_while_nobody_looks(browser: Browser, server: Running) -> None:
     with page(browser, server) as tab:
         # Tabs of a browser without a window are all visible.
@@ -308,6 +313,7 @@ def test_by_keyboard_alone(browser: Browser, server: Running) -> None:
         assert tab.js("document.querySelector('#cell').hidden")
 
 
+@drawing
 def test_on_a_phone_nothing_sticks_out(browser: Browser, server: Running) -> None:
     wide = "Math.max(document.documentElement.scrollWidth, document.body.scrollWidth) - innerWidth"
     with page(browser, server, width=390, height=844, phone=True) as tab:
@@ -328,6 +334,7 @@ def test_on_a_phone_nothing_sticks_out(browser: Browser, server: Running) -> Non
         assert tab.js(wide) <= 0
 
 
+@drawing
 @pytest.mark.parametrize(("layers", "experts"), [(1, 4), (60, 512)])
 def test_maps_of_any_size(browser: Browser, server: Running, layers: int, experts: int) -> None:
     """Peaks stay visible where experts are more than pixels. The counts are the test's: such models are large."""
@@ -361,6 +368,7 @@ def test_maps_of_any_size(browser: Browser, server: Running, layers: int, expert
                 assert found["hottest"] == pytest.approx([(expert + 0.5) / experts for expert in hot], abs=0.01)
 
 
+@drawing
 def test_light_dark_and_as_the_system(browser: Browser, server: Running) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
     with page(browser, server, dark=True) as tab:

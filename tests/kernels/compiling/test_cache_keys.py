@@ -14,8 +14,6 @@ pytest.importorskip("triton")
 from anabranch.kernels.triton import sample_search
 from tests.engine.paper_h200 import all_kernels
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
-
 ROOT = Path(__file__).parents[3]
 NAMES = """
 import json, os, sys

@@ -10,12 +10,7 @@ from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import activation as kernel
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, run_interpreted
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+from tests.kernels.triton.places import dtypes, everywhere
 
 
 @everywhere
@@ -76,7 +71,6 @@ def test_what_a_gated_sum_does_not_accept() -> None:
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_a_gated_sum_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dependent = target in ahead_of_time.DEPENDENT
@@ -98,7 +92,6 @@ def test_a_gated_sum_compiles_ahead_of_time(target: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("kind", ops.activation.ACTIVATIONS)
 def test_compiles_ahead_of_time(kind: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,15 +20,10 @@ from anabranch.kernels.triton import attention_decode, attention_tiles
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, Machine, PrefillTile
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, interpreter, run_interpreted
+from tests.kernels.triton.places import dtypes, everywhere, interpreter
 
 Arguments = dict[str, Any]
 NAN = float("nan")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def draw(
@@ -284,14 +279,12 @@ def judge_all(monkeypatch: pytest.MonkeyPatch, cases: list[tuple[tuple[Any, Any]
 
 
 @pytest.mark.gpu
-@compiler
 def test_meaning_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(tiles, case, dtype) for tiles in TILES.values() for case in CASES.values() for dtype in dtypes("cuda")]
     judge_all(monkeypatch, [(tiles, draw(**case, dtype=dtype, device="cuda")) for tiles, case, dtype in cases])
 
 
 @pytest.mark.gpu
-@compiler
 @any_model
 def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
@@ -311,7 +304,6 @@ def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("model", ["qwen3", "gemma, sliding", "gemma, global", "one kv head"])
 def test_every_candidate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.attention_sweep import CANDIDATES
@@ -331,7 +323,6 @@ def test_every_candidate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("model", ["qwen3", "qwen1.5", "gemma, sliding", "gemma, global"])
 def test_graph_follows_growing_contexts(model: str) -> None:
     """Captured with the shortest contexts, replayed while they grow, requests end and others begin."""
@@ -357,7 +348,6 @@ def test_graph_follows_growing_contexts(model: str) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_a_chain_that_overlaps() -> None:
     """Each call's queries are the results of the one before. In a graph a kernel starts before its predecessor is done:
     the bits must be those of calls that wait for each other, every time."""
@@ -386,7 +376,6 @@ def test_a_chain_that_overlaps() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("model", ["qwen3", "gemma, global"])
 def test_bits_do_not_depend_on_who_is_last(model: str) -> None:
     counts_RG = kernel.counts_of(MODELS[model][1], torch.device("cuda", 0))
@@ -408,7 +397,6 @@ def test_bits_do_not_depend_on_who_is_last(model: str) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_counts_are_never_memory_of_a_graph() -> None:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device="cuda")
@@ -417,7 +405,6 @@ def test_counts_are_never_memory_of_a_graph() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_pools_of_more_than_2_to_the_31_elements() -> None:
     near = draw_model("qwen3", [(1, 900), (70, 200)])
     far = (1 << 31) // near["k_PSGD"][0].numel() + 10
@@ -485,7 +472,6 @@ AHEAD = {  # model, dtype, tokens, requests
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("case", AHEAD)
 def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +506,6 @@ def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("model", ["qwen3", "gemma, sliding"])
 def test_hopper_kernel_compiles_ahead_of_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource

@@ -11,12 +11,7 @@ from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import count_experts as kernel
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, everywhere, run_interpreted
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+from tests.kernels.triton.places import everywhere
 
 
 @everywhere
@@ -36,7 +31,6 @@ def test_ids_that_no_expert_has_touch_nothing(device: str) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("num_tokens", [1, 64, 8192])
 def test_in_a_graph(num_tokens: int) -> None:
     """As the engine captures it: 48 layers' ids, stacked; the counts are the same memory at every replay."""
@@ -57,7 +51,6 @@ def test_in_a_graph(num_tokens: int) -> None:
     assert torch.equal(count_LE.cpu(), expected)
 
 
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "dependent_launch", lambda device: target in ahead_of_time.DEPENDENT)

@@ -12,14 +12,9 @@ from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import decode_inputs as kernel
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, everywhere, run_interpreted
+from tests.kernels.triton.places import everywhere
 
 PAGE_SIZE = 16
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def judge(op: Any, arguments: dict[str, Any], device: str) -> None:
@@ -69,7 +64,6 @@ def test_what_it_does_not_accept() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_in_a_graph() -> None:
     packed_3R, last_token_S, table_SM = (x.cuda() for x in batch(100, 28, 256, 1024))
 
@@ -94,7 +88,6 @@ def test_in_a_graph() -> None:
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "dependent_launch", lambda device: target in ahead_of_time.DEPENDENT)

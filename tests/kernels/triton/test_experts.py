@@ -1,12 +1,5 @@
-"""The experts' kernels against an exact reference: in Triton's interpreter, on a GPU, ahead of time.
+"""The experts' kernels against an exact reference: in Triton's interpreter, on a GPU, ahead of time."""
 
-The interpreter has to be chosen before Triton is imported, so `test_in_the_interpreter` runs this file once more in a
-process of its own. bf16 is silently wrong there, and Gluon has none: a GPU judges those.
-"""
-
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,21 +27,11 @@ from anabranch.ops.arguments import named_tensors
 from anabranch.ops.experts import COMBINES, ExpertsCall
 from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
+from tests.kernels.triton.places import interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreter = pytest.mark.skipif(not INTERPRETED, reason="in test_in_the_interpreter")
-compiler = pytest.mark.skipif(INTERPRETED, reason="needs a compiler")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 Arguments = dict[str, Any]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -367,7 +350,6 @@ def usable(tiles: Tiles, arguments: Arguments) -> bool:
 
 
 @pytest.mark.gpu
-@compiler
 @gpu_tiles
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("shape", ODD)
@@ -387,7 +369,6 @@ def test_odd_shapes_on_a_gpu(tiles: Tiles, dtype: str, shape: str, poison: None)
 
 
 @pytest.mark.gpu
-@compiler
 @gpu_tiles
 def test_uncombined_on_a_gpu(tiles: Tiles, poison: None) -> None:
     for dtype in (torch.bfloat16, torch.float16):
@@ -399,7 +380,6 @@ def test_uncombined_on_a_gpu(tiles: Tiles, poison: None) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("mode", COMBINES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_op_on_a_gpu(mode: str, dtype: str, poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +400,6 @@ def test_the_op_on_a_gpu(mode: str, dtype: str, poison: None, monkeypatch: pytes
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("mode", ["ordered", "unfused", "fastest"])
 def test_same_bits_every_time(mode: str) -> None:
     for tokens in (1, 6, 14, 40, 200, 1500):
@@ -431,7 +410,6 @@ def test_same_bits_every_time(mode: str) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_fused_is_no_less_exact() -> None:
     for tokens in (4, 40, 600):
         arguments = draw(tokens, 60, 8, 512, 704, torch.bfloat16, "cuda")
@@ -442,7 +420,6 @@ def test_fused_is_no_less_exact() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_graph_follows_its_inputs() -> None:
     for tokens in (1, 8, 16, 60, 130, 2000):
         arguments = draw(tokens, 60, 4, 512, 704, torch.bfloat16, "cuda")
@@ -460,7 +437,6 @@ def test_graph_follows_its_inputs() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_calls_that_overlap() -> None:
     """A kernel starts before its predecessor has finished: results must not depend on what runs around it."""
     for tokens in (1, 7, 16, 60, 130, 700):
@@ -580,7 +556,6 @@ AHEAD: dict[str, tuple[int, str, str, bool]] = {
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("case", AHEAD)
 def test_portable_kernels_compile_ahead_of_time(
@@ -605,7 +580,6 @@ def hopper_tiles() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("tiles", list(hopper_tiles()))
 def test_hopper_kernels_compile_ahead_of_time(
     tiles: HopperTiles, launches: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from anabranch.kernels.triton.linear import MultiplyTiles, StreamTiles, Tiles
 from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, run_interpreted
+from tests.kernels.triton.places import dtypes, everywhere
 
 TILES: dict[str, Tiles] = {
     "stream": StreamTiles(2, 4),
@@ -33,11 +33,6 @@ SHAPES = {  # tokens, inputs, outputs, biased; few outputs, since the interprete
     "an output": (4, 600, 1, True),
     "more tokens": (7, 136, 9, True),
 }
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def draw(
@@ -153,7 +148,6 @@ def on_paper(tokens: int, D: int, F: int, dtype: torch.dtype = torch.bfloat16) -
     return torch.empty(tokens, D, dtype=dtype, device="meta"), torch.empty(F, D, dtype=dtype, device="meta")
 
 
-@compiler
 def test_what_hopper_takes(hopper: Any) -> None:
     for tokens in range(1, 65):
         taken = 3 <= tokens <= 32
@@ -173,7 +167,6 @@ def test_what_hopper_takes(hopper: Any) -> None:
     assert kernel.hopper_for(wide[:1, 8:].expand(16, -1), weight_FD) is None, "rows lie apart"
 
 
-@compiler
 def test_only_hopper_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found, device = partial(launch.gluon_kernels.__wrapped__, "linear_hopper"), torch.device("cuda", 0)
     for capability in ((8, 0), (9, 0), (10, 0)):
@@ -184,7 +177,6 @@ def test_only_hopper_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(torch.device("cpu")) is None
 
 
-@compiler
 @pytest.mark.parametrize("processors", [78, 114, 132])
 def test_items_are_shared_out(processors: int, hopper: Any) -> None:
     taken = 0
@@ -219,7 +211,6 @@ REAL = {  # inputs, outputs, biased
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("shape", REAL)
 def test_real_shapes_on_a_gpu(shape: str) -> None:
     for dtype in (torch.bfloat16, torch.float16):
@@ -254,7 +245,6 @@ def needs_hopper() -> Any:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("shape", ON_HOPPER)
 def test_shapes_on_hopper(shape: str) -> None:
     """Many times: the next launch is to find everything as the first did, and to give the same bits."""
@@ -272,7 +262,6 @@ def test_shapes_on_hopper(shape: str) -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_rows_of_wider_tensors_on_hopper() -> None:
     hopper = needs_hopper()
     x_TD, weight_FD, _ = draw(17, 2112, 2048, False, torch.bfloat16, "cuda")
@@ -284,7 +273,6 @@ def test_rows_of_wider_tensors_on_hopper() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_a_chain_that_overlaps_on_hopper() -> None:
     """Weights are read before the wait, x is not: each product reads what its predecessor writes."""
     hopper = needs_hopper()
@@ -308,7 +296,6 @@ def test_a_chain_that_overlaps_on_hopper() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("early", [False, True])
 def test_a_chain_that_overlaps(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each product starts before its predecessor is done, and reads what that one writes."""
@@ -332,7 +319,6 @@ def test_a_chain_that_overlaps(early: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
-@compiler
 def test_same_bits_every_time() -> None:
     for tokens in (1, 2, 4, 16):
         x_TD, weight_FD, _ = draw(tokens, 4096, 2048, False, torch.bfloat16, "cuda")
@@ -358,7 +344,6 @@ AHEAD: dict[str, tuple[int, int, int, bool]] = {
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("case", AHEAD)
 def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +381,6 @@ def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("tokens", [16, 32])
 @pytest.mark.parametrize("shape", ON_HOPPER)
 def test_hopper_compiles_ahead_of_time(shape: str, tokens: int, hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,7 @@ from anabranch.kernels.triton import logprobs, mask_logits, penalize
 from anabranch.ops.mask_logits import pack_mask
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, everywhere, run_interpreted
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+from tests.kernels.triton.places import everywhere
 
 
 def judge(op: Any, arguments: dict[str, Any], device: str) -> None:
@@ -123,7 +118,6 @@ def test_masks_with_minus_infinity(device: str) -> None:
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (logprobs, penalize, mask_logits):

@@ -13,14 +13,9 @@ from anabranch.kernels.triton import experts
 from anabranch.kernels.triton import norm as kernel
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, run_interpreted
+from tests.kernels.triton.places import dtypes, everywhere
 
 WIDTHS = (1, 7, 24, 128, 300, 512, 2816)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def judge(op: Any, arguments: dict[str, Any], dtype: torch.dtype, device: str) -> None:
@@ -98,7 +93,6 @@ def test_a_few_rows_at_a_time_give_the_same_sum(device: str, monkeypatch: pytest
 
 
 @pytest.mark.gpu
-@compiler
 def test_the_sum_is_that_of_the_experts_kernels() -> None:
     """Qwen3-30B-A3B's shape, to the bit; each call starts before its predecessor is done."""
     for tokens in (65, 512, 8192):
@@ -136,7 +130,6 @@ def test_what_it_does_not_accept() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("early", [False, True])
 def test_a_chain_that_overlaps(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel starts before its predecessor is done; the last result must be that of one after the other."""
@@ -172,7 +165,6 @@ CASES = {  # shape of x, with the addition, with the sum of experts' rows
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import rope_store as kernel
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, interpreter, run_interpreted
+from tests.kernels.triton.places import dtypes, everywhere, interpreter
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3": {"H": 32, "G": 4, "D": 128, "F": 64, "norm": "head"},
@@ -35,11 +35,6 @@ GROUPS = {
 }
 """Many tokens: those of a group, and its programs."""
 PAGES, PAGE_SIZE = 6, 16
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def draw(
@@ -171,7 +166,6 @@ def test_what_it_does_not_accept() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_pages_beyond_two_gigabytes() -> None:
     """Offsets have 64 bits: 3 · 2^30 elements lie before the page that is written."""
     arguments = copy(draw(2, torch.bfloat16, 4, 1, 128, 64), torch.device("cuda"))
@@ -189,7 +183,6 @@ def test_pages_beyond_two_gigabytes() -> None:
 
 
 @pytest.mark.gpu
-@compiler
 def test_a_graph_follows_its_inputs() -> None:
     for tokens in (1, 40):
         arguments = copy(draw(tokens, torch.bfloat16, **GEOMETRIES["qwen3"]), torch.device("cuda"))
@@ -214,7 +207,6 @@ def test_a_graph_follows_its_inputs() -> None:
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_compiles_ahead_of_time(geometry: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,6 @@
-"""The fused router against its reference, expert ids to the letter: in Triton's interpreter, on a GPU, ahead of time.
-
-The interpreter has to be chosen before Triton is imported, so `test_in_the_interpreter` runs this file once more in a
-process of its own. bf16 is silently wrong there; a GPU judges it.
-"""
+"""The fused router against its reference, expert ids exactly: in Triton's interpreter, on a GPU, ahead of time."""
 
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,30 +11,23 @@ from anabranch import ops
 pytest.importorskip("triton")
 from anabranch.kernels.triton import route as kernel
 from tests.kernels.triton import ahead_of_time
+from tests.kernels.triton.places import DEVICES, dtypes, everywhere
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLACES = (
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="in test_in_the_interpreter")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(INTERPRETED, reason="needs a compiler")]),
-)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-everywhere = pytest.mark.parametrize("device", PLACES)
-any_dtype = pytest.mark.parametrize("dtype", DTYPES)
+in_any_dtype = pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        pytest.param(dtype, *place.values, marks=place.marks, id=f"{dtype}-{place.values[0]}")
+        for place in DEVICES
+        for dtype in DTYPES
+        if DTYPES[dtype] in dtypes(*place.values)
+    ],
+)
 few_and_many = pytest.mark.parametrize("few_rows", [10**9, 0], ids=["few", "many"])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-
-
 def draw(tokens: int, num_experts: int, dtype: str, device: str) -> torch.Tensor:
-    if dtype == "bf16" and INTERPRETED:
-        pytest.skip("the interpreter's bf16 is wrong")
     return (2 * torch.randn(tokens, num_experts)).to(device, DTYPES[dtype])
 
 
@@ -81,8 +67,7 @@ def fill_in(options: dict[str, Any], num_experts: int, device: str) -> dict[str,
     return {name: torch.rand(num_experts, device=device) if name.endswith("_E") else x for name, x in options.items()}
 
 
-@everywhere
-@any_dtype
+@in_any_dtype
 @few_and_many
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant: str, few_rows: int, dtype: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +82,7 @@ def test_variants(variant: str, few_rows: int, dtype: str, device: str, monkeypa
             check(draw(tokens, num_experts, dtype, device), 4, **options, num_tokens=torch.tensor(3, device=device))
 
 
-@everywhere
-@any_dtype
+@in_any_dtype
 @pytest.mark.parametrize(
     ("num_experts", "top_k"), [(2, 1), (2, 2), (8, 3), (60, 4), (100, 6), (128, 8), (384, 8), (512, 16), (17, 16)]
 )
@@ -108,8 +92,7 @@ def test_sizes(num_experts: int, top_k: int, dtype: str, device: str) -> None:
         check(draw(tokens, num_experts, dtype, device), top_k, expert_scale_E=scale_E)
 
 
-@everywhere
-@any_dtype
+@in_any_dtype
 @few_and_many
 def test_ties_go_to_the_lowest_id(few_rows: int, dtype: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "FEW_ROWS", few_rows)
@@ -144,8 +127,7 @@ def test_fp32_logits_that_differ_below_bf16(
     check(distinct, top_k)
 
 
-@everywhere
-@any_dtype
+@in_any_dtype
 def test_padding_is_whatever(dtype: str, device: str) -> None:
     logits_TE = draw(7, 60, dtype, device)
     logits_TE[5:] = float("nan")
@@ -154,21 +136,20 @@ def test_padding_is_whatever(dtype: str, device: str) -> None:
         check(logits_TE, 4, num_tokens=torch.tensor([num_tokens], device=device))
 
 
-@everywhere
-@any_dtype
+@in_any_dtype
 @pytest.mark.parametrize("sign", [1, -1])
 def test_nan_gives_distinct_experts(sign: int, dtype: str, device: str) -> None:
-    logits_TE = draw(6, 60, dtype, device)
-    logits_TE[:3] = sign * float("nan")
-    logits_TE[3:, ::7] = sign * float("nan")
+    rows = 1 if device == "cpu" else 3
+    logits_TE = draw(2 * rows, 60, dtype, device)
+    logits_TE[:rows] = sign * float("nan")
+    logits_TE[rows:, ::7] = sign * float("nan")
     for options in ({}, {"score": "sigmoid"}, {"num_groups": 4, "top_groups": 2}):
         _, expert_TK = kernel.route(ops.RouteCall(logits_TE, 8, **options))
         assert expert_TK.min() >= 0 and expert_TK.max() < 60
         assert all(len(set(row)) == 8 for row in expert_TK.tolist())
 
 
-@everywhere
-@any_dtype
+@in_any_dtype
 def test_rows_of_a_wider_tensor(dtype: str, device: str) -> None:
     wide = draw(5, 200, dtype, device)
     for start, num_experts in ((0, 128), (8, 60), (3, 17)):
@@ -224,7 +205,6 @@ COMPILED = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="needs a compiler")
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiles_ahead_of_time(case: str, target: str) -> None:

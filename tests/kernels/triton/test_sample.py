@@ -21,7 +21,7 @@ from anabranch.ops import exact
 from anabranch.ops.sample import NOT_FINITE
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
-from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, interpreter, run_interpreted
+from tests.kernels.triton.places import dtypes, everywhere, interpreter
 from tests.ops.sampling_rows import sampling_rows
 from tests.ops.test_sample import allowed
 
@@ -37,11 +37,6 @@ settings = pytest.mark.parametrize("setting", SETTINGS)
 def set_constants(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     for name, value in SETTINGS[setting].items():
         monkeypatch.setattr(kernel, name, value)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def check(arguments: dict[str, Any], device: str) -> None:
@@ -177,7 +172,6 @@ def test_short_logits_draw_what_their_fp32_draws(setting: str, device: str, set_
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("vocabulary", [49152, 151936, 262144, 262400])
 def test_large_vocabularies(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
@@ -295,7 +289,6 @@ def test_the_benchmark_checks_and_times(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.gpu
-@compiler
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_in_a_graph(rows: int) -> None:
     """Parameters, seeds and logits may all change between replays."""
@@ -315,7 +308,6 @@ def test_in_a_graph(rows: int) -> None:
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_compiles_ahead_of_time(target: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from anabranch.kernels.tuning.experts_candidates import searches
 from anabranch.kernels.tuning.experts_tiles import Machine, Tiles
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import Launch, compile_for, recorded
-from tests.kernels.triton.places import compiler
 
 LAUNCHED = ("gate_up_small", "down_token", "down_pair", "gate_up_grouped", "down_grouped", "sum_rows")
 E, K, D, INNER = 128, 8, 2048, 768
@@ -48,7 +47,6 @@ def variant(launch: Launch) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-@compiler
 @pytest.mark.parametrize("num_tokens", [1, 16, 4096])
 @pytest.mark.parametrize("target", ahead_of_time.AMD)
 def test_every_candidate_compiles(target: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
