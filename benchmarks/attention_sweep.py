@@ -31,10 +31,10 @@ import torch
 import triton
 
 from anabranch import ops, platforms
-from anabranch.kernels.timing import microseconds
+from anabranch.kernels.compiling.precompile import precompile, recording
 from anabranch.kernels.triton import attention, attention_tiles
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, PrefillTile
-from anabranch.kernels.triton.precompile import precompile, recording
+from anabranch.kernels.tuning.timing import microseconds
 
 TINY = not torch.cuda.is_available()
 DEVICE, DTYPE = ("cpu", torch.float32) if TINY else ("cuda", torch.bfloat16)
@@ -46,6 +46,38 @@ PREFILL = ("9x20",) if TINY else ("128x128", "1024x1024", "4096x4096", "8192x819
 SIZES = {"decode": (*DECODE, "skewed"), "prefill": (*PREFILL, "mixed")}
 Row = dict[str, Any]
 Tile = DecodeTile | PrefillTile | HopperTile
+CANDIDATES: dict[str, tuple[Tile, ...]] = {
+    "decode": (
+        DecodeTile(64, 4, 3, swap=True),
+        DecodeTile(64, 4, 3, swap=True, fetch=True),
+        DecodeTile(64, 4, 4, swap=True, programs=1),
+        DecodeTile(64, 4, 2, swap=True, programs=3),
+        DecodeTile(128, 4, 2, swap=True, programs=1),
+        DecodeTile(64, 4, 3),
+        DecodeTile(64, 4, 4, fetch=True),
+        DecodeTile(32, 4, 4),
+        DecodeTile(32, 4, 3, fetch=True),
+        DecodeTile(32, 2, 4, programs=3),
+        DecodeTile(32, 8, 3, programs=1),
+        DecodeTile(16, 4, 4),
+    ),
+    "prefill": (
+        PrefillTile(128, 64, 8, 2),
+        PrefillTile(128, 64, 8, 3),
+        PrefillTile(128, 128, 8, 2),
+        PrefillTile(128, 32, 8, 3),
+        PrefillTile(64, 32, 4, 3),
+        PrefillTile(64, 64, 4, 2),
+        PrefillTile(64, 64, 4, 3),
+        PrefillTile(64, 128, 4, 2),
+        PrefillTile(64, 32, 8, 2),
+        HopperTile(128, 2),
+        HopperTile(128, 3),
+        HopperTile(64, 2),
+        HopperTile(64, 4),
+    ),
+}
+"""Tiles to time on Hopper; which of them fit depends on the head dim."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +182,9 @@ def chosen(what: str, shape: Shape, requests: list[tuple[int, int]]) -> Tile:
 
 def tiles_of(what: str, shape: Shape, requests: list[tuple[int, int]], only_chosen: bool) -> list[Tile]:
     usual, machine = chosen(what, shape, requests), attention.machine_of(platforms.current().device)
-    others: tuple[Tile, ...] = getattr(attention_tiles, f"{what.upper()}_CANDIDATES")
-    fitting = [tile for tile in others if tile != usual and attention_tiles.fits(tile, shape.dim, DTYPE, machine)]
+    fitting = [
+        tile for tile in CANDIDATES[what] if tile != usual and attention_tiles.fits(tile, shape.dim, DTYPE, machine)
+    ]
     return [usual] if only_chosen else [usual, *fitting]
 
 

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from anabranch import kernels, ops, platforms
-from anabranch.kernels.timing import microseconds
+from anabranch.kernels.compiling.precompile import precompile, recording
 from anabranch.kernels.triton import decode_inputs, logprobs, mask_logits, penalize, sample
-from anabranch.kernels.triton.precompile import precompile, recording
+from anabranch.kernels.tuning.timing import microseconds
 from anabranch.ops import SampleCall
 from tests.ops.sampling_rows import sampling_rows
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch import bundled
 from anabranch.config import EngineConfig
-from anabranch.kernels import compile_server
+from anabranch.kernels.compiling import compile_server
 from anabranch.models.generation import read_sampling_defaults
 from anabranch.request import INTERNAL, Completion, RequestOutput, TokenLogprobs
 from anabranch.sampling_params import Grammar, SamplingParams

@@ -8,13 +8,13 @@ import torch
 
 from anabranch import platforms
 from anabranch.cli import main, tune
-from anabranch.kernels import tuning
 from anabranch.moe import tuning as moe_tuning
 from tests.models import tiny
 
 pytest.importorskip("triton")
-from anabranch.kernels.triton import experts_tables, experts_tuner
-from tests.kernels.triton.test_experts_tuner import FakeBench, OnH200, fake, h200
+from anabranch.kernels.tuning import experts_tables, experts_tuner
+from anabranch.kernels.tuning import table as tables
+from tests.kernels.tuning.test_experts_tuner import FakeBench, OnH200, fake, h200
 
 __all__ = ["fake", "h200"]  # fixtures
 
@@ -33,7 +33,7 @@ def test_a_platform_without_tiles_says_so(folder: Path, capsys: pytest.CaptureFi
 @pytest.fixture
 def on_h200(fake: type[FakeBench], monkeypatch: pytest.MonkeyPatch) -> type[FakeBench]:
     monkeypatch.setattr(platforms, "current", OnH200)
-    monkeypatch.setattr(moe_tuning, "can_be_tuned", lambda: True)
+    monkeypatch.setattr(moe_tuning, "find_tuner", lambda: experts_tuner)
     monkeypatch.setattr(tune, "draw", lambda shape, device: None)
     return fake
 
@@ -51,9 +51,9 @@ def test_the_table_is_printed_kept_and_written(
         assert words in printed, printed
     shape = experts_tuner.Shape(60, 32, 12, 4, torch.float32)
     good_for = shape.good_for(OnH200().device)
-    kept = tuning.find(experts_tables.CODEC, good_for, experts_tables.made_with(), experts_tables.TILES_VERSION)
+    kept = tables.find(experts_tables.CODEC, good_for, experts_tables.made_with(), experts_tables.TILES_VERSION)
     assert kept is not None and sorted(kept.times) == [1, 8, 16, 64]
-    shipped = tuning.read(file, experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
+    shipped = tables.read(file, experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
     assert shipped is not None and shipped.times == kept.times
     assert json.loads(file.read_text())["for"]["arch"] == "sm_90"
 

@@ -14,7 +14,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,17 +29,11 @@ from anabranch.config import EngineConfig, resolve
 from anabranch.engine.sampled import Logprobs
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.torch_runner import TorchRunner
-from anabranch.kernels import tuning
-from anabranch.kernels.triton import (
-    attention,
-    attention_tiles,
-    experts,
-    experts_tables,
-    experts_tiles,
-    linear,
-    precompile,
-)
-from anabranch.kernels.triton.precompile import Job
+from anabranch.kernels.compiling import precompile
+from anabranch.kernels.compiling.precompile import Job
+from anabranch.kernels.triton import attention, attention_tiles, experts, linear
+from anabranch.kernels.tuning import experts_tables, experts_tiles
+from anabranch.kernels.tuning import table as tables
 from anabranch.loader import dummy
 from anabranch.models.config import read_config
 from anabranch.platforms.cuda import CudaPlatform
@@ -83,16 +77,15 @@ class PaperPlatform(CudaPlatform):
 
 @contextmanager
 def paper_h200() -> Iterator[None]:
-    """Whoever asks for the machine hears of an H200, and of the tables that are shipped for it."""
-    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
-    modules = [importlib.import_module(name) for name in names if not name.endswith("compile_jobs")]
+    """Code that asks for the machine gets an H200, and the tables that are shipped for it."""
+    modules = all_modules()
     experts_hopper = importlib.import_module(f"{package.__name__}.experts_hopper")
     linear_hopper = importlib.import_module(f"{package.__name__}.linear_hopper")
 
     def shipped(device: torch.device, shape: experts_tables.Shape) -> Any:
         good_for = shape.good_for(device)
-        path = tuning.SHIPPED / tuning.file_name(good_for)
-        return tuning.read(path, experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
+        path = tables.SHIPPED / tables.file_name(good_for)
+        return tables.read(path, experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
 
     changes: list[tuple[Any, str, Any]] = [
         *(
@@ -148,13 +141,17 @@ def make_runner(name: str, folder: Path, **options: Any) -> TorchRunner:
     return runner
 
 
+def all_modules() -> list[ModuleType]:
+    """Of the package of Triton kernels."""
+    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    return [importlib.import_module(name) for name in names]
+
+
 def all_kernels() -> list[JITFunction[Any]]:
     """Of the package, called functions among them."""
-    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
-    modules = [importlib.import_module(name) for name in names if not name.endswith("compile_jobs")]
     return [
         value
-        for module in modules
+        for module in all_modules()
         for value in vars(module).values()
         if isinstance(value, JITFunction) and value.__module__ == module.__name__
     ]

@@ -24,8 +24,8 @@ from anabranch.config import EngineConfig
 from anabranch.engine.engine import make_engine
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.engine.torch_runner import TorchRunner
-from anabranch.kernels.triton import precompile
-from anabranch.kernels.triton.precompile import Job, recording
+from anabranch.kernels.compiling import precompile
+from anabranch.kernels.compiling.precompile import Job, recording
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 from tests.engine.paper_h200 import all_kernels, cut_down, differences, forget, make_runner, paper_h200

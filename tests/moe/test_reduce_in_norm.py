@@ -25,7 +25,7 @@ CASES = {
     "qwen3_moe": next(case for case in tiny.CASES if case.model_type == "qwen3_moe"),
     "mixtral": next(case for case in tiny.CASES if case.model_type == "mixtral"),
 }
-BY_TRITON = (SimpleNamespace(provider="triton"),)
+WITH_TRAITS = (SimpleNamespace(traits=("unreduced_rows", "sums_rows")),)
 
 
 def layers_of(model: Decoder) -> list[MoELayer]:
@@ -101,9 +101,9 @@ def test_only_kernels_that_write_rows_leave_the_sum(
         return make_layer(ROUTED, platform, make_setup(platform, combine=combine)).reduce_in_norm
 
     assert chosen() is None
-    monkeypatch.setattr(ops.experts, "bound", BY_TRITON)
+    monkeypatch.setattr(ops.experts, "bound", WITH_TRAITS)
     assert chosen() is None, "the norm's kernel has to be there too"
-    monkeypatch.setattr(ops.sum_add_rms_norm, "bound", BY_TRITON)
+    monkeypatch.setattr(ops.sum_add_rms_norm, "bound", WITH_TRAITS)
     assert chosen() == (REDUCE_IN_NORM_TOKENS if combine in ("fastest", "unfused") else None)
     monkeypatch.setattr(ops.experts, "bound", ())
     assert chosen() is None

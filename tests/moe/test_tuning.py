@@ -43,14 +43,14 @@ def folder(tmp_path: Path) -> Path:
 
 def with_tuner(monkeypatch: pytest.MonkeyPatch, tuner: Tuner) -> Tuner:
     monkeypatch.setattr(tuning.importlib, "import_module", lambda name: tuner)
-    monkeypatch.setattr(ops.experts, "bound", (SimpleNamespace(provider="triton"),))
+    monkeypatch.setattr(ops.experts, "bound", (SimpleNamespace(tuner="the.tuner"),))
     return tuner
 
 
 def test_on_a_cpu_it_never_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(folder)  # binds the CPU's kernels
     monkeypatch.setattr(tuning.importlib, "import_module", lambda name: pytest.fail("asked for a tuner"))
-    assert not tuning.can_be_tuned()
+    assert tuning.find_tuner() is None
     for level in ("off", "fast", "full"):
         assert tuning.tune(model, FakePlatform(), level, 8192) == []
 
@@ -76,7 +76,7 @@ def test_a_tuner_that_fails_does_not_stop_a_start(
     with_tuner(monkeypatch, Tuner(fault))
     with caplog.at_level(logging.WARNING):
         assert tuning.tune(model, FakePlatform(), "fast", 8192) == []
-    assert "go by their rule" in caplog.text
+    assert "the built-in tiles are used" in caplog.text
 
 
 def test_a_model_without_experts_has_nothing_to_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

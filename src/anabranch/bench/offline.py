@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch import __version__
 from anabranch.config import EngineConfig, add_flags, flags
-from anabranch.kernels import compile_server
+from anabranch.kernels.compiling import compile_server
 from anabranch.loader.locate import locate
 from anabranch.ranges import above_zero, at_least
 from anabranch.sampling_params import SamplingParams

@@ -31,7 +31,7 @@ from anabranch.bench.offline import commit
 from anabranch.bench.op_cases import CASES, Case, Setting
 from anabranch.bench.op_shapes import TINY, shape
 from anabranch.bench.report import TARGETS, pyplot
-from anabranch.kernels.timing import microseconds
+from anabranch.kernels.tuning.timing import microseconds
 from anabranch.loader.load import DTYPES
 from anabranch.ops.experts import COMBINES
 from anabranch.ranges import at_least
@@ -123,7 +123,7 @@ def compile_first(wanted: list[str], setting: Setting) -> None:
     """All kernels at once, on all cores, instead of one after the other as they come up."""
     if setting.platform.device.type == "cpu" or "triton" not in setting.platform.providers:
         return
-    from anabranch.kernels.triton.precompile import precompile, recording
+    from anabranch.kernels.compiling.precompile import precompile, recording
 
     with contextlib.suppress(RuntimeError):  # whatever goes wrong will do so again where it is said which op it was
         with torch.inference_mode(), recording() as jobs:

@@ -7,12 +7,11 @@ same by itself where no table fits; by hand it measures anew, and with --tune fu
 from __future__ import annotations
 
 import argparse
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch.config import CHOICES
-from anabranch.kernels import compile_server
+from anabranch.kernels.compiling import compile_server
 from anabranch.ranges import at_least
 
 if TYPE_CHECKING:
@@ -50,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
     config = read_config(locate(options.model, weights=False))
     platform = platforms.current()
     kernels.bind(platform)
-    if not tuning.can_be_tuned():
+    tuner = tuning.find_tuner()
+    if tuner is None:
         raise ValueError(f"platform {platform.name!r} has no kernels with tiles to choose: nothing to tune here")
     model = build(config, resolve_dtype(options.dtype, config, platform))
     shapes = tuning.shapes_of(model)
@@ -58,7 +58,6 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.model}: a model without experts has no tiles to tune")
     if options.out is not None and len(shapes) > 1:
         raise ValueError(f"--out: {options.model} has experts of {len(shapes)} shapes, a table holds one")
-    tuner = importlib.import_module("anabranch.kernels.triton.experts_tuner")
     for shape, activation in shapes:
         tuned = tuner.ensure(
             tuner.Shape(*shape),

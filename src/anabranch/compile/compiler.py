@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from anabranch.compile.split import Piece
-from anabranch.kernels.tuning import cache_folder, hash_files
+from anabranch.kernels.tuning.table import cache_folder, hash_files
 from anabranch.platforms import Platform
 
 log = logging.getLogger(__name__)

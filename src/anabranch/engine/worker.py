@@ -25,7 +25,7 @@ import zmq
 
 from anabranch import logs, messages
 from anabranch.config import EngineConfig
-from anabranch.kernels import compile_server
+from anabranch.kernels.compiling import compile_server
 from anabranch.request import Request, Update
 from anabranch.stages import Stages
 

@@ -1,7 +1,8 @@
-"""How a machine does each op fast: one package per provider, files named as in `ops/`.
+"""Fast implementations of ops: one package per provider (`triton`, `torch`, `vendor`), files named as in `ops/`.
 
-Importing a provider's package registers its kernels; `bind` imports those a platform asks for. Importing this one
-imports nothing heavy: the process that compiles kernels is started from here, before torch is imported.
+`compiling` compiles kernels before their first launch, `tuning` chooses and measures their tiles. Importing a
+provider's package registers its kernels; `bind` imports those that a platform names. Importing this package imports
+nothing heavy: the process that compiles kernels is started from it before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPILED = "triton"
-"""The provider whose kernels are compiled when first launched."""
+"""The provider whose kernels are compiled at their first launch."""
 
 
 def bind(platform: Platform) -> None:
@@ -37,17 +38,16 @@ def bind(platform: Platform) -> None:
 
 
 def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
-    """Compile what `work` would launch, on all cores at once, instead of one by one when it is launched. `work` is run,
-    but its compiled kernels do nothing. Where no compiled kernel is bound, nothing happens: the platform may name the
-    provider, but it cannot be imported, or ANABRANCH_KERNELS chose others."""
+    """Compile what `work` launches, on all cores, instead of one by one at the first launch. `work` is run, but its
+    compiled kernels do nothing. Does nothing where no op is bound to a kernel that is compiled."""
     if COMPILED not in platform.providers or not compiled_kernels_bound():
         return
-    from anabranch.kernels.triton.versions import precompile_problem
+    from anabranch.kernels.compiling.versions import precompile_problem
 
     if problem := precompile_problem():
         log.warning("each kernel is compiled at its first launch, so first requests are slow: %s", problem)
         return
-    from anabranch.kernels.triton.precompile import precompile, recording
+    from anabranch.kernels.compiling.precompile import precompile, recording
 
     with recording() as jobs:
         work()
@@ -55,17 +55,17 @@ def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
 
 
 def compiled_kernels_bound() -> bool:
-    """Whether some op has a kernel that is compiled when first launched."""
+    """Whether an op is bound to a kernel that is compiled at its first launch."""
     from anabranch import ops
 
     return any(kernel.provider == COMPILED for op in ops.OPS.values() for kernel in op.bound)
 
 
 def compiler_facts() -> list[str]:
-    """What the installed compiler of kernels supports, a line each; empty where none is used."""
+    """What the installed Triton supports, a line each; empty where it is not used."""
     if not compiled_kernels_bound():
         return []
-    from anabranch.kernels.triton import versions
+    from anabranch.kernels.compiling import versions
 
     gluon, ahead = versions.gluon_problem(), versions.precompile_problem()
     return [

@@ -40,4 +40,4 @@ def make_setup(platform: Platform, *, combine: str = "fastest", shared_expert: s
 
 def kernels_write_rows() -> bool:
     """Whether this platform's kernels write the experts' rows anyway, so that summing them in the norm saves work."""
-    return all(op.bound and op.bound[0].provider == "triton" for op in (ops.experts, ops.sum_add_rms_norm))
+    return ops.experts.has_trait("unreduced_rows") and ops.sum_add_rms_norm.has_trait("sums_rows")

@@ -1,13 +1,13 @@
-"""At start: measure how a model's experts are best computed on this device, if nobody has yet.
+"""At start: measure which tiles compute a model's experts fastest on this device, unless a table has them already.
 
-Which tiles there are and how they are timed is the kernels' affair (kernels/tuning, kernels/triton/experts_tuner).
+Which tiles there are and how they are timed is the business of the kernel's tuner (kernels/tuning/experts_tuner).
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,34 +17,34 @@ from anabranch.moe.layer import RoutedExperts
 from anabranch.ops.weight import Weight
 
 if TYPE_CHECKING:
-    from anabranch.kernels.tuning import Progress
+    from anabranch.kernels.tuning.search import Progress
     from anabranch.platforms import Platform
 
 log = logging.getLogger(__name__)
 
 
-def can_be_tuned() -> bool:
-    """Whether the experts' kernel of this platform has tiles to choose: Triton's has."""
-    return bool(ops.experts.bound) and ops.experts.bound[0].provider == "triton"
+def find_tuner() -> Any:
+    """The module that tunes this platform's kernel of the experts; None where there is nothing to tune."""
+    return importlib.import_module(ops.experts.tuner) if ops.experts.tuner else None
 
 
 def tune(
     model: nn.Module, platform: Platform, level: str, most_tokens: int, progress: Progress | None = None
 ) -> list[str]:
-    """For each shape of experts in the model: a table that fits, measured now if there is none. Says what was done.
+    """For each shape of experts in the model: find a table, or measure one. Returns a line for each measured shape.
 
-    The model's own weights serve, of several layers in turn, so nothing is allocated for them. A tuner that fails is
-    a start with the built-in tiles, and no more than a line in the log.
+    Uses the model's own weights, of several layers in rotation, so nothing is allocated for them. If the tuner fails,
+    the failure is logged and the built-in tiles are used.
     """
-    if level == "off" or not can_be_tuned():
+    tuner = find_tuner() if level != "off" else None
+    if tuner is None:
         return []
-    tuner = importlib.import_module("anabranch.kernels.triton.experts_tuner")
     done = []
     for (shape, activation), weights in shapes_of(model).items():
         try:
             tuned = tuner.ensure(tuner.Shape(*shape), weights, activation, platform, level, most_tokens, progress)
-        except Exception:  # whatever compiler, driver or disk may come up with
-            log.warning("tuning failed: the experts go by their rule", exc_info=True)
+        except Exception:  # of the compiler, the driver or the disk
+            log.warning("tuning failed: the built-in tiles are used", exc_info=True)
             continue
         if tuned.measured:
             done.append(f"{len(tuned.measured)} token counts of {shape} in {tuned.seconds:.1f} s")

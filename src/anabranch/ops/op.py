@@ -46,6 +46,10 @@ class Kernel(Generic[P, R]):
     """Platform names; None: any."""
     needs: Callable[[Platform], bool] | None
     accepts: Callable[P, bool] | None
+    tuner: str = ""
+    """The module that can tune this kernel; "": none."""
+    traits: tuple[str, ...] = ()
+    """Properties that a caller may rely on; the op's callers define their names."""
 
 
 class Op(Generic[P, R]):
@@ -94,6 +98,8 @@ class Op(Generic[P, R]):
         on: tuple[str, ...] | None = None,
         needs: Callable[[Platform], bool] | None = None,
         accepts: Callable[P, bool] | None = None,
+        tuner: str = "",
+        traits: tuple[str, ...] = (),
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Register a kernel. Its parameters must be the reference's, checked here, at import."""
 
@@ -103,7 +109,7 @@ class Op(Generic[P, R]):
             self._check_parameters(function)
             if accepts is not None:
                 self._check_parameters(accepts)
-            self.kernels[provider] = Kernel(provider, function, on, needs, accepts)
+            self.kernels[provider] = Kernel(provider, function, on, needs, accepts, tuner, traits)
             return function
 
         return register
@@ -113,6 +119,15 @@ class Op(Generic[P, R]):
         """The NamedTuple that is the op's only parameter, if it has one."""
         first: Any = next(iter(get_type_hints(self.reference).values()))
         return first if hasattr(first, "_fields") else None
+
+    @property
+    def tuner(self) -> str:
+        """The module that can tune the first bound kernel; "" if it has none."""
+        return self.bound[0].tuner if self.bound else ""
+
+    def has_trait(self, trait: str) -> bool:
+        """Whether the first bound kernel has this property."""
+        return bool(self.bound) and trait in self.bound[0].traits
 
     def _check_parameters(self, function: Callable[..., object]) -> None:
         expected, given = _parameters(self.reference), _parameters(function)

@@ -15,8 +15,8 @@ from pathlib import Path
 import triton
 from triton.runtime.driver import driver
 
-from anabranch.kernels.triton.precompile import Job, precompile
-from anabranch.kernels.triton.versions import gluon_problem, precompile_problem
+from anabranch.kernels.compiling.precompile import Job, precompile
+from anabranch.kernels.compiling.versions import gluon_problem, precompile_problem
 from tests.engine.test_rehearsal import rehearse
 from tests.kernels.triton.ahead_of_time import NoDevice
 

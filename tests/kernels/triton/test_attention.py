@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from anabranch.conformance.judge import faults
+from anabranch.kernels.compiling.precompile import precompile, recording
 from anabranch.kernels.triton import attention as kernel
 from anabranch.kernels.triton import attention_decode, attention_tiles
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, Machine, PrefillTile
-from anabranch.kernels.triton.precompile import precompile, recording
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import INTERPRETED, compiler, dtypes, everywhere, interpreter, run_interpreted
@@ -314,15 +314,17 @@ def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @compiler
 @pytest.mark.parametrize("model", ["qwen3", "gemma, sliding", "gemma, global", "one kv head"])
 def test_every_candidate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.attention_sweep import CANDIDATES
+
     machine, dim = kernel.machine_of(torch.device("cuda", 0)), MODELS[model][2]
     decode = draw_model(model, [(1, 700), (1, 1), (1, 2100)], padding=21)
     prefill = draw_model(model, [(300, 2500), (130, 130), (1, 55), (2, 2), (0, 0), (40, 1500)], padding=21)
     whole = draw_model(model, [(200, 333)], dtype=torch.float16)
     cases: list[tuple[tuple[Any, Any], Arguments]] = []
-    for tile in attention_tiles.DECODE_CANDIDATES:
+    for tile in CANDIDATES["decode"]:
         if attention_tiles.fits(tile, dim, torch.bfloat16, machine):
             cases.append(((tile, None), decode))
-    for tile in attention_tiles.PREFILL_CANDIDATES:
+    for tile in CANDIDATES["prefill"]:
         if attention_tiles.fits(tile, dim, torch.bfloat16, machine):
             cases += [((None, tile), prefill), ((None, tile), whole)]
     judge_all(monkeypatch, cases)

@@ -18,8 +18,9 @@ from anabranch.compile.sizes import decode_sizes, prefill_sizes
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
-from anabranch.kernels.triton import experts_plan, experts_tiles
-from anabranch.kernels.triton.experts_tiles import (
+from anabranch.kernels.triton import experts_plan
+from anabranch.kernels.tuning import experts_tiles
+from anabranch.kernels.tuning.experts_tiles import (
     SMALL_TOKENS,
     GroupedTiles,
     HopperTiles,
@@ -252,7 +253,7 @@ def test_plan(
     for tokens in (1, 33, 120):  # the last needs two programs
         arguments = draw(tokens, 9, 3, 4, 4, routing=routing)
         expert_N, weight_N = arguments["expert_TK"].flatten(), arguments["weight_TK"].flatten()
-        plan = experts_plan.make_plan(arguments["expert_TK"], arguments["weight_TK"], 2.0, 9, rows, extra, False)
+        plan = experts_plan.order_rows(arguments["expert_TK"], arguments["weight_TK"], 2.0, 9, rows, extra, False)
         num_tiles = int(plan.head[0])
         assert plan.head[1:].tolist() == [0, 0]
         assert plan.tile_3M[0, num_tiles:].tolist() == [-1] * (plan.max_tiles - num_tiles)

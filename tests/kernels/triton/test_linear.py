@@ -403,7 +403,7 @@ def test_hopper_compiles_ahead_of_time(shape: str, tokens: int, hopper: Any, mon
     import triton
     from triton.runtime.driver import driver
 
-    from anabranch.kernels.triton import precompile
+    from anabranch.kernels.compiling import precompile
 
     monkeypatch.setattr(driver, "_active", ahead_of_time.NoDevice())
     D, F, biased, dtype, out_dtype = ON_HOPPER[shape]

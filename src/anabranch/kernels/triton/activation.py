@@ -1,5 +1,5 @@
-"""The gated activation as a kernel of its own, for feed-forwards whose product does not have it in its epilogue; and a
-sum of two feed-forwards, one of them behind a gate.
+"""The gated activation as a separate kernel, for feed-forwards whose product does not apply it; and the sum of two
+feed-forwards, one of them scaled by a gate.
 
 T rows, I intermediate width, D width.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from anabranch import ops
 from anabranch.kernels.triton.exact import EXACT
 from anabranch.kernels.triton.gated import activate
-from anabranch.kernels.triton.launch import cdiv, dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
 from anabranch.ops.activation import ACTIVATIONS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,9 +29,7 @@ def gated_activation_kernel(
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < I
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     gate = tl.load(x_T2I + t * x_stride + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_T2I + t * x_stride + I + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_TI + t * I + i, activate(gate, up, ACTIVATION).to(y_TI.dtype.element_ty), mask=inside)
@@ -63,18 +61,10 @@ def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
     y_TI = torch.empty(rows, width, dtype=x_T2I.dtype, device=x_T2I.device)
     if y_TI.numel() == 0:
         return y_TI
-    dependent = dependent_launch(x_T2I.device)
     gated_activation_kernel[(rows, cdiv(width, BLOCK))](
-        x_T2I,
-        y_TI,
-        x_T2I.stride(0),
-        I=width,
-        BLOCK=BLOCK,
-        ACTIVATION=kind,
-        DEPENDENT=dependent,
-        num_warps=NUM_WARPS,
-        **({"launch_pdl": True} if dependent else {}),
-    )
+        x_T2I, y_TI, x_T2I.stride(0),
+        I=width, BLOCK=BLOCK, ACTIVATION=kind, num_warps=NUM_WARPS, **launch_options(dependent_launch(x_T2I.device)),
+    )  # fmt: skip
     return y_TI
 
 
@@ -91,21 +81,15 @@ def accepts_sum(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tenso
 
 @ops.add_gated.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_sum)
 def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
-    """Launched in the ordinary way, once all before it is done: it stands where two streams join, so it has two
-    predecessors, and dependent launch is certain with one only. Its successor has one, and is let in early."""
+    """Launched after all predecessors are done: two streams join here, and dependent launch is safe with one
+    predecessor only. Its successor has one, and may start early."""
     rows, width = x_TD.shape
     y_TD = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)
     if y_TD.numel() == 0:
         return y_TD
     add_gated_kernel[(rows, cdiv(width, BLOCK))](
-        x_TD,
-        gated_TD,
-        gate_T1,
-        y_TD,
-        D=width,
-        BLOCK=BLOCK,
-        DEPENDENTS=dependent_launch(x_TD.device),
-        num_warps=NUM_WARPS,
-        **EXACT,  # else the product is not rounded
-    )
+        x_TD, gated_TD, gate_T1, y_TD,
+        D=width, BLOCK=BLOCK, DEPENDENTS=dependent_launch(x_TD.device), num_warps=NUM_WARPS,
+        **EXACT,  # without it the product is not rounded
+    )  # fmt: skip
     return y_TD

@@ -1,21 +1,21 @@
-"""Paged attention for requests with one new token: the keys of a request shared out among programs.
+"""Paged attention for requests with one new token: the keys of a request are split among programs.
 
 T token rows, R requests, H query heads, G key-value heads (HG = H / G heads share one), D head dim, S slots in a page,
 M page-table width, W pieces of work, BN keys in a block. RP and DP are R and D rounded up, ROWS is HG rounded up.
 
 A program has one piece of work: some blocks of keys of one request, for one key-value head and all query heads that
-share it. How many blocks make a piece is worked out on the device, by every program for itself, from all lengths. So a
-captured launch follows the contexts as they grow, and one long request does not keep the others waiting. The host knows
-W, which is more than R where requests may be cut, and nothing of lengths. A request's pieces follow each other where
-requests are few; else piece r < R is the first of request r, and what is cut off comes behind.
+share it. Every program computes the size of a piece from all lengths, on the device, so that a captured launch adapts
+to growing contexts and one long request does not delay the others. The host knows W, which is more than R where
+requests may be split, but no lengths. With few requests, the pieces of a request are consecutive; otherwise piece r < R
+is the first of request r, and further pieces come after all first ones.
 
-A request of a single piece is done when its program is. Of the others each piece leaves its output and the logarithm
-of its weight, and counts itself; who counts last adds all of them up, in their order, so that the bits do not depend on
-who it is, and leaves the count at zero for the next launch. So launches on a device must not run at the same time.
+A request of a single piece is complete when its program ends. Otherwise each piece stores its output and the logarithm
+of its weight, and increments a counter; the last one adds all pieces in order, so that the bits do not depend on which
+is last, and resets the counter for the next launch. So launches on a device must not overlap.
 
-On Hopper a kernel starts before its predecessor is done (`PDL`), and these look up their work meanwhile: lengths,
-starts and page table must be older than the kernel before, which as a rule writes keys. They are read past L1, which
-may hold those of the step before. Every program waits, also one without work: the successor relies on it.
+On Hopper a kernel starts before its predecessor has finished (`PDL`) and finds its work meanwhile: lengths, starts and
+page table must have been written before the predecessor, which usually writes keys. They are read past L1, which may
+hold those of the previous step. Every program waits, also one without work: the successor relies on it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOWEST = tl.constexpr(-1.0e30)
-"""Below every score, and yet finite: the difference of two is 0 and not NaN."""
+"""Below every score, but finite: the difference of two is 0 and not NaN."""
 FEW_REQUESTS = tl.constexpr(32)
-"""Up to so many, looking at all of them is quicker than two ways of finding a piece."""
+"""Up to this number of requests, reading all of them first is faster."""
 
 
 @triton.jit
@@ -35,10 +35,10 @@ def share_out(
     query_start_R, context_len_R, num_requests, num_pieces, window,
     RP: tl.constexpr, BN: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """(blocks of keys of every request, most blocks of a piece). Requests with several new tokens, or none, have none.
+    """(blocks of keys of every request, most blocks of a piece). Requests without exactly one new token have no blocks.
 
-    Pieces of that many are never too many: ⌈b / size⌉ − 1 < b / size, and Σ b / size is at most what there is room for
-    beside the first piece of each request.
+    There are never too many pieces of that size: ⌈b / size⌉ − 1 < b / size, and Σ b / size is at most the number of
+    pieces that remain after the first one of each request.
     """
     r = tl.arange(0, RP)
     there = r < num_requests
@@ -54,13 +54,13 @@ def share_out(
 
 @triton.jit
 def further_pieces(blocks_R, size):
-    """Of every request, beside its first."""
+    """The number of pieces of every request after its first."""
     return tl.maximum(tl.cdiv(blocks_R, size) - 1, 0)
 
 
 @triton.jit
 def load_request(query_start_R, context_len_R, r, real):
-    """(its row, the next one's, its context)"""
+    """(first row, first row of the next request, context length)"""
     row = tl.load(query_start_R + r, mask=real, other=0, cache_modifier=".cg")
     next_row = tl.load(query_start_R + r + 1, mask=real, other=0, cache_modifier=".cg")
     return row, next_row, tl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
@@ -68,8 +68,8 @@ def load_request(query_start_R, context_len_R, r, real):
 
 @triton.jit
 def first_pages(page_table_RM, r, table_stride, begin, first_key, length, S: tl.constexpr, BN: tl.constexpr):
-    """Pages and slots of the keys of block `begin`. Slots that hold no key of the request may hold anything: its first
-    or last key is read in their place."""
+    """Pages and slots of the keys of block `begin`. Slots without a key of the request may contain anything: its first
+    or last key is read instead."""
     key = begin * BN + tl.arange(0, BN)
     inside = tl.maximum(tl.minimum(tl.maximum(key, first_key), length - 1), 0)
     page = tl.load(
@@ -90,15 +90,15 @@ def fetch_to_l2(pointer):
 
 @triton.jit
 def count_piece(count, w, piece, pieces):
-    """(whether it is the last of its request to be done, the place of the second piece). What the others have stored is
-    there for the last one.
+    """(whether this is the last piece of its request to end, the place of the second piece). What the others have
+    stored is visible to the last one.
 
-    The low half of the count is the pieces done. The second piece, which as a further one knows its place, tells it in
-    the high half: a first piece does not know how many of other requests come before."""
+    The low half of the count is the number of pieces that ended. The second piece, which knows its place, adds it in
+    the high half: a first piece does not know how many pieces of other requests come before."""
     mine = 1 + tl.where(piece == 1, w << 16, 0)
-    tl.debug_barrier()  # one thread counts for all, when all have stored
-    told = mine + tl.atomic_add(count, mine, sem="acq_rel", scope="gpu")
-    return (told & 0xFFFF) == pieces, told >> 16
+    tl.debug_barrier()  # one thread counts for all, after all have stored
+    counted = mine + tl.atomic_add(count, mine, sem="acq_rel", scope="gpu")
+    return (counted & 0xFFFF) == pieces, counted >> 16
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def load_weights(
     weight_WH, num_heads, start, pieces, first_place, second_place,
     HG: tl.constexpr, HEADS: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
-    """Of NUM pieces from `start` on, past L1, which may hold what was there before."""
+    """Weights of NUM pieces from `start` on, past L1, which may hold older values."""
     head, piece = tl.arange(0, HEADS), start + tl.arange(0, NUM)
     place = tl.where(piece == 0, first_place, second_place + piece - 1)
     mask = (head < HG)[:, None] & (piece < pieces)[None, :]
@@ -131,20 +131,20 @@ def add_up(
     piece_WHD, weight_WH, num_heads, pieces, first_place, second_place,
     HG: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """All pieces of a request, for the first HG heads; HEADS is HG rounded up. The first AT_ONCE are asked for before
-    anything waits: often there are no more, and one trip to L2 is all."""
+    """The sum of all pieces of a request, for the first HG heads; HEADS is HG rounded up. The first AT_ONCE are loaded
+    together: often there are no more."""
     weight = load_weights(weight_WH, num_heads, 0, pieces, first_place, second_place, HG, HEADS, AT_ONCE)
     o = load_pieces(piece_WHD, num_heads, 0, pieces, first_place, second_place, HG, HEADS, D, DP, AT_ONCE)
     peak = tl.max(weight, 1)
     total = tl.sum(tl.exp2(weight - peak[:, None]), 1)
-    MORE: tl.constexpr = 32 if HEADS >= 4 else 128 // HEADS  # one for each thread: fewer would be loaded twice too
+    MORE: tl.constexpr = 32 if HEADS >= 4 else 128 // HEADS  # one for each thread: fewer would be loaded twice
     for start in range(AT_ONCE, pieces, MORE):
         more = load_weights(weight_WH, num_heads, start, pieces, first_place, second_place, HG, HEADS, MORE)
         higher = tl.maximum(peak, tl.max(more, 1))
         total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(more - higher[:, None]), 1)
         peak = higher
-    # The peak is known before the sum is begun: a running one would be wanted in two layouts, and the compiler would
-    # load all weights once for each.
+    # The peak is computed before the sum: a running one is needed in two layouts, and the compiler would load all
+    # weights once for each.
     acc = tl.zeros([HEADS, DP], tl.float32)
     for start in range(AT_ONCE, pieces + AT_ONCE, AT_ONCE):
         acc += tl.sum(tl.exp2(weight - peak[:, None])[:, :, None] * o, 1)
@@ -164,7 +164,7 @@ def attend_pieces(
     WINDOWED: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores times `scale` are base-2 logarithms. Not SPLIT: piece w is all of request w. SWAP: keys are the rows of
-    the products. FETCH: the first keys and values are on their way to L2 before the wait. HEADS, AT_ONCE: `add_up`."""
+    the products. FETCH: prefetch the first keys and values to L2 before the wait. HEADS, AT_ONCE: see `add_up`."""
     KEY: tl.constexpr = 0 if SWAP else 1  # the axis of keys; the other is that of heads
     HEAD: tl.constexpr = 1 - KEY
     g, w = tl.program_id(0), tl.program_id(1)
@@ -179,7 +179,7 @@ def attend_pieces(
         r = tl.sum(past_R.to(tl.int32), 0)
         piece = w - tl.sum(tl.where(past_R, pieces_R, 0), 0)
         pieces = tl.maximum(tl.sum(tl.where(tl.arange(0, RP) == r, pieces_R, 0), 0), 1)
-    # Of many, the first pieces of all come first: those programs know theirs, and ask for its pages, at once.
+    # With many requests, the first pieces come first: those programs know their request and load its pages at once.
     row, next_row, length = load_request(query_start_R, context_len_R, r, r < num_requests)
     first_key = tl.maximum(length - window, 0) if WINDOWED else length * 0
     blocks = tl.cdiv(length, BN) - first_key // BN
@@ -237,7 +237,7 @@ def attend_pieces(
         key = block * BN + tl.arange(0, BN)
         inside = tl.minimum(tl.maximum(key, first_key), length - 1)
         offset = (page.to(tl.int64) * page_stride + (inside % S) * slot_stride)[:, None]
-        # One block ahead: a page has to be known before its keys can be asked for.
+        # One block ahead: the page must be known before its keys can be loaded.
         page = tl.load(table + tl.minimum(tl.maximum(key + BN, first_key), length - 1) // S)
         k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0)
         v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0)

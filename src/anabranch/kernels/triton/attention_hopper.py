@@ -3,14 +3,14 @@
 T token rows, R requests, H query heads, G key-value heads (HG = H / G heads share one), D head dim, S slots in a page,
 M page-table width; BN keys in a block. A program has 128 rows, a warpgroup 64 of them.
 
-The loading warps fill a ring of stages with blocks of keys and values: by the copy engine, page by page, and 16 bytes
-at a time where a block holds slots that are not the request's. Both warpgroups go through the ring at their own pace:
-while one takes exponentials, the matrix unit multiplies for the other. Within a warpgroup, the product with values of a
-block and the one with keys of the next are issued together.
+The loading warps fill a ring of stages with blocks of keys and values: with the copy engine, page by page, or 16 bytes
+at a time where a block contains slots that are not the request's. The warpgroups are not synchronised: while one
+computes exponentials, the matrix unit multiplies for the other. A warpgroup issues the product with the values of a
+block together with that of the keys of the next block.
 
-Rows, masks and what may be read before the wait: as in attention_prefill. What this file does not do: fp32, head dims
-that are no power of two or above 256, pages that do not divide a block into whole groups of 8 rows (the swizzle's
-period) or do not lie in one piece.
+Rows, masks and what may be read before the wait: as in attention_prefill. Not supported: fp32, head dims that are not a
+power of two or are above 256, pages that do not divide a block into whole groups of 8 rows (the swizzle's period) or
+are not contiguous.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.gluon_names import barrier, thread_load, tma_load
+from anabranch.kernels.compiling.gluon_names import barrier, thread_load, tma_load
 
 LOWEST = gl.constexpr(-1.0e30)
 LOADING = gl.constexpr(128)
-"""Threads that load; each arrives when its part of a block is there."""
+"""Threads that load; each arrives at the barrier when its part of a block is in shared memory."""
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """Blocks in shared memory: 64 columns of all rows, swizzled over 128 bytes, then the next 64."""
 
 
 def descriptor(pages_PSGD: torch.Tensor) -> TensorDescriptor:
-    """For the copy engine: 64 columns of a page's slots at a time."""
+    """The pages for the copy engine, which loads 64 columns of a page's slots at a time."""
     P, S, G, D = pages_PSGD.shape
     return TensorDescriptor.from_tensor(pages_PSGD.view(P * S, G * D), [S, 64], SHARED)
 
@@ -52,8 +52,8 @@ def copy_keys(
     k_PSGD, v_PSGD, k_desc, v_desc, column, table, first_key, last_position, length, page_stride, slot_stride,
     k_ring, v_ring, k_full, v_full, k_empty, v_empty, S: gl.constexpr,
 ):
-    """The loading warps. Slots that hold no key of the request may hold anything: blocks with such are gathered, and a
-    key that some row sees is read in their place. They are the first (of a window) and the last at most."""
+    """The loading warps. Slots without a key of the request may contain anything: blocks with such slots (at most the
+    first of a window, and the last) are gathered, and a key that some row sees is read instead."""
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[1]
     D: gl.constexpr = k_ring.shape[2]
@@ -85,7 +85,7 @@ def copy_keys(
 
 @gluon.jit
 def pages_of(table, block, last_page, PAGES: gl.constexpr):
-    """The pages of a block of keys, each a number by itself, as the copy engine wants them."""
+    """The pages of a block of keys, as scalars for the copy engine."""
     pages = ()
     for j in gl.static_range(PAGES):
         pages = pages + (gl.load(table + gl.minimum(block * PAGES + j, last_page)),)
@@ -107,12 +107,12 @@ def copy_block(desc, pages, column, block, bar, S: gl.constexpr):
 
 @gluon.jit
 def weigh(score, block, position, first, last, peak, total, scale, window, WINDOWED: gl.constexpr):
-    """(weights, how much what was summed so far fades, the new peak, the new total) of a block's scores."""
+    """(weights, the factor for previous sums, the new peak, the new total) of a block's scores."""
     BN: gl.constexpr = score.shape[1]
     cut = block * BN + BN - 1 > first
     if WINDOWED:
         cut = cut | (block * BN <= last - window)
-    if cut:  # the diagonal, the far end of the window: few of the blocks
+    if cut:  # only blocks at the diagonal and at the far end of the window
         key = block * BN + gl.arange(0, BN, gl.SliceLayout(0, score.type.layout))
         visible = key[None, :] <= position[:, None]
         if WINDOWED:
@@ -156,24 +156,24 @@ def attend_warpgroup(
     nothing = gl.zeros([64, BN], gl.float32, score_layout)
     first_block, last_block = first_key // BN, last_position // BN
     mbarrier.wait(k_full.index(0), 0)
-    fence_async_shared()  # ordinary threads may have written it
+    fence_async_shared()  # threads may have written it, not the copy engine
     score = warpgroup_mma(q, k_ring.index(0).permute([1, 0]), nothing, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(k_empty.index(0), count=1)
     p, fade, peak, total = weigh(score, first_block, position, first, last, peak, total, scale, window, WINDOWED)
     weight = gl.convert_layout(p.to(out_THD.dtype.element_ty), p_layout)
     for block in range(first_block, last_block):
-        # This block's values and the next one's keys together: the matrix unit is busy until both are done, and the
-        # other warpgroup has it while this one weighs.
+        # Issue this block's values and the next one's keys together: the matrix unit is busy until both are done, and
+        # the other warpgroup uses it while this one computes weights.
         step = block - first_block
         stage, ahead = step % STAGES, (step + 1) % STAGES
         mbarrier.wait(k_full.index(ahead), ((step + 1) // STAGES) & 1)
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
-        if (block + 1 == last_block) | (step == 0):  # the same
+        if (block + 1 == last_block) | (step == 0):  # as above
             fence_async_shared()
         score = warpgroup_mma(q, k_ring.index(ahead).permute([1, 0]), nothing, use_acc=False, is_async=True)
         acc = warpgroup_mma(weight, v_ring.index(stage), acc, is_async=True)
-        score = warpgroup_mma_wait(1, deps=[score])  # these are weighed while the product with values goes on
+        score = warpgroup_mma_wait(1, deps=[score])  # weights are computed while the product with values runs
         mbarrier.arrive(k_empty.index(ahead), count=1)
         p, fade, peak, total = weigh(score, block + 1, position, first, last, peak, total, scale, window, WINDOWED)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -186,7 +186,7 @@ def attend_warpgroup(
     acc = warpgroup_mma(weight, v_ring.index(step % STAGES), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
-    total = gl.where(total == 0, 1.0, total)  # rows behind the last one may see nothing
+    total = gl.where(total == 0, 1.0, total)  # rows after the last one may see no key
     acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc_layout))[:, None]
     out = gl.convert_layout(acc.to(out_THD.dtype.element_ty), blocked)
     gl.store(out_THD + (token * num_heads + head)[:, None] * D + d[None, :], out, mask=(row < num_rows)[:, None])
@@ -200,7 +200,7 @@ def attend_rows_hopper(
     HG: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, S: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     RP: gl.constexpr, WINDOWED: gl.constexpr, PDL: gl.constexpr,
 ):
-    """As attend_rows."""
+    """Like attend_rows."""
     BM: gl.constexpr = 128
     g, b = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
     num_heads = gl.num_programs(0) * HG
@@ -244,7 +244,7 @@ def attend_rows_hopper(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):  # each of the loading threads arrives, each warpgroup once
+    for stage in gl.static_range(STAGES):  # every loading thread arrives, and each warpgroup once
         mbarrier.init(k_full.index(stage), count=LOADING)
         mbarrier.init(v_full.index(stage), count=LOADING)
         mbarrier.init(k_empty.index(stage), count=2)

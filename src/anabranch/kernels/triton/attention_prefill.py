@@ -4,12 +4,12 @@ T token rows, R requests, H query heads, G key-value heads (HG = H / G heads sha
 M page-table width; BM rows of a program, BN keys in a block. RP and DP are R + 1 and D rounded up.
 
 A row is a token and one of the HG heads that share keys: row i of a request is head i % HG of its token i // HG, so
-that a program reads keys once for all of them. The rows of a request are cut into blocks of BM. The host knows only
-that T · HG // BM + R + 1 blocks are enough; a program finds its request by counting the starts before it. Rows behind
-the last request (padding) are one more request, without keys. Blocks that see most keys are done first.
+that a program reads keys once for all of them. The rows of a request are split into blocks of BM. The host knows only
+the upper bound T · HG // BM + R + 1 of their number; a program finds its request by counting the starts before it. Rows
+after the last request (padding) are one more request, without keys. Blocks with the most keys come first.
 
-On Hopper the kernel starts before its predecessor is done (`PDL`) and looks up its request meanwhile, as
-attention_decode does and under the same condition.
+On Hopper the kernel starts before its predecessor has finished (`PDL`) and finds its request meanwhile, like
+attention_decode and under the same condition.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def attend_rows(
     HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RP: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores times `scale` are base-2 logarithms. Requests with one new token are left to others, unless `alone`."""
+    """Scores times `scale` are base-2 logarithms. Requests with one new token are skipped unless `alone`."""
     g, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     num_heads = tl.num_programs(0) * HG
     i = tl.arange(0, RP)
@@ -69,7 +69,7 @@ def attend_rows(
     table = page_table_RM + r * table_stride
     k_ptr = k_PSGD + g * head_stride + d[None, :]
     v_ptr = v_PSGD + g * head_stride + d[None, :]
-    # Slots that hold no key of the request may hold anything: a key that some row sees is read in their place.
+    # Slots without a key of the request may contain anything: a key that some row sees is read instead.
     inside = tl.minimum(tl.maximum(first_block * BN + tl.arange(0, BN), first_key), last_position)
     page = tl.load(table + inside // S, mask=inside >= 0, other=0)
     peak = tl.full([BM], LOWEST, tl.float32)
@@ -79,14 +79,14 @@ def attend_rows(
         key = block * BN + tl.arange(0, BN)
         inside = tl.minimum(tl.maximum(key, first_key), last_position)
         offset = (page.to(tl.int64) * page_stride + (inside % S) * slot_stride)[:, None]
-        # One block ahead: a page has to be known before its keys can be asked for.
+        # One block ahead: the page must be known before its keys can be loaded.
         page = tl.load(table + tl.minimum(key + BN, last_position) // S)
         k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         cut = block * BN + BN - 1 > first_position
         if WINDOWED:
             cut |= block * BN <= last_position - window
-        if cut:  # the diagonal, the far end of the window: few of the blocks
+        if cut:  # only blocks at the diagonal and at the far end of the window
             visible = key[None, :] <= position[:, None]
             if WINDOWED:
                 visible &= key[None, :] > position[:, None] - window
@@ -101,7 +101,7 @@ def attend_rows(
         peak = higher
 
     acc /= tl.where(total == 0, 1.0, total)[:, None]  # rows that see nothing: zeros
-    # Where rows go is worked out anew, from a number that is read anew: kept, it would take registers from the loop.
+    # Computed again from a value that is loaded again: kept, it would take registers from the loop.
     row = (b - r - tl.load(query_start_R + r, volatile=True) * HG // BM) * BM + tl.arange(0, BM)
     token, head = (begin + row // HG).to(tl.int64), g * HG + row % HG
     out_ptr = out_THD + (token * num_heads + head)[:, None] * D + d[None, :]

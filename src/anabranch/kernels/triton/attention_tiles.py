@@ -1,9 +1,8 @@
-"""Tiles of the attention kernels: what can be chosen, and what is chosen for a shape. Nothing here touches a device.
+"""Tiles of the attention kernels, and the rule that chooses them for a shape. Nothing here uses a device.
 
 D head dim; BN keys in a block, BM rows (tokens × heads that share keys) of a program.
 
-`decode_override` and `prefill_override` replace the choice for all calls: benchmarks/attention_sweep.py tries every
-candidate that way.
+`decode_override` and `prefill_override` replace the choice for all calls, for benchmarks/attention_sweep.py.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the choice depends on beside the shape. As it stands: any GPU, and the interpreter."""
+    """What the choice depends on besides the shape. The defaults suit any GPU, and the interpreter."""
 
     shared_bytes: int = 64 << 10
     """Shared memory that one program may have."""
     processors: int = 64
     wgmma: bool = False
-    """Hopper's matrix unit, which wants 64 rows and takes them from shared memory."""
+    """Hopper's matrix unit, which needs 64 rows and reads them from shared memory."""
     gluon: bool = False
     """attention_hopper runs here."""
 
@@ -38,9 +37,9 @@ class DecodeTile:
     swap: bool = False
     """Keys are the rows of the products, so that 64 of them fill Hopper's matrix unit; heads are its narrow side."""
     programs: int = 2
-    """Per multiprocessor: how many pieces the work is cut into."""
+    """Pieces of work per multiprocessor."""
     fetch: bool = False
-    """The first keys are fetched into L2 while the kernel before still runs."""
+    """The first keys are prefetched to L2 while the previous kernel still runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,44 +64,13 @@ class HopperTile:
     rows: ClassVar[int] = 128
 
 
-DECODE_CANDIDATES = (
-    DecodeTile(64, 4, 3, swap=True),
-    DecodeTile(64, 4, 3, swap=True, fetch=True),
-    DecodeTile(64, 4, 4, swap=True, programs=1),
-    DecodeTile(64, 4, 2, swap=True, programs=3),
-    DecodeTile(128, 4, 2, swap=True, programs=1),
-    DecodeTile(64, 4, 3),
-    DecodeTile(64, 4, 4, fetch=True),
-    DecodeTile(32, 4, 4),
-    DecodeTile(32, 4, 3, fetch=True),
-    DecodeTile(32, 2, 4, programs=3),
-    DecodeTile(32, 8, 3, programs=1),
-    DecodeTile(16, 4, 4),
-)
-"""What a sweep should time on Hopper; which of them fit depends on D."""
-
-PREFILL_CANDIDATES = (
-    PrefillTile(128, 64, 8, 2),
-    PrefillTile(128, 64, 8, 3),
-    PrefillTile(128, 128, 8, 2),
-    PrefillTile(128, 32, 8, 3),
-    PrefillTile(64, 32, 4, 3),
-    PrefillTile(64, 64, 4, 2),
-    PrefillTile(64, 64, 4, 3),
-    PrefillTile(64, 128, 4, 2),
-    PrefillTile(64, 32, 8, 2),
-    HopperTile(128, 2),
-    HopperTile(128, 3),
-    HopperTile(64, 2),
-    HopperTile(64, 4),
-)
 HOPPER_ROWS = 16_384
 """Tokens × query heads from which on attention_hopper is chosen for D <= 128; 0: never. On an H200 it is 1.2 times as
 fast at 16,384 and 32,768 rows, 1.4 times with 8,192 keys, and slower at 8,192 rows; at D = 256 it was no faster before
 it copied pages."""
 
 FEW_PAIRS = 16
-"""Requests × key-value heads up to which attention_decode takes larger blocks of keys: a wave is not full anyway."""
+"""Requests × key-value heads up to which attention_decode takes larger blocks of keys: a wave is never full."""
 
 decode_override: DecodeTile | None = None
 prefill_override: PrefillTile | HopperTile | None = None
@@ -110,7 +78,7 @@ prefill_override: PrefillTile | HopperTile | None = None
 
 def choose_decode(num_pairs: int, D: int, dtype: torch.dtype, machine: Machine) -> DecodeTile:
     """`num_pairs`: requests × key-value heads."""
-    if dtype == torch.float32:  # exact products run on ordinary cores; nothing to feed
+    if dtype == torch.float32:  # exact products do not use the matrix unit
         tile = DecodeTile(16, 4, 2)
     elif D <= 128 and machine.wgmma and num_pairs <= FEW_PAIRS:
         tile = DecodeTile(128, 4, 2, swap=True, programs=1)
@@ -145,8 +113,8 @@ def choose_prefill(
 def fits(
     tile: DecodeTile | PrefillTile | HopperTile, D: int, dtype: torch.dtype, machine: Machine, page: int = 16
 ) -> bool:
-    """Whether there is shared memory for it (queries, keys and values of each stage, and a few small things), and pages
-    are as it wants them. `page`: slots of one, 0 where they do not lie in one piece."""
+    """Whether there is enough shared memory (queries, keys and values of each stage, and a little more), and pages are
+    as it needs them. `page`: slots of a page, 0 where they are not contiguous."""
     if isinstance(tile, HopperTile):
         num_bytes = (128 + 2 * tile.stages * tile.keys + 64) * D * dtype.itemsize + 512
         usable = machine.gluon and D in (64, 128, 256) and dtype.itemsize == 2
@@ -156,7 +124,7 @@ def fits(
         rows, direct = tile.rows, tile.rows >= 64
     else:
         rows, direct = 48, tile.swap
-    # Hopper's matrix unit reads a stage while the next ones are filled; others copy it to registers first.
+    # Hopper's matrix unit reads a stage while the next ones are filled; others copy it to registers before.
     buffers = tile.stages if machine.wgmma and direct else tile.stages - 1
     width = max(16, 1 << (D - 1).bit_length())
     return (2 * buffers * tile.keys + rows) * width * dtype.itemsize + (4 << 10) <= machine.shared_bytes

@@ -1,5 +1,4 @@
-"""The experts' histogram in one launch for all layers, one atomic addition an id: few ids share an address, and the
-memory's own units add.
+"""The experts' histogram in one launch for all layers, with one atomic addition per id: few ids share an address.
 
 L MoE layers, T token rows, K experts per token, E experts.
 """
@@ -9,10 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
 
 BLOCK = 512
 
@@ -21,9 +19,7 @@ BLOCK = 512
 def count_kernel(
     expert_LTK, count_LE, num_ids, ids_per_layer, num_experts, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_LTK + i, mask=i < num_ids, other=-1)
     place = (i // ids_per_layer) * num_experts + expert
@@ -43,10 +39,10 @@ def accepts(expert_LTK: torch.Tensor, count_LE: torch.Tensor) -> bool:
 
 @ops.count_experts.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
 def count_experts(expert_LTK: torch.Tensor, count_LE: torch.Tensor) -> None:
-    num_ids, dependent = expert_LTK.numel(), dependent_launch(expert_LTK.device)
+    num_ids = expert_LTK.numel()
     if num_ids == 0:
         return
     count_kernel[(cdiv(num_ids, BLOCK),)](
         expert_LTK, count_LE, num_ids, num_ids // expert_LTK.shape[0], count_LE.shape[1],
-        BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **({"launch_pdl": True} if dependent else {}),
+        BLOCK=BLOCK, num_warps=4, **launch_options(dependent_launch(expert_LTK.device)),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The input of a decode step in one launch, and one more for each page table.
 
-R rows, S slots, M page-table width, N columns of it that are wanted.
+R rows, S slots, M page-table width, N columns of it that are copied.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
 
 BOUNDS = (64, 1024, 4096)
-"""One program has all rows and one entry more; each of these is a version of it."""
+"""The single program has more entries than rows; each bound is a version of the kernel."""
 BLOCK = 256
 """Columns that a program copies."""
 
@@ -25,9 +24,7 @@ def inputs_kernel(
     ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS > R."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     row = tl.arange(0, ROWS)
     there = row < num_rows
     slot = tl.load(packed_3R + row, mask=there, other=-1)
@@ -48,10 +45,8 @@ def pages_kernel(
     packed_3R, table_SM, page_table_RN, slot_R, num_rows, stride, columns,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of columns); the first block also says where the token goes."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Program (row, block of columns); the first block also writes the token's slot."""
+    wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0)
     slot = tl.load(packed_3R + row).to(tl.int64)
     owned = slot >= 0
@@ -79,10 +74,10 @@ def decode_inputs(
     context_len_R = torch.empty(num_rows, dtype=torch.int32, device=device)
     num_tokens = torch.empty((), dtype=torch.int32, device=device)
     results = token_R, position_R, query_start_R, context_len_R, num_tokens
-    rows, dependent = next(bound for bound in BOUNDS if bound > num_rows), dependent_launch(device)
+    rows = next(bound for bound in BOUNDS if bound > num_rows)
     inputs_kernel[(1,)](
         packed_3R, last_token_S, *results, num_rows,
-        ROWS=rows, DEPENDENT=dependent, num_warps=min(rows // 32, 8), **({"launch_pdl": True} if dependent else {}),
+        ROWS=rows, num_warps=min(rows // 32, 8), **launch_options(dependent_launch(device)),
     )  # fmt: skip
     return results
 
@@ -99,10 +94,8 @@ def decode_pages(
     page_table_RN = torch.empty(num_rows, columns, dtype=torch.int32, device=device)
     slot_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows:
-        dependent = dependent_launch(device)
         pages_kernel[(num_rows, max(1, cdiv(columns, BLOCK)))](
             packed_3R, table_SM, page_table_RN, slot_R, num_rows, table_SM.stride(0), columns,
-            PAGE_SIZE=page_size, BLOCK=BLOCK, DEPENDENT=dependent, num_warps=2,
-            **({"launch_pdl": True} if dependent else {}),
+            PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=2, **launch_options(dependent_launch(device)),
         )  # fmt: skip
     return page_table_RN, slot_R

@@ -1,7 +1,7 @@
-"""The functions of ops/exact.py, step by step the same, for kernels.
+"""The functions of ops/exact.py for kernels, the same step by step.
 
-Whoever calls them must launch with `**EXACT`: no fused multiply-add, or the last bits differ from the reference's.
-`noise_bound` is not exact and need not be: by it nearly all tokens are passed over without their noise.
+Kernels that call them must be launched with `**EXACT`: a fused multiply-add would change the last bits. `noise_bound`
+need not be exact: it serves to skip most tokens without computing their noise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from anabranch.ops import exact
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Options of a launch."""
+"""Launch options."""
 
 L7, L6, L5, L4, L3, L2, L1, L0 = map(tl.constexpr, exact.LOG_COEFFICIENTS)
 E4, E3, E2, E1, E0 = map(tl.constexpr, exact.EXP2_COEFFICIENTS)
@@ -86,7 +86,7 @@ def mix(x):
 
 @triton.jit
 def hash_of(seed, position):
-    """What all tokens of a draw have in common, of int64."""
+    """The part of the state that all tokens of a draw share, from int64 values."""
     state = mix((seed & 0xFFFFFFFF).to(tl.uint32))
     state = mix(state ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
     return mix(state ^ (position & 0xFFFFFFFF).to(tl.uint32))
@@ -102,7 +102,7 @@ def noise(state):
 
 @triton.jit
 def noise_bound(state):
-    """No less than the noise, seldom 0.1 more: −ln(−ln(1 − v)) < −ln v, and a float's bits are a logarithm, too low by
-    at most 0.09."""
+    """An upper bound of the noise, rarely more than 0.1 above it: −ln(−ln(1 − v)) < −ln v, and the bits of a float are
+    its logarithm, too low by at most 0.09."""
     bits = (state.to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
     return tl.fma(bits.to(tl.float32), BOUND_STEP, BOUND_AT_0)

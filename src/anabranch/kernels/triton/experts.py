@@ -26,11 +26,12 @@ import torch
 from anabranch import ops
 from anabranch.formats import PLAIN
 from anabranch.kernels.triton.experts_grouped import down_grouped, gate_up_grouped
-from anabranch.kernels.triton.experts_plan import make_plan
+from anabranch.kernels.triton.experts_plan import order_rows
 from anabranch.kernels.triton.experts_small import down_pair, down_token, gate_up_small
 from anabranch.kernels.triton.experts_sum import sum_rows
-from anabranch.kernels.triton.experts_tables import Shape, table_for
-from anabranch.kernels.triton.experts_tiles import (
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2, num_processors
+from anabranch.kernels.tuning.experts_tables import Shape, table_for
+from anabranch.kernels.tuning.experts_tiles import (
     CHUNK,
     GroupedTiles,
     HopperTiles,
@@ -42,7 +43,6 @@ from anabranch.kernels.triton.experts_tiles import (
     choose,
     padded_tokens,
 )
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2, num_processors
 from anabranch.ops.experts import COMBINES, ExpertsCall, new_result
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,13 @@ def accepts(call: ExpertsCall) -> bool:
     )
 
 
-@ops.experts.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+@ops.experts.kernel(
+    "triton",
+    on=("cuda", "hip", "xpu"),
+    accepts=accepts,
+    tuner="anabranch.kernels.tuning.experts_tuner",
+    traits=("unreduced_rows",),
+)
 def experts(call: ExpertsCall) -> torch.Tensor:
     if call.x_TD.shape[0] == 0:
         return new_result(call)
@@ -143,7 +149,7 @@ def run_grouped(call: ExpertsCall, tiles: GroupedTiles, pdl: bool) -> torch.Tens
         order_N = tile_3M = call.expert_TK  # neither is read
         weight_N, max_tiles = call.weight_TK, num_experts
     else:
-        plan = make_plan(call.expert_TK, call.weight_TK, call.scaling, num_experts, tiles.rows, 0, pdl)
+        plan = order_rows(call.expert_TK, call.weight_TK, call.scaling, num_experts, tiles.rows, 0, pdl)
         order_N, weight_N, tile_3M, max_tiles = plan.order_N, plan.weight_N, plan.tile_3M, plan.max_tiles
     common = {"K": top_k, "KP": next_power_of_2(top_k), "BM": tiles.rows, "MATCH": match, **launch}
     h_NI = call.x_TD.new_empty(num_pairs, inner)
@@ -176,7 +182,7 @@ def run_hopper(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
     rows = 64 * tiles.slabs
     gluon = hopper_kernels(call.x_TD.device)
     assert gluon is not None
-    plan = make_plan(call.expert_TK, call.weight_TK, call.scaling, num_experts, rows, tiles.extra, True)
+    plan = order_rows(call.expert_TK, call.weight_TK, call.scaling, num_experts, rows, tiles.extra, True)
     places = tiles.programs * num_processors(call.x_TD.device)
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     tile = tiles.gate_up

@@ -6,19 +6,19 @@ One program computes a tile of rows × columns. The gate/up product takes the ga
 columns as one operand, so that the activation happens in registers; rows of x are gathered as they are loaded. The
 down product multiplies by the router weight and writes each row to its pair, or adds it to its token (`ADD`).
 
-Where rows come from: a plan (experts_plan), or with `MATCH` and at most BM tokens no plan at all: tile e is expert e,
-its rows are all tokens, and those that did not choose e are computed for nothing.
+experts_plan gives each tile its rows. With `MATCH` and at most BM tokens it is not needed: tile e is expert e, its rows
+are all tokens, and the rows of tokens that did not choose e are computed but not stored.
 
-`SWAP` makes the weights the left operand: few rows then fill the narrow side of the matrix unit, not the wide one.
+`SWAP` makes the weights the left operand: few rows are then the narrow side of the matrix unit, not the wide one.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.triton.gated import activate
+from anabranch.kernels.triton.launch import wait_for_predecessor
 
 
 @triton.jit
@@ -54,16 +54,9 @@ def rows_of_tile(expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP,
 
 @triton.jit
 def product(
-    a_ptr,
-    a_real,
-    b_ptr,
-    depth,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN: tl.constexpr,
-    SWAP: tl.constexpr,
-):
+    a_ptr, a_real, b_ptr, depth,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
     """Σ over depth of a_rows · b_rowsᵀ in fp32: [BM, BN], or with SWAP its transpose. Pointers are to column 0."""
     d = tl.arange(0, BK)
     a_ptr += d[None, :]
@@ -91,40 +84,18 @@ def product(
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def gate_up_grouped(
-    x_TD,
-    x_stride,
-    expert_TK,
-    gate_up_EFD,
-    bias_EF,
-    h_NI,
-    order_N,
-    tile_3M,
-    max_tiles,
-    num_pairs,
-    D,
-    inner,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    SWAP: tl.constexpr,
-    MATCH: tl.constexpr,
-    EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_TD, x_stride, expert_TK, gate_up_EFD, bias_EF, h_NI, order_N, tile_3M, max_tiles, num_pairs, D, inner,
+    K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """h[row, columns] = activation(gate · x) · (up · x) of one tile and BN columns."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     tile, block = tile_of_program(max_tiles, tl.cdiv(inner, BN), GROUP)
     expert, row, pair, real = rows_of_tile(expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM, MATCH)
     if expert < 0:
         return
     f = tl.arange(0, 2 * BN)
-    # Columns behind the last one repeat it and are not stored.
+    # Columns after the last one repeat it and are not stored.
     weight_row = tl.where(f < BN, 0, inner) + tl.minimum(block * BN + f % BN, inner - 1)
     a_ptr = x_TD + (pair // K).to(tl.int64)[:, None] * x_stride
     b_ptr = gate_up_EFD + expert.to(tl.int64) * (2 * inner * D) + weight_row[:, None] * D
@@ -147,36 +118,13 @@ def gate_up_grouped(
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def down_grouped(
-    weight_TK,
-    weight_N,
-    expert_TK,
-    h_NI,
-    down_EDI,
-    bias_ED,
-    out,
-    order_N,
-    tile_3M,
-    max_tiles,
-    num_pairs,
-    scaling,
-    D,
-    inner,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    SWAP: tl.constexpr,
-    MATCH: tl.constexpr,
-    EVEN: tl.constexpr,
-    ADD: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    weight_TK, weight_N, expert_TK, h_NI, down_EDI, bias_ED, out, order_N, tile_3M,
+    max_tiles, num_pairs, scaling, D, inner,
+    K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """rows[pair, columns] = weight · (down · h), or with ADD its fp32 sum into y[token, columns]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     tile, block = tile_of_program(max_tiles, tl.cdiv(D, BN), GROUP)
     expert, row, pair, real = rows_of_tile(expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM, MATCH)
     if expert < 0:
@@ -192,7 +140,7 @@ def down_grouped(
         acc += tl.load(bias_ED + expert * D + weight_row).to(tl.float32)[None, :]
     inside = (column < D)[None, :]
     if MATCH:
-        # A token that names an expert twice gets one row with both weights; sum_rows knows.
+        # A token that names an expert twice gets one row with both weights: see FIRST of sum_rows.
         k = tl.arange(0, KP)[None, :]
         pairs = tl.arange(0, BM)[:, None] * K + k
         mine = (k < K) & (pairs < num_pairs)

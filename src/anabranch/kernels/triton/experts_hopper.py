@@ -2,17 +2,17 @@
 
 T tokens, D hidden width, K experts per token, E experts, I expert width (`inner`), F = 2 · I, N = T · K pairs, M tiles.
 
-Twin of experts_grouped, written in Gluon because here the overlap is everything. A few warps fill a ring of stages in
-shared memory, tile after tile without a break: weights by the copy engine, rows of x gathered with 16-byte copies.
-One or two warpgroups (GROUPS) multiply and share the weights' tile; each takes one or two slabs of 64 rows (SLABS).
-They run freely: one writes its results while the other multiplies, and while both write, the ring fills. Slabs without
-rows are neither loaded nor multiplied; a warpgroup without any only passes the stages on. Since tiles cost different
-times, programs draw their work from a counter; the loading warps draw, and tell the others through shared memory.
+Twin of experts_grouped, in Gluon, to control how loads and products overlap. A few warps fill a ring of stages in
+shared memory without a pause between tiles: weights by the copy engine, rows of x gathered with 16-byte copies. One or
+two warpgroups (GROUPS) multiply and share the weights; each takes one or two slabs of 64 rows (SLABS). They are not
+synchronised: one writes its results while the other multiplies, and while both write, the ring fills. Slabs without
+rows are neither loaded nor multiplied. Tiles take different times, so programs take work items from a counter; the
+loading warps do, and pass the item on through shared memory.
 
-A tile may hold a few rows more than its slabs (EXTRA): with operands swapped they are a narrow product of their own,
-much cheaper than to load an expert's weights once more for them.
+A tile may hold a few rows more than its slabs (EXTRA): with operands swapped they are a narrow product, much cheaper
+than loading the expert's weights again for them.
 
-What this file does not do: biases, fp32, adding into tokens' rows (experts_grouped does).
+Not supported: biases, fp32, adding into tokens' rows (see experts_grouped).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from anabranch.kernels.compiling.gluon_names import thread_load, tma_load
 from anabranch.kernels.triton.experts_ring import (
-    announce,
-    hear,
     locate,
     make_ring,
     multiply_extra,
     multiply_slab,
     multiply_two,
+    publish_tile,
+    read_tile,
 )
-from anabranch.kernels.triton.gluon_names import thread_load, tma_load
 
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How both operands lie in shared memory: rows of 64 elements, swizzled over 128 bytes."""
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """For the copy engine: the tensor as one matrix with its last dimension as columns."""
+    """The tensor as a matrix, its last dimension as columns, for the copy engine."""
     return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), [rows, columns], SHARED)
 
 
@@ -82,20 +82,12 @@ def gather_depth(
         else:
             mbarrier.expect(bar, 2 * BN * BK * 2)
             for part in gl.static_range(BN // BOX):
-                tma_load(
-                    w_desc, [first + part * BOX, k], bar, b.slice(part * BOX, BOX, dim=0)
-                )
-                tma_load(
-                    w_desc, [first + inner + part * BOX, k], bar, b.slice(BN + part * BOX, BOX, dim=0)
-                )
+                tma_load(w_desc, [first + part * BOX, k], bar, b.slice(part * BOX, BOX, dim=0))
+                tma_load(w_desc, [first + inner + part * BOX, k], bar, b.slice(BN + part * BOX, BOX, dim=0))
         for slab in gl.static_range(SLABS):
-            thread_load(
-                a_ring.index(stage * SLABS + slab), x_TD + (offsets[slab] + k), mask=reals[slab]
-            )
+            thread_load(a_ring.index(stage * SLABS + slab), x_TD + (offsets[slab] + k), mask=reals[slab])
         if EXTRA:
-            thread_load(
-                x_ring.index(stage), x_TD + (offsets[SLABS] + k), mask=reals[SLABS]
-            )
+            thread_load(x_ring.index(stage), x_TD + (offsets[SLABS] + k), mask=reals[SLABS])
         async_copy.mbarrier_arrive(bar, increment_count=False)
         step += 1
     return step
@@ -104,7 +96,7 @@ def gather_depth(
 @gluon.jit
 def gather_and_load(
     x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner, counter,
-    a_ring, b_ring, x_ring, full, empty, told,
+    a_ring, b_ring, x_ring, full, empty, tile_info,
     K: gl.constexpr, DEPTH: gl.constexpr, BAND: gl.constexpr, EXTRA: gl.constexpr, NARROW: gl.constexpr,
 ):
     """The loading warps of the gate/up product."""
@@ -122,11 +114,11 @@ def gather_and_load(
     block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
     pairs = pairs_of(order_N, begin, end, r, SLABS)
     while index < num_tiles * num_blocks:
-        announce(told, empty, step, block, begin, end)
+        publish_tile(tile_info, empty, step, block, begin, end)
         offsets = ()
         reals = ()
         for slab in gl.static_range(SLABS):
-            # 32 bits: registers are scarce.
+            # 32-bit offsets, to save registers.
             offsets = offsets + ((pairs[slab] // K)[:, None] * x_stride + d[None, :],)
             reals = reals + ((begin + slab * 64 + r < end)[:, None],)
         if EXTRA:
@@ -139,7 +131,7 @@ def gather_and_load(
             x_TD, w_desc, offsets, reals, first, narrow, inner, step, a_ring, b_ring, x_ring, full, empty,
             0, HEAD, EXTRA, NARROW,
         )
-        # The ring is full: time to look up the next piece of work.
+        # The ring is full: load the next work item meanwhile.
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
         pairs = pairs_of(order_N, begin, end, r, SLABS)
@@ -147,7 +139,7 @@ def gather_and_load(
             x_TD, w_desc, offsets, reals, first, narrow, inner, step, a_ring, b_ring, x_ring, full, empty,
             HEAD, DEPTH, EXTRA, NARROW,
         )
-    announce(told, empty, step, -1, 0, 0)
+    publish_tile(tile_info, empty, step, -1, 0, 0)
     mbarrier.expect(full.index(step % STAGES), 0)
     async_copy.mbarrier_arrive(full.index(step % STAGES), increment_count=False)
 
@@ -166,7 +158,7 @@ def load_depth(
         stage = step % STAGES
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-        # One arrival, whatever the number of rows.
+        # One arrival for any number of rows.
         for slab in gl.static_range(SLABS):
             last = num_rows > slab * 64
             if (slab < SLABS - 1) | (EXTRA > 0):
@@ -176,13 +168,9 @@ def load_depth(
             mbarrier.expect(bar, (SLABS * 64 + EXTRA + BN) * BK * 2, pred=num_rows > SLABS * 64)
         tma_load(w_desc, [first, k], bar, b_ring.index(stage), pred=step >= EARLY)
         for slab in gl.static_range(SLABS):
-            tma_load(
-                h_desc, [row + slab * 64, k], bar, a_ring.index(stage * SLABS + slab), pred=num_rows > slab * 64
-            )
+            tma_load(h_desc, [row + slab * 64, k], bar, a_ring.index(stage * SLABS + slab), pred=num_rows > slab * 64)
         if EXTRA:
-            tma_load(
-                extra_desc, [row + SLABS * 64, k], bar, x_ring.index(stage), pred=num_rows > SLABS * 64
-            )
+            tma_load(extra_desc, [row + SLABS * 64, k], bar, x_ring.index(stage), pred=num_rows > SLABS * 64)
         step += 1
     return step
 
@@ -190,12 +178,12 @@ def load_depth(
 @gluon.jit
 def load_rows(
     h_desc, extra_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, counter,
-    a_ring, b_ring, x_ring, full, empty, told,
+    a_ring, b_ring, x_ring, full, empty, tile_info,
     DEPTH: gl.constexpr, BAND: gl.constexpr, EXTRA: gl.constexpr,
 ):
-    """The loading warp of the down product: rows of h stand in tile order already.
+    """The loading warp of the down product: rows of h are in tile order.
 
-    The first weights are on their way before the gate/up kernel has finished; h is not touched until then.
+    The first weights are loaded before the gate/up kernel has finished; h is read after that.
     """
     STAGES: gl.constexpr = b_ring.shape[0]
     BK: gl.constexpr = a_ring.shape[2]
@@ -212,7 +200,7 @@ def load_rows(
         )
     gdc_wait()
     while index < num_tiles * num_blocks:
-        announce(told, empty, step, block, begin, end)
+        publish_tile(tile_info, empty, step, block, begin, end)
         first, row, num_rows = expert * D + block * BN, begin, end - begin
         step = load_depth(
             h_desc, extra_desc, w_desc, first, row, num_rows, step, a_ring, b_ring, x_ring, full, empty,
@@ -224,7 +212,7 @@ def load_rows(
             h_desc, extra_desc, w_desc, first, row, num_rows, step, a_ring, b_ring, x_ring, full, empty,
             HEAD, DEPTH, EARLY, EXTRA,
         )
-    announce(told, empty, step, -1, 0, 0)
+    publish_tile(tile_info, empty, step, -1, 0, 0)
     mbarrier.expect(full.index(step % STAGES), 0)
 
 
@@ -256,7 +244,7 @@ def gated(gate, up, GELU: gl.constexpr):
 
 @gluon.jit
 def store_extra_gated(gate, up, h_NI, begin, end, first_column, inner, GELU: gl.constexpr):
-    """The extra rows, which stand as columns."""
+    """The extra rows, which are columns of the product."""
     layout: gl.constexpr = gate.type.layout
     column = first_column + gl.arange(0, 64, gl.SliceLayout(1, layout))
     row = begin + gl.arange(0, gate.shape[1], gl.SliceLayout(0, layout))
@@ -271,7 +259,7 @@ def gate_up_tile(
     WHO: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr, WITH: gl.constexpr, DEPTH: gl.constexpr,
     EXTRA: gl.constexpr, GELU: gl.constexpr,
 ):
-    """One warpgroup's part of a tile with BN columns. WITH: it also computes extra rows, if there are any."""
+    """One warpgroup's part of a tile with BN columns. WITH: including extra rows, if there are any."""
     SLABS: gl.constexpr = a_ring.shape[0] // b_ring.shape[0]
     plain = True
     if SLABS > GROUPS:
@@ -283,7 +271,7 @@ def gate_up_tile(
     if WITH & (EXTRA > 0):
         if end - begin > SLABS * 64:
             plain = False
-            # Each warpgroup takes 64 columns of the extra rows; the only one, the first 64.
+            # Each warpgroup takes 64 columns of the extra rows; with BN = 64, the first one takes them all.
             SHARE: gl.constexpr = WHO * 64 if BN > 64 else 0
             acc, gate, up, step = multiply_extra(
                 a_ring, b_ring, x_ring, full, empty, step, WHO, 2 * BN, SHARE, BN + SHARE, DEPTH, True
@@ -299,17 +287,17 @@ def gate_up_tile(
 
 @gluon.jit
 def gate_up_warpgroup(
-    h_NI, inner, a_ring, b_ring, x_ring, full, empty, told,
+    h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
     WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr, NARROW: gl.constexpr,
     GELU: gl.constexpr,
 ):
     BN: gl.constexpr = b_ring.shape[1] // 2
     step = 0
-    block, begin, end = hear(told, full, step)
+    block, begin, end = read_tile(tile_info, full, step)
     while block >= 0:
         wide = True
         if NARROW:
-            # The last block has half the columns, and half the work.
+            # The last block has half the columns.
             wide = block * BN + BN <= inner
             if block * BN + BN > inner:
                 step = gate_up_tile(
@@ -321,12 +309,12 @@ def gate_up_warpgroup(
                 h_NI, begin, end, block * BN, inner, step, a_ring, b_ring, x_ring, full, empty,
                 WHO, GROUPS, BN, True, DEPTH, EXTRA, GELU,
             )
-        block, begin, end = hear(told, full, step)
+        block, begin, end = read_tile(tile_info, full, step)
 
 
 @gluon.jit
 def fetch_scatter(weight_N, order_N, begin, end, width: gl.constexpr, out: gl.constexpr):
-    """Weight and pair of 64 rows, each where it will be used."""
+    """Pair and weight of 64 rows, each in the layout in which it is used."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     row = begin + gl.arange(0, 64, gl.SliceLayout(1, out))
     acc_row = begin + gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -336,7 +324,7 @@ def fetch_scatter(weight_N, order_N, begin, end, width: gl.constexpr, out: gl.co
 
 @gluon.jit
 def store_weighted(acc, weight, pair, rows_ND, first_column, D, out: gl.constexpr):
-    """64 weighted rows, each to its pair; by halves, since the way through shared memory must fit beside the ring."""
+    """64 weighted rows, each to its pair; in halves, to leave shared memory for the ring."""
     PART: gl.constexpr = acc.shape[1] // 2
     dtype: gl.constexpr = rows_ND.dtype.element_ty
     column = first_column + gl.arange(0, PART, gl.SliceLayout(0, out))
@@ -349,7 +337,7 @@ def store_weighted(acc, weight, pair, rows_ND, first_column, D, out: gl.constexp
 
 @gluon.jit
 def store_extra_weighted(acc, weight_N, order_N, rows_ND, begin, end, first_column, D):
-    """The extra rows, which stand as columns."""
+    """The extra rows, which are columns of the product."""
     layout: gl.constexpr = acc.type.layout
     column = first_column + gl.arange(0, 64, gl.SliceLayout(1, layout))
     row = begin + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
@@ -362,14 +350,14 @@ def store_extra_weighted(acc, weight_N, order_N, rows_ND, begin, end, first_colu
 
 @gluon.jit
 def down_warpgroup(
-    weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, told,
+    weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, tile_info,
     WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr,
 ):
     BN: gl.constexpr = b_ring.shape[1]
     SLABS: gl.constexpr = a_ring.shape[0] // b_ring.shape[0]
     out: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BN // 16), BN // 16], [4, 1], [1, 0])
     step = 0
-    block, begin, end = hear(told, full, step)
+    block, begin, end = read_tile(tile_info, full, step)
     while block >= 0:
         column = block * BN
         pair, weight = fetch_scatter(weight_N, order_N, begin + WHO * 64, end, BN, out)
@@ -396,7 +384,7 @@ def down_warpgroup(
             acc, step = multiply_slab(a_ring, b_ring, full, empty, step, end - begin, WHO, BN, DEPTH, False)
             if end - begin > WHO * 64:
                 store_weighted(acc, weight, pair, rows_ND, column, D, out)
-        block, begin, end = hear(told, full, step)
+        block, begin, end = read_tile(tile_info, full, step)
 
 
 @gluon.jit(do_not_specialize=["max_tiles"])
@@ -407,24 +395,24 @@ def gate_up_hopper(
     GELU: gl.constexpr,
 ):
     """h[row, columns] = activation(gate · x) · (up · x); DEPTH is D. NARROW: the last block has BN / 2 columns."""
-    # A stage is full after the copy engine's bytes and the copies of each of the 128 gathering threads.
-    a_ring, b_ring, x_ring, full, empty, told = make_ring(
+    # A stage is full after the copy engine's bytes and the copies of each of the 128 loading threads.
+    a_ring, b_ring, x_ring, full, empty, tile_info = make_ring(
         w_desc.dtype, SLABS, 2 * BN, BK, STAGES, GROUPS, EXTRA, 129
     )
     gdc_wait()
     gdc_launch_dependents()
     num_tiles = gl.load(head)
     num_blocks = gl.cdiv(inner, BN)
-    # Written out: a tuple that was put together forgets what is constant.
+    # Written out, because a concatenated tuple loses its constants.
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, told,
+                (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
                                      0, GROUPS, DEPTH, EXTRA, NARROW, GELU)),
-                (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, told,
+                (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
                                      1, GROUPS, DEPTH, EXTRA, NARROW, GELU)),
                 (gather_and_load, (x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner,
-                                   head + 1, a_ring, b_ring, x_ring, full, empty, told,
+                                   head + 1, a_ring, b_ring, x_ring, full, empty, tile_info,
                                    K, DEPTH, BAND, EXTRA, NARROW)),
             ],
             [4, 4], [224, 56],
@@ -432,10 +420,10 @@ def gate_up_hopper(
     else:
         gl.warp_specialize(
             [
-                (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, told,
+                (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
                                      0, GROUPS, DEPTH, EXTRA, NARROW, GELU)),
                 (gather_and_load, (x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner,
-                                   head + 1, a_ring, b_ring, x_ring, full, empty, told,
+                                   head + 1, a_ring, b_ring, x_ring, full, empty, tile_info,
                                    K, DEPTH, BAND, EXTRA, NARROW)),
             ],
             [4], [56],
@@ -448,32 +436,32 @@ def down_hopper(
     SLABS: gl.constexpr, EXTRA: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr,
 ):
-    """rows[pair, columns] = weight · (down · h); DEPTH is I, weights stand in tile order."""
-    a_ring, b_ring, x_ring, full, empty, told = make_ring(w_desc.dtype, SLABS, BN, BK, STAGES, GROUPS, EXTRA, 1)
+    """rows[pair, columns] = weight · (down · h); DEPTH is I, weights are in tile order."""
+    a_ring, b_ring, x_ring, full, empty, tile_info = make_ring(w_desc.dtype, SLABS, BN, BK, STAGES, GROUPS, EXTRA, 1)
     gdc_launch_dependents()
-    # The plan is older than the gate/up kernel, which let this one start only after having waited for it: all of it
-    # may be read. The loading warp alone touches h, and waits.
+    # The row order was complete before the gate/up kernel let this one start, so it may be read. Only the loading warp
+    # reads h, and it waits.
     num_tiles = gl.load(head)
     num_blocks = gl.cdiv(D, BN)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (down_warpgroup, (weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, told,
+                (down_warpgroup, (weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, tile_info,
                                   0, GROUPS, DEPTH, EXTRA)),
-                (down_warpgroup, (weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, told,
+                (down_warpgroup, (weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, tile_info,
                                   1, GROUPS, DEPTH, EXTRA)),
                 (load_rows, (h_desc, extra_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2,
-                             a_ring, b_ring, x_ring, full, empty, told, DEPTH, BAND, EXTRA)),
+                             a_ring, b_ring, x_ring, full, empty, tile_info, DEPTH, BAND, EXTRA)),
             ],
             [4, 1], [224, 40],
         )
     else:
         gl.warp_specialize(
             [
-                (down_warpgroup, (weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, told,
+                (down_warpgroup, (weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, tile_info,
                                   0, GROUPS, DEPTH, EXTRA)),
                 (load_rows, (h_desc, extra_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2,
-                             a_ring, b_ring, x_ring, full, empty, told, DEPTH, BAND, EXTRA)),
+                             a_ring, b_ring, x_ring, full, empty, tile_info, DEPTH, BAND, EXTRA)),
             ],
             [1], [40],
         )

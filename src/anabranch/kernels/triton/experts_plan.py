@@ -1,10 +1,10 @@
-"""Which rows each tile of a grouped product reads: pairs in expert order, cut into tiles that hold one expert each.
+"""Which rows each tile of a grouped product reads: pairs in expert order, split into tiles of one expert each.
 
 T tokens, K experts per token, N = T · K pairs, E experts, M tiles, G chunks of pairs.
 
-All sizes that depend on the routing stay on the device: the host only knows that M tiles are enough, since every
-expert adds at most one tile that is not full. Within an expert pairs come in any order: a row of a product has the same
-bits wherever in a tile it stands.
+Sizes that depend on the routing stay on the device. The host knows only an upper bound M of the number of tiles: every
+expert has at most one tile that is not full. Pairs of an expert are in no particular order: the bits of a product's row
+do not depend on its place in a tile.
 """
 
 from __future__ import annotations
@@ -14,43 +14,42 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.experts_tiles import padded_tokens
-from anabranch.kernels.triton.launch import cdiv, next_power_of_2
+from anabranch.kernels.triton.launch import cdiv, next_power_of_2, wait_for_predecessor
+from anabranch.kernels.tuning.experts_tiles import padded_tokens
 
 ONE_KERNEL = (256, 512, 1024, 2048, 4096, 8192)
-"""Up to so many pairs every program counts all of them, and each of these bounds is a version of the kernel; above, a
-kernel of its own counts chunks."""
+"""Up to the last bound, every program counts all pairs, and each bound is a version of the kernel; above, a separate
+kernel counts chunks."""
 FEW_CHUNKS = 64
-"""Chunks whose counts a program of the second kernel looks at, unless there are more."""
+"""The least number of chunks that the second kernel is compiled for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RowOrder:
     """Tile m holds rows begin[m] .. end[m] of expert[m]; row r belongs to pair order_N[r].
 
-    A tile has at most BM rows and, where that spares an expert its last tile with few rows, up to EXTRA more.
+    A tile has at most BM rows, and up to EXTRA more where that saves a last tile with few rows.
     """
 
     order_N: torch.Tensor
-    """int32; rows behind the last expert's are not written."""
+    """int32; rows after the last expert's are not written."""
     weight_N: torch.Tensor
     """fp32: the router weight of each row, times `scaling`."""
     tile_3M: torch.Tensor
-    """int32: expert, begin, end of each tile; expert −1: no such tile."""
+    """int32: expert, begin, end of each tile; expert −1: an unused one."""
     head: torch.Tensor
-    """int32: the number of tiles that exist, then two zeros for kernels that count."""
+    """int32: the number of used tiles, then two counters that start at zero."""
     max_tiles: int
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_rows: int) -> int:
-    """Σ ⌈rows of an expert / BM⌉ is at most this, however the pairs are spread."""
+    """An upper bound of Σ ⌈rows of an expert / BM⌉ for any routing."""
     partial = min(num_pairs, num_experts)
     return partial + (num_pairs - partial) // block_rows
 
 
-def make_plan(
+def order_rows(
     expert_TK: torch.Tensor,
     weight_TK: torch.Tensor,
     scaling: float,
@@ -58,11 +57,11 @@ def make_plan(
     block_rows: int,
     extra_rows: int,
     pdl: bool,
-) -> Plan:
+) -> RowOrder:
     num_pairs, device = expert_TK.numel(), expert_TK.device
     tiles = max_tiles(num_pairs, num_experts, block_rows)
     padded = next_power_of_2(num_experts)
-    # As if there were as many tokens as the tiles were chosen for: so many versions are known before the first step.
+    # For the number of tokens that tiles are chosen for, so that few versions exist and a start can compile them all.
     most_pairs = padded_tokens(expert_TK.shape[0]) * expert_TK.shape[1]
     bound = next((bound for bound in ONE_KERNEL if bound >= most_pairs), 0)
     chunk = min(256, bound) if bound else max(1024, next_power_of_2(most_pairs) // 128)
@@ -72,7 +71,7 @@ def make_plan(
     tile_3M = torch.empty(3, tiles, dtype=torch.int32, device=device)
     head = torch.empty(3, dtype=torch.int32, device=device)
     cursor_GE = torch.empty(num_chunks, padded, dtype=torch.int32, device=device)
-    count_GE = cursor_GE  # not read by a program that counts for itself
+    count_GE = cursor_GE  # not read where every program counts all pairs
     options = {"launch_pdl": True} if pdl else {}
     warps = 4 if 0 < bound <= 1024 else 8
     if not bound:
@@ -81,37 +80,19 @@ def make_plan(
             expert_TK, count_GE, num_pairs, CHUNK=chunk, EP=padded, PDL=pdl, num_warps=warps, **options
         )
     place_pairs[(num_chunks,)](
-        expert_TK,
-        count_GE,
-        cursor_GE,
-        weight_TK,
-        order_N,
-        weight_N,
-        tile_3M,
-        head,
-        num_pairs,
-        tiles,
-        num_chunks,
-        scaling,
-        BM=block_rows,
-        EXTRA=extra_rows,
-        CHUNK=chunk,
-        EP=padded,
+        expert_TK, count_GE, cursor_GE, weight_TK, order_N, weight_N, tile_3M, head,
+        num_pairs, tiles, num_chunks, scaling,
+        BM=block_rows, EXTRA=extra_rows, CHUNK=chunk, EP=padded,
         GP=1 if bound else max(FEW_CHUNKS, next_power_of_2(cdiv(most_pairs, chunk))),
-        NP=bound,
-        PDL=pdl,
-        num_warps=warps,
-        **options,
-    )
-    return Plan(order_N, weight_N, tile_3M, head, tiles)
+        NP=bound, PDL=pdl, num_warps=warps, **options,
+    )  # fmt: skip
+    return RowOrder(order_N, weight_N, tile_3M, head, tiles)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_pairs(expert_N, count_GE, num_pairs, CHUNK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr):
     g = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     pair = g * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(expert_N + pair, mask=pair < num_pairs, other=-1)
     tl.store(count_GE + g * EP + tl.arange(0, EP), tl.histogram(expert, EP, mask=expert >= 0))
@@ -119,32 +100,15 @@ def count_pairs(expert_N, count_GE, num_pairs, CHUNK: tl.constexpr, EP: tl.const
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles", "num_chunks"])
 def place_pairs(
-    expert_N,
-    count_GE,
-    cursor_GE,
-    weight_TK,
-    order_N,
-    weight_N,
-    tile_3M,
-    head,
-    num_pairs,
-    max_tiles,
-    num_chunks,
-    scaling,
-    BM: tl.constexpr,
-    EXTRA: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EP: tl.constexpr,
-    GP: tl.constexpr,
-    NP: tl.constexpr,
+    expert_N, count_GE, cursor_GE, weight_TK, order_N, weight_N, tile_3M, head,
+    num_pairs, max_tiles, num_chunks, scaling,
+    BM: tl.constexpr, EXTRA: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr, GP: tl.constexpr, NP: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Every program places the pairs of its chunk and writes its share of the tiles."""
     g = tl.program_id(0)
     e = tl.arange(0, EP)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     pair = g * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(expert_N + pair, mask=pair < num_pairs, other=-1)
     weight = tl.load(weight_TK + pair, mask=expert >= 0, other=0.0)
@@ -164,14 +128,14 @@ def place_pairs(
         before = tl.sum(tl.where(chunk < g, counts, 0), 0)
     end = tl.cumsum(count, 0)
     begin = end - count
-    # Ranks are drawn from a counter for each expert of the chunk, in memory.
+    # Ranks come from a counter in memory for each expert of the chunk.
     tl.store(cursor_GE + g * EP + e, begin + before)
     tl.debug_barrier()
     row = tl.atomic_add(cursor_GE + g * EP + expert, 1, mask=expert >= 0, sem="relaxed")
     tl.store(order_N + row, pair, mask=expert >= 0)
     tl.store(weight_N + row, weight * scaling, mask=expert >= 0)
 
-    # Tiles are written by their experts, one of each expert at a time; programs take turns.
+    # One tile of every expert at a time; programs take turns.
     rest = count % BM
     surplus = tl.where((rest <= 2 * EXTRA) & (rest <= count // BM * EXTRA), rest, 0)
     tiles = count // BM + ((rest > 0) & (surplus == 0)).to(tl.int32)

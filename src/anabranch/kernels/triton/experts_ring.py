@@ -1,8 +1,9 @@
-"""The ring of stages in shared memory through which experts_hopper's warps work together.
+"""The ring buffer of stages in shared memory between experts_hopper's loading and multiplying warps.
 
-N rows, M tiles. Warps that load fill a stage (`full`), warps that multiply empty it (`empty`); both go through the
-stages in the same order and count steps. A stage holds 64 rows of each slab (a_ring), the weights of all columns
-(b_ring) and perhaps extra rows (x_ring), BK deep; `told` says which tile begins in it.
+N rows, M tiles. Loading warps fill a stage and arrive at its barrier `full`, multiplying warps arrive at `empty` when
+they have used it; both go through the stages in the same order and count steps. A stage holds 64 rows of each slab
+(a_ring), the weights of all columns (b_ring) and, with EXTRA, extra rows (x_ring), BK deep; `tile_info` holds the
+column block and the row range of the tile that begins in it. WHO is the index of a multiplying warpgroup.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anabranch.kernels.triton.gluon_names import barrier
+from anabranch.kernels.compiling.gluon_names import barrier
 
 # Long parameter lists; one name per line would hide what they do.
 # fmt: off
@@ -37,19 +38,19 @@ def make_ring(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    told = gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain)
+    tile_info = gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=GROUPS)
-    return a_ring, b_ring, x_ring, full, empty, told
+    return a_ring, b_ring, x_ring, full, empty, tile_info
 
 
 @gluon.jit
 def locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND: gl.constexpr):
-    """(column block, expert, begin, end) of the index-th piece of work: BAND tiles go through all columns together.
+    """(column block, expert, begin, end) of a work item: BAND tiles go through all columns together.
 
-    Behind the last piece it repeats it, so that the next piece can always be looked up ahead of time. Where there is
-    none at all, what the plan says of the first one is not read: nobody wrote it.
+    An index after the last item gives the last one, so that the next item can always be loaded ahead of time. Where
+    there are no tiles, nothing is read: the memory is not initialised.
     """
     index = gl.maximum(gl.minimum(index, num_tiles * num_blocks - 1), 0)
     band = index // (BAND * num_blocks)
@@ -65,24 +66,24 @@ def locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND: gl.constexpr)
 
 
 @gluon.jit
-def announce(told, empty, step, block, begin, end):
-    """Tell the multiplying warps what the tile is that begins in this step; block −1: nothing more."""
+def publish_tile(tile_info, empty, step, block, begin, end):
+    """Write which tile begins in this step, for the multiplying warps; block −1: there are no more."""
     STAGES: gl.constexpr = empty.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     what = gl.arange(0, 4, layout)
     mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
-    told.index(step % STAGES).store(gl.where(what == 0, block, gl.where(what == 1, begin, end)))
+    tile_info.index(step % STAGES).store(gl.where(what == 0, block, gl.where(what == 1, begin, end)))
     barrier()
 
 
 @gluon.jit
-def hear(told, full, step):
-    """(column block, begin, end) of the tile that begins in this step."""
+def read_tile(tile_info, full, step):
+    """(column block, begin, end) of the tile that begins in this step, as the loading warps wrote it."""
     STAGES: gl.constexpr = full.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     what = gl.arange(0, 4, layout)
     mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-    values = told.index(step % STAGES).load(layout)
+    values = tile_info.index(step % STAGES).load(layout)
     return (
         gl.sum(gl.where(what == 0, values, 0), 0), gl.sum(gl.where(what == 1, values, 0), 0),
         gl.sum(gl.where(what == 2, values, 0), 0),
@@ -105,16 +106,16 @@ def multiply_slab(
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             if GATHERED:
-                fence_async_shared()  # rows were written by ordinary threads
+                fence_async_shared()  # rows were written by threads, not by the copy engine
             b = b_ring.index(stage).slice(0, WIDTH, dim=0).permute([1, 0])
             acc = warpgroup_mma(a_ring.index(stage * SLABS + WHO), b, acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
-            # The product before this one is done, so its stage is free.
+            # The previous product is complete, so its stage is free.
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-    else:  # stages are only passed on
+    else:  # no rows: free the stages
         for _ in range(0, DEPTH, BK):
             mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
             mbarrier.arrive(empty.index(step % STAGES), count=1)
@@ -125,7 +126,7 @@ def multiply_slab(
 @gluon.jit
 def multiply_two(a_ring, b_ring, full, empty, step, WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr,
                  GATHERED: gl.constexpr):
-    """As multiply_slab for a warpgroup that has rows in both of its slabs."""
+    """Like multiply_slab, for a warpgroup that has rows in both of its slabs."""
     STAGES: gl.constexpr = b_ring.shape[0]
     SLABS: gl.constexpr = a_ring.shape[0] // STAGES
     BK: gl.constexpr = a_ring.shape[2]
@@ -155,7 +156,7 @@ def multiply_extra(
     WHO: gl.constexpr, WIDTH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DEPTH: gl.constexpr,
     GATHERED: gl.constexpr,
 ):
-    """As multiply_slab, and the extra rows times weight rows LEFT .. LEFT + 64 and RIGHT .. RIGHT + 64, transposed."""
+    """Like multiply_slab, and the extra rows times 64 weight rows from LEFT and 64 from RIGHT on, transposed."""
     STAGES: gl.constexpr = b_ring.shape[0]
     SLABS: gl.constexpr = a_ring.shape[0] // STAGES
     EXTRA: gl.constexpr = x_ring.shape[1]

@@ -1,30 +1,30 @@
-"""Experts for a handful of tokens: two kernels that stream weights, without sort, padding or scatter.
+"""Experts for a few tokens: two kernels that stream weights, without sort, padding or scatter.
 
 T tokens, D hidden width, K experts per token, I expert width (`inner`), F = 2 · I, pair p = t · K + k.
 
-So few rows leave the matrix units idle, so these are matrix-vector products on ordinary cores: a program owns a few
-weight rows, issues all their loads (16 bytes a thread) at once and is done. What limits them is how many bytes are in
-flight, never arithmetic. With one token per program the down kernel sums a token's experts in registers: no atomics,
-the same bits every time. With more tokens the experts they share should be read once: then the first pair of an
-expert computes the rows of all its pairs, and a last kernel sums them.
+So few rows do not fill the matrix units, so these are matrix-vector products on ordinary cores: a program has a few
+weight rows and issues all their loads (16 bytes a thread) at once. They are limited by the bytes in flight, not by
+arithmetic. `down_token` sums a token's experts in registers: no atomics, the same bits every time. With SHARE, the
+experts that tokens share are read once: the first pair of an expert computes the rows of all its pairs, and another
+kernel sums them.
 
-On Hopper each kernel is launched before its predecessor has finished (`PDL`); the down kernels fetch weights before
-they wait. Only what an earlier kernel than the predecessor wrote may be read before the wait: every kernel here
-waits before it lets its successor start, so router ids are safe there and `h` is not.
+On Hopper each kernel is launched before its predecessor has finished (`PDL`); the down kernels load weights before they
+wait. Before the wait, only results of kernels before the predecessor may be read: every kernel here waits before it
+lets its successor start, so router ids may be read there and `h` may not.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.triton.gated import activate
+from anabranch.kernels.triton.launch import wait_for_predecessor
 
 
 @triton.jit
 def next_pair(expert_N, e, after, num_pairs, PAIRS: tl.constexpr):
-    """The first pair behind `after` that has expert e; num_pairs or more if there is none."""
+    """The first pair after `after` that has expert e; num_pairs or more if there is none."""
     p = tl.arange(0, PAIRS)
     ids = tl.load(expert_N + p, mask=p < num_pairs, other=-1)
     return tl.min(tl.where((ids == e) & (p > after), p, PAIRS), 0)
@@ -32,29 +32,13 @@ def next_pair(expert_N, e, after, num_pairs, PAIRS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_small(
-    x_TD,
-    x_stride,
-    expert_N,
-    gate_up_EFD,
-    bias_EF,
-    h_NI,
-    num_pairs,
-    D,
-    inner,
-    K: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SHARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_TD, x_stride, expert_N, gate_up_EFD, bias_EF, h_NI, num_pairs, D, inner,
+    K: tl.constexpr, PAIRS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """ROWS columns of h (ROWS gate rows and their up rows) of one pair, or of all pairs that share its expert."""
     pair = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     e = tl.load(expert_N + pair)
     if e < 0:
         return
@@ -68,14 +52,14 @@ def gate_up_small(
     w_ptr = gate_up_EFD + e.to(tl.int64) * (2 * inner * D) + row[:, None] * D + d[None, :]
     while pair < num_pairs:
         x_ptr = x_TD + (pair // K).to(tl.int64) * x_stride + d
-        # A copy of x for every weight row: it arrives in the registers where the weights are, without a detour.
+        # A copy of x for every weight row, so that it is loaded by the threads that hold the weights.
         x_ptr = x_ptr[None, :] + tl.zeros([2 * ROWS, 1], tl.int32)
         w = ()
         x = ()
         for c in tl.static_range(NUM_CHUNKS):
             inside = c * CHUNK + d < D
             w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
-        # All weight loads are to be under way before the first is used; the assembler would save registers instead.
+        # Issue all weight loads before the first is used; without this the assembler saves registers instead.
         tl.debug_barrier()
         for c in tl.static_range(NUM_CHUNKS):
             x = x + (tl.load(x_ptr + c * CHUNK, mask=(c * CHUNK + d < D)[None, :], other=0.0),)
@@ -97,25 +81,13 @@ def gate_up_small(
 
 @triton.jit
 def down_token(
-    weight_TK,
-    expert_TK,
-    h_NI,
-    down_EDI,
-    bias_ED,
-    y_TD,
-    scaling,
-    D,
-    inner,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    weight_TK, expert_TK, h_NI, down_EDI, bias_ED, y_TD, scaling, D, inner,
+    K: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """COLUMNS outputs of one token, summed over its experts in registers.
 
-    The weights of AHEAD experts are fetched before the wait: as many as leave room for all programs at once.
+    The weights of AHEAD experts are loaded before the wait: as many as leave registers for all programs at once.
     """
     t = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -128,16 +100,14 @@ def down_token(
         for c in tl.static_range(NUM_CHUNKS):
             inside = (e >= 0) & (c * CHUNK + i < inner)
             w = w + (tl.load(down_EDI + e * (D * inner) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     for k in tl.static_range(AHEAD, K):
         e = tl.load(expert_TK + t * K + k).to(tl.int64)
         for c in tl.static_range(NUM_CHUNKS):
             inside = (e >= 0) & (c * CHUNK + i < inner)
             w = w + (tl.load(down_EDI + e * (D * inner) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
     acc = tl.zeros([COLUMNS, CHUNK], tl.float32)
-    # A copy of h for every column: with a column per warp it arrives in the registers where the weights are.
+    # A copy of h for every column, as with x in gate_up_small.
     h_ptr = h_NI + t * (K * inner) + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
     y = tl.zeros([COLUMNS], tl.float32)
     for k in tl.static_range(K):
@@ -155,23 +125,10 @@ def down_token(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def down_pair(
-    weight_N,
-    expert_N,
-    h_NI,
-    down_EDI,
-    bias_ED,
-    rows_ND,
-    num_pairs,
-    scaling,
-    D,
-    inner,
-    PAIRS: tl.constexpr,
-    SHARE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
+    weight_N, expert_N, h_NI, down_EDI, bias_ED, rows_ND, num_pairs, scaling, D, inner,
+    PAIRS: tl.constexpr, SHARE: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """COLUMNS outputs of one pair, or of all pairs that share its expert; rows without an expert are not written."""
     pair = tl.program_id(0)
     e = tl.load(expert_N + pair)
@@ -186,9 +143,7 @@ def down_pair(
     for c in tl.static_range(NUM_CHUNKS):
         inside = own & (c * CHUNK + i < inner)
         w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     if own:
         h_ptr = h_NI + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
         while pair < num_pairs:

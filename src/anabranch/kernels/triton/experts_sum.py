@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.triton.launch import wait_for_predecessor
 
 
 @triton.jit
 def sum_rows(
-    expert_TK,
-    rows_TKD,
-    y_TD,
-    D,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FIRST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    expert_TK, rows_TKD, y_TD, D,
+    K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """y[t] = Σ_k rows[t, k] in fp32, always in the same order; rows without an expert are not read.
 
-    FIRST: where a token names an expert twice only the first row is there, and it holds both.
+    FIRST: where a token names an expert twice, only the first row was written, and it holds both.
     """
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, KP)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     expert = tl.load(expert_TK + t * K + k, mask=k < K, other=-1)
     there = expert >= 0
     if FIRST:

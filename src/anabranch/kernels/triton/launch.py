@@ -1,7 +1,7 @@
-"""How kernels are launched: what the device and this Triton allow, what launches share, and the arithmetic of grids.
+"""How kernels are launched: what the device and this Triton support, memory shared by launches, and grid arithmetic.
 
-Not Triton's own `cdiv` and `next_power_of_2`: those are made for kernels and take microseconds when called from Python,
-and a layer would call them twenty times.
+`cdiv` and `next_power_of_2` replace Triton's, which take microseconds when called from Python: a layer calls them
+twenty times.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import functools
 import importlib
 import logging
 from types import ModuleType
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.versions import gluon_problem
+from anabranch.kernels.compiling.versions import gluon_problem
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +29,26 @@ def dependent_launch(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def launch_options(dependent: bool) -> dict[str, Any]:
+    """For a kernel with the constant DEPENDENT, which waits on the device for its predecessor."""
+    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+
+
+@triton.jit
+def wait_for_predecessor(DEPENDENT: tl.constexpr):
+    """With dependent launch: wait until the kernels before have finished, then let the next one start."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 def is_hopper(device: torch.device) -> bool:
     return dependent_launch(device) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
 def gluon_kernels(name: str, device: torch.device) -> ModuleType | None:
-    """The file of this name, of kernels for Hopper in Gluon, where they can run. It is imported only there."""
+    """The module of this name, with Gluon kernels for Hopper; None, and not imported, where they cannot run."""
     if not is_hopper(device):
         return None
     if problem := gluon_problem():
@@ -47,12 +64,12 @@ def num_processors(device: torch.device) -> int:
 
 
 def lasting_zeros(device: torch.device, *shape: int) -> torch.Tensor:
-    """int32, for launches that count and leave zeros behind: made once by the caller, and kept for good, since captured
-    graphs know where they are. They must not be memory of a graph's pool; the engine runs each step once before it
-    captures it. Launches that share them have to follow each other."""
+    """int32 counters for launches that reset them to zero. The caller makes them once and never frees them, because
+    captured graphs hold their address. They must not be memory of a graph's pool: the engine runs each step once
+    before it captures it. Launches that share them must not overlap."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a kernel is captured before it ever ran, and what it keeps for good would be memory of that graph: "
+            "a kernel is captured before its first run, so its permanent counters would be memory of that graph: "
             "call it once before the capture"
         )
     return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -63,5 +80,5 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """No less than n; 0 for 0."""
+    """The least power of 2 that is at least n; 0 for 0."""
     return 1 << (n - 1).bit_length() if n > 0 else 0

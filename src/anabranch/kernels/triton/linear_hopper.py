@@ -1,17 +1,17 @@
-"""Dense projections of up to 32 tokens on Hopper: a program's weights lie in shared memory before its input is there.
+"""Dense projections of up to 32 tokens on Hopper: weights are loaded into shared memory before the input is complete.
 
-T tokens, D inputs, F outputs. A program that has few outputs and all inputs reads all of x, which from a dozen tokens
-on is more than its weights. So weights are cut into items of 64 outputs and 256 inputs; items of the same outputs are a
-tile, and each program takes P neighbours of a tile: 4096 → 2048 are 32 tiles of 16 items, and 128 programs have 4 each.
-There is at most one program for each multiprocessor. So all weights are asked for at once, by the copy engine, and
-before the wait for the kernel before: they are parameters. Behind the wait only x is read, which is in L2.
+T tokens, D inputs, F outputs. A program with few outputs and all inputs would read all of x, which from a dozen tokens
+on is more than its weights. So weights are split into items of 64 outputs and 256 inputs; items of the same outputs are
+a tile, and each program takes P consecutive items of a tile: 4096 → 2048 is 32 tiles of 16 items, and 128 programs take
+4 each. There is at most one program per multiprocessor, so the copy engine loads all weights at once, before the wait
+for the previous kernel: they are parameters. After the wait only x is read, from L2.
 
-What a program has of a tile is a part: fp32, through L2. Whoever is the last to bring one adds up all of them, in the
-order of inputs, so that sums do not depend on who that was. Arrivals are counted; the last one sets the count back to
-zero, for the next launch.
+Programs exchange their parts of a tile through L2, in fp32. The last one to store a part adds them all in the order of
+inputs, so that sums do not depend on which is last. Arrivals are counted; the last one resets the count for the next
+launch.
 
-What this file does not know: when it is taken (`linear` does). What it does not do: fp32, rows that do not begin at 16
-bytes, weights that do not fit into all shared memory together.
+`linear` decides when this file is used. Not supported: fp32, rows that are not aligned to 16 bytes, weights that do not
+fit into the shared memory of all multiprocessors together.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.gluon_names import barrier, tma_load
+from anabranch.kernels.compiling.gluon_names import barrier, tma_load
 from anabranch.kernels.triton.launch import cdiv, lasting_zeros, num_processors
 
 TILE, DEPTH = 64, 256
-"""Outputs and inputs of an item. 64: the least that a warpgroup multiplies. 256: on an H200 better than 128."""
+"""Outputs and inputs of an item. 64: the least that a warpgroup multiplies. 256: faster than 128 on an H200."""
 BLOCKS = (16, 32)
-"""Tokens, padded: columns of a product. Few, since each is a version of the kernel."""
+"""Padded numbers of tokens: columns of a product. Each is a version of the kernel."""
 MOST_ITEMS = 4
-"""Of a program: with x for 32 tokens they are 192 KB of shared memory; a fifth would be too much."""
+"""Of a program: with x for 32 tokens they take 192 KB of shared memory; a fifth would not fit."""
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @functools.cache
 def items_of_program(D: int, F: int, processors: int) -> int | None:
-    """P: as few as make one program for a multiprocessor. None: even with most there are more programs."""
+    """P: the least with at most one program per multiprocessor; None if there are more even with MOST_ITEMS."""
     for items in range(1, MOST_ITEMS + 1):
         if cdiv(F, TILE) * cdiv(cdiv(D, DEPTH), items) <= processors:
             return items
@@ -52,7 +52,7 @@ def items_of_program(D: int, F: int, processors: int) -> int | None:
 
 @gluon.jit
 def multiply_items(w_desc, x_desc, tile, first, P: gl.constexpr):
-    """P items of a tile times x: [TILE, TP]. Those beyond the last input are zeros: so the copy engine fills them."""
+    """P items of a tile times x: [TILE, TP]. The copy engine fills items after the last input with zeros."""
     TILE: gl.constexpr = w_desc.block_shape[0]
     DEPTH: gl.constexpr = w_desc.block_shape[1]
     TP: gl.constexpr = x_desc.block_shape[0]
@@ -87,7 +87,7 @@ def add_parts(
     sum_TR = gl.zeros([TP, TILE], gl.float32, layout)
     for j in gl.static_range(PARTS):
         place = part + (tile * PARTS + j) * (TILE * TP) + (t * TILE + r)
-        # Not through L1, which knows nothing of what others wrote.
+        # Not through L1, which does not see what other programs wrote.
         sum_TR += gl.load(place, mask=(t < num_tokens) & (r < TILE), other=0.0, cache_modifier=".cg")
     output = tile * TILE + r
     if bias_F is not None:
@@ -100,7 +100,7 @@ def add_parts(
 def split_rows_hopper(
     w_desc, x_desc, bias_F, y_TF, part, count, num_outputs, num_tokens, P: gl.constexpr, PARTS: gl.constexpr,
 ):
-    """P items of a tile from the program's on; PARTS programs share a tile."""
+    """P items of a tile, and the sum of all parts in the last program; PARTS programs share a tile."""
     TILE: gl.constexpr = w_desc.block_shape[0]
     TP: gl.constexpr = x_desc.block_shape[0]
     who = gl.program_id(0)
@@ -109,7 +109,7 @@ def split_rows_hopper(
     r = gl.arange(0, TILE, gl.SliceLayout(1, acc.type.layout))[:, None]
     t = gl.arange(0, TP, gl.SliceLayout(0, acc.type.layout))[None, :]
     gl.store(part + who * (TILE * TP) + (t * TILE + r), acc, mask=t < num_tokens)
-    barrier()  # one thread counts for all: what they wrote is to be there before
+    barrier()  # one thread counts for all, after all have stored
     arrived = gl.atomic_add(count + tile, 1, sem="acq_rel")
     if arrived == PARTS - 1:
         add_parts(part, bias_F, y_TF, tile, num_outputs, num_tokens, TILE, TP, PARTS)
@@ -123,15 +123,15 @@ def split_rows_hopper(
 def counts(device: torch.device) -> torch.Tensor:
     """Arrivals at each tile: zeros between launches, which share them.
 
-    So launches on a device have to follow each other. They do: a launch counts behind its wait, and of what a step runs
-    side by side (a shared expert; router and experts) only one has products of this size. Two models that run at the
-    same time on one device need a process each.
+    So launches on a device must not overlap. They do not: a launch counts after its wait, and of what a step runs in
+    parallel (a shared expert; router and experts) only one has products of this size. Two models that run at the same
+    time on one device need a process each.
     """
     return lasting_zeros(device, num_processors(device))
 
 
 def takes(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> bool:
-    """The copy engine wants rows that begin at 16 bytes."""
+    """Whether `run` supports these tensors; the copy engine needs rows aligned to 16 bytes."""
     (tokens, D), F = x_TD.shape, weight_FD.shape[0]
     rows = (x_TD, weight_FD)
     return (
@@ -153,15 +153,7 @@ def run(
     split_rows_hopper[(tiles * parts,)](
         TensorDescriptor.from_tensor(weight_FD, [TILE, DEPTH], SHARED),
         TensorDescriptor.from_tensor(x_TD, [block, DEPTH], SHARED),
-        bias_F,
-        y_TF,
-        torch.empty(tiles * parts, block, TILE, dtype=torch.float32, device=device),
-        counts(device),
-        F,
-        tokens,
-        P=items,
-        PARTS=parts,
-        num_warps=4,
-        launch_pdl=True,
-    )
+        bias_F, y_TF, torch.empty(tiles * parts, block, TILE, dtype=torch.float32, device=device), counts(device),
+        F, tokens, P=items, PARTS=parts, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
     return y_TF

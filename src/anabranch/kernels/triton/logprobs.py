@@ -2,10 +2,10 @@
 
 T rows, V vocabulary, C chunks of a row, S stretches of a row, N alternatives.
 
-One kernel reads each row once, many programs a row: for each chunk the maximum, the sum of exponentials and the number
-of tokens above the chosen one; for each stretch of 128 tokens the maximum. The other, one program a row, puts the
-chunks together and takes the best N one by one: the stretch with the largest maximum has the next one, and is read
-again.
+One kernel reads each row once, with many programs per row: for each chunk the maximum, the sum of exponentials and the
+number of tokens above the chosen one; for each stretch of 128 tokens the maximum. The other, one program per row,
+combines the chunks and finds the best N one by one: the next one is in the stretch with the largest maximum, which is
+read again.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.kernels.triton.launch import (
+    cdiv,
+    dependent_launch,
+    launch_options,
+    next_power_of_2,
+    wait_for_predecessor,
+)
 from anabranch.kernels.triton.sample import MAX_CHUNKS, MAX_VOCABULARY, NUM_SCANNING, STRETCH, TILE, choose_split
 from anabranch.kernels.triton.sample_search import LOWEST, from_key, to_key
 
 MAX_TOP_N = 64
 """Each takes about a microsecond."""
-NOBODY = tl.constexpr(1 << 30)
+NO_INDEX = tl.constexpr(1 << 30)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "tiles"], do_not_specialize_on_alignment=["token_T"])
@@ -31,9 +36,7 @@ def measure_kernel(
     TILE: tl.constexpr, STRETCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): `tiles` of the row's `num_tiles`."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     t, chunk = tl.program_id(0), tl.program_id(1)
     row = logits + t.to(tl.int64) * stride
     chosen = tl.load(row + tl.load(token_T + t))
@@ -62,9 +65,7 @@ def list_kernel(
     V, stride, num_chunks, N,
     STRETCH: tl.constexpr, STRETCHES: tl.constexpr, CHUNKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     t = tl.program_id(0)
     row = logits + t.to(tl.int64) * stride
     chunk = tl.arange(0, CHUNKS)
@@ -83,14 +84,14 @@ def list_kernel(
         left = tl.where(stretch < num_stretches, left, LOWEST)
         last_key, last_id = tl.full((), 2147483647, tl.int32), tl.full((), -1, tl.int32)
         for n in range(N):
-            # The lowest of the stretches that have the largest key left; of its tokens, those behind the last one.
-            its = tl.min(tl.where(left == tl.max(left, 0), stretch, NOBODY), 0)
+            # The first stretch with the largest remaining key; of its tokens, those after the last one found.
+            its = tl.min(tl.where(left == tl.max(left, 0), stretch, NO_INDEX), 0)
             id = its * STRETCH + tl.arange(0, STRETCH)
             key = to_key(tl.load(row + id, mask=id < V, other=float("-inf")))
-            behind = (key < last_key) | ((key == last_key) & (id > last_id))
-            key = tl.where(behind & (id < V), key, LOWEST)
+            after = (key < last_key) | ((key == last_key) & (id > last_id))
+            key = tl.where(after & (id < V), key, LOWEST)
             last_key = tl.max(key, 0)
-            last_id = tl.min(tl.where(key == last_key, id, NOBODY), 0)
+            last_id = tl.min(tl.where(key == last_key, id, NO_INDEX), 0)
             rest = tl.max(tl.where(id == last_id, LOWEST, key), 0)
             left = tl.where(stretch == its, rest, left)
             tl.store(top_id_TN + t * N + n, last_id.to(tl.int64))
@@ -125,8 +126,7 @@ def logprobs(
     dtypes = torch.float32, torch.float32, torch.int32
     chunks = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes)
     peak_TS = torch.empty(num_rows, num_stretches, device=device)
-    dependent = dependent_launch(device)
-    options = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+    options = launch_options(dependent_launch(device))
     row = vocabulary, logits_TV.stride(0)
     measure_kernel[shape](
         logits_TV, token_T, *chunks, peak_TS, *row, split.num_tiles, split.tiles,

@@ -1,4 +1,4 @@
-"""Bit masks in place: only the forbidden logits are touched, and none is read.
+"""Bit masks in place: only forbidden logits are written, and none is read.
 
 R rows of logits, V vocabulary, N rows that are masked, M words of 32 bits.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
 
 BLOCK = 2048
 
@@ -20,9 +19,7 @@ BLOCK = 2048
 def mask_kernel(
     logits, row_N, allowed, V, stride, num_words, words_stride, value, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     n = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(allowed + n.to(tl.int64) * words_stride + token // 32, mask=token < num_words * 32, other=0)
@@ -48,8 +45,7 @@ def mask_logits(
     (num_rows, num_words), vocabulary = allowed_NM.shape, logits_RV.shape[1]
     if num_rows == 0:
         return
-    dependent = dependent_launch(logits_RV.device)
     mask_kernel[(num_rows, cdiv(vocabulary, BLOCK))](
         logits_RV, row_N, allowed_NM, vocabulary, logits_RV.stride(0), num_words, allowed_NM.stride(0), value,
-        BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **({"launch_pdl": True} if dependent else {}),
+        BLOCK=BLOCK, num_warps=4, **launch_options(dependent_launch(logits_RV.device)),
     )  # fmt: skip

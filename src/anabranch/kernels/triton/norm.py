@@ -1,8 +1,8 @@
-"""RMSNorm, with and without an addition before or behind it: a row is read once and stays in registers.
+"""RMSNorm, with or without an addition before or after it: a row is read once and stays in registers.
 
-T tokens, D width of what is normalised, K experts per token, R rows of a program; a row may be one head of a token.
+T tokens, D normalised width, K experts per token, R rows of a program; a row may be one head of a token.
 
-The weight is a parameter, so with dependent launch it is fetched before the wait.
+The weight is a parameter, so with dependent launch it is loaded before the wait.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, next_power_of_2
 
 MAX_WIDTH = 16384
 """Above, a row would not fit in the registers of a program."""
 NARROW = 512
-"""Elements that a program of one warp takes: several rows where they are narrow."""
+"""Elements of a program of one warp: several rows where they are narrow."""
 EARLY = False
-"""Let the successor in before this kernel's own wait. It may then read nothing but parameters before *its* wait."""
+"""Start the successor before this kernel's own wait. It may then read only parameters before *its* wait."""
 AHEAD_BYTES = 1 << 16
-"""Of experts' rows that a program asks for before it adds the first: 64 registers of each thread of 8 warps."""
+"""Bytes of experts' rows that a program loads before it adds the first: 64 registers of each thread of 8 warps."""
 REGISTERS = 1 << 16
-"""Of a multiprocessor. Told how many a program may have, NVIDIA's assembler does ask for those rows at once; left alone
-it keeps to few registers and asks for two or three."""
+"""Of a multiprocessor. With an explicit limit per program, NVIDIA's assembler loads those rows at once; without, it
+saves registers and loads two or three at a time."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -36,10 +36,10 @@ def norm_kernel(
     D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     K: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Row r of x is head r % HEADS of token r // HEADS; y and total lie close. EARLY: see above.
+    """Row r of x is head r % HEADS of token r // HEADS; y and total are contiguous. EARLY: see above.
 
-    With `expert` a token has K rows, x_head_stride apart, and x is the sum of those that have one. `residual` is added
-    before, and the sum kept in `total`; `after` is added behind, and that sum times `factor`.
+    With `expert`, a token has K rows, x_head_stride apart, and x is the sum of those with an expert. `residual` is
+    added before the norm, and the sum stored in `total`; `after` is added after it, and the sum multiplied by `factor`.
     """
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < D
@@ -72,8 +72,8 @@ def norm_kernel(
     if weight is not None:
         normed *= scale
     if after is not None:
-        beside = tl.load(after + (token_R * after_stride)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-        normed = normed.to(y.dtype.element_ty).to(tl.float32) + beside
+        addend = tl.load(after + (token_R * after_stride)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+        normed = normed.to(y.dtype.element_ty).to(tl.float32) + addend
         if factor is not None:
             normed = normed.to(y.dtype.element_ty).to(tl.float32) * tl.load(factor).to(tl.float32)
     tl.store(y + place, normed.to(y.dtype.element_ty), mask=mask)
@@ -81,7 +81,7 @@ def norm_kernel(
 
 @triton.jit
 def sum_experts(row, stride, expert_R, mask_R, inside, K: tl.constexpr, AHEAD: tl.constexpr):
-    """Σ_k of rows that have an expert, in fp32 and in the order of k; the others are not read."""
+    """Σ_k of rows with an expert, in fp32 and in the order of k; other rows are not read."""
     there = ()
     for k in tl.static_range(K):
         there = there + (tl.load(expert_R + k, mask=mask_R, other=-1) >= 0,)
@@ -106,8 +106,8 @@ def launch(
     after_TD: torch.Tensor | None = None,
     factor_1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(norm, sum); x is [T, D] or [T, G, D] with any strides but the last. With `expert_TK` it is [T, K, D], and of
-    each token's rows those that have an expert are summed first."""
+    """(norm, sum); x is [T, D] or [T, G, D] with any strides but the last. With `expert_TK` it is [T, K, D], and each
+    token's rows with an expert are summed first."""
     top_k, width = 0 if expert_TK is None else x.shape[1], x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 and not top_k else 1
     y = torch.empty((x.shape[0], width) if top_k else x.shape, dtype=x.dtype, device=x.device)
@@ -120,37 +120,19 @@ def launch(
     num_warps = num_warps or choose_warps(block)
     dependent = dependent_launch(x.device)
     norm_kernel[(cdiv(num_rows, rows),)](
-        x,
-        expert_TK,
-        residual_TD,
-        weight_D,
-        after_TD,
-        factor_1,
-        y,
-        total_TD,
-        num_rows,
-        x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0,
-        0 if residual_TD is None else residual_TD.stride(0),
-        0 if after_TD is None else after_TD.stride(0),
-        eps,
-        D=width,
-        HEADS=heads,
-        ROWS=rows,
-        BLOCK=block,
-        K=top_k,
+        x, expert_TK, residual_TD, weight_D, after_TD, factor_1, y, total_TD, num_rows,
+        x.stride(0), x.stride(1) if x.dim() == 3 else 0,
+        0 if residual_TD is None else residual_TD.stride(0), 0 if after_TD is None else after_TD.stride(0), eps,
+        D=width, HEADS=heads, ROWS=rows, BLOCK=block, K=top_k,
         AHEAD=max(1, AHEAD_BYTES // (block * x.element_size())) if top_k else 0,
-        DEPENDENT=dependent,
-        EARLY=EARLY,
-        num_warps=num_warps,
-        **({"launch_pdl": True} if dependent else {}),
+        EARLY=EARLY, num_warps=num_warps, **launch_options(dependent),
         **({"maxnreg": min(255, REGISTERS // (32 * num_warps))} if dependent and top_k else {}),
-    )
+    )  # fmt: skip
     return y, total_TD
 
 
 def choose_warps(block: int) -> int:
-    """8 elements a lane and more where that would take more than 8 warps."""
+    """8 elements per lane, more where that would need more than 8 warps."""
     return min(max(block // 256, 1), 8 if block <= 8192 else 16)
 
 
@@ -163,22 +145,14 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torc
     return launch(x, None, weight_D, eps)[0]
 
 
-def accepts_add(
-    x_TD: torch.Tensor,
-    residual_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
-) -> bool:
+def accepts_add(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> bool:
     same = x_TD.shape == residual_TD.shape and x_TD.dtype == residual_TD.dtype
     return x_TD.dim() == 2 and same and _fits(x_TD) and _fits(residual_TD) and weight_D.is_contiguous()
 
 
 @ops.add_rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_add)
 def add_rms_norm(
-    x_TD: torch.Tensor,
-    residual_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     y_TD, total_TD = launch(x_TD, residual_TD, weight_D, eps)
     assert total_TD is not None
@@ -198,7 +172,7 @@ def accepts_sum(
     )
 
 
-@ops.sum_add_rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_sum)
+@ops.sum_add_rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_sum, traits=("sums_rows",))
 def sum_add_rms_norm(
     rows_TKD: torch.Tensor, expert_TK: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,7 +181,7 @@ def sum_add_rms_norm(
     return y_TD, total_TD
 
 
-def accepts_behind(
+def accepts_norm_add(
     x_TD: torch.Tensor,
     weight_D: torch.Tensor,
     eps: float,
@@ -217,7 +191,7 @@ def accepts_behind(
     return accepts_add(x_TD, residual_TD, weight_D, eps)
 
 
-@ops.norm_add.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_behind)
+@ops.norm_add.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_norm_add)
 def norm_add(
     x_TD: torch.Tensor,
     weight_D: torch.Tensor,

@@ -1,5 +1,5 @@
-"""Penalties in place: each logit is read and written once. Step by step the reference's arithmetic, so that the logits
-are the same to the bit and a seed draws the same tokens.
+"""Penalties in place: each logit is read and written once. The arithmetic is the reference's step by step, so that
+logits have the same bits and a seed draws the same tokens.
 
 R rows of logits, V vocabulary, N rows that are penalised, P rows of the tables that count tokens.
 """
@@ -9,15 +9,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.exact import EXACT
-from anabranch.kernels.triton.launch import cdiv, dependent_launch
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
 
 BLOCK = 1024
 PARTS = ["row_N", "table_row_N", "presence_N", "frequency_N", "repetition_N"]
-"""Of longer vectors, aligned or not: one kernel for both."""
+"""Parameters that are parts of longer vectors, aligned or not: one kernel for both."""
 
 
 @triton.jit(do_not_specialize_on_alignment=PARTS)
@@ -25,9 +24,7 @@ def penalize_kernel(
     logits, row_N, count_PV, prompt_PV, table_row_N, presence_N, frequency_N, repetition_N, V, stride, table_stride,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     n = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = token < V
@@ -76,9 +73,8 @@ def penalize(
     num_rows, vocabulary = row_N.shape[0], logits_RV.shape[1]
     if num_rows == 0:
         return
-    dependent = dependent_launch(logits_RV.device)
     penalize_kernel[(num_rows, cdiv(vocabulary, BLOCK))](
         logits_RV, row_N, count_PV, prompt_PV.view(torch.int8), table_row_N, presence_N, frequency_N, repetition_N,
         vocabulary, logits_RV.stride(0), count_PV.stride(0),
-        BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **EXACT, **({"launch_pdl": True} if dependent else {}),
+        BLOCK=BLOCK, num_warps=4, **EXACT, **launch_options(dependent_launch(logits_RV.device)),
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Ranks and masses of listed tokens, and the k-th largest of many logits. Pieces of sample.py's kernels.
+"""Ranks and masses of listed tokens, and the k-th largest of many logits. Parts of sample.py's kernels.
 
 N tokens, P pivots.
 
-`values` and `ids` are a list of `size` tokens; where none are `listed`, `values` is the row of logits, and a token's
-place is its id. Values are of any float dtype and become fp32 when loaded. Logits are compared as floats; the search
-for one goes over keys, the integers in their order: each pass over the tokens compares them with P pivots and keeps
+`values` and `ids` are a list of `size` tokens; where `listed` is 0, `values` is the row of logits and a token's index
+is its id. Values have any float dtype and are converted to fp32 when loaded. Logits are compared as floats; the search
+for one uses keys, integers in the same order: each pass over the tokens compares them with P pivots and keeps
 1 / (P + 1) of the interval.
 """
 
@@ -20,7 +20,7 @@ LOWEST = tl.constexpr(-(2**31))
 
 @triton.jit
 def to_key(x):
-    """An int32 in the order of the floats; −0.0 and 0.0 have the same."""
+    """int32 keys in the order of the floats; −0.0 and 0.0 have the same key."""
     bits = x.to(tl.int32, bitcast=True)
     sign = bits >> 31
     return ((bits & 0x7FFFFFFF) ^ sign) - sign
@@ -34,21 +34,21 @@ def from_key(key):
 
 @triton.jit
 def pivots(low, high, PIVOTS: tl.constexpr):
-    """Keys that divide what is above low."""
+    """Keys that divide the interval above low."""
     step = (high - low + PIVOTS) // (PIVOTS + 1)
     return tl.minimum(low + step * (1 + tl.arange(0, PIVOTS)), high)
 
 
 @triton.jit
 def narrow(low, high, goal, key_P, sum_P):
-    """[low, high] around the largest key whose sum reaches the goal; sums fall as keys rise."""
+    """[low, high] around the largest key whose sum reaches the goal; sums decrease as keys increase."""
     reached_P = sum_P >= goal
     return tl.max(tl.where(reached_P, key_P, low), 0), tl.min(tl.where(reached_P, high, key_P - 1), 0)
 
 
 @triton.jit
 def load_step(values, ids, listed, start, size, STEP: tl.constexpr):
-    """(is there, id, value) of a part of the list."""
+    """(whether it exists, id, value) of a part of the list."""
     i = start + tl.arange(0, STEP)
     id = tl.load(ids + i, mask=i < listed, other=0)
     value = tl.load(values + i, mask=i < size, other=float("-inf")).to(tl.float32)
@@ -57,7 +57,7 @@ def load_step(values, ids, listed, start, size, STEP: tl.constexpr):
 
 @triton.jit
 def kth_largest(values, size, k, low, high, STEP: tl.constexpr, PIVOTS: tl.constexpr):
-    """The k-th largest of a list, as a key; low, if there are fewer."""
+    """The key of the k-th largest value of a list; low if there are fewer."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         key_P = pivots(low, high, PIVOTS)

@@ -1,10 +1,10 @@
 """Sorted lists inside a kernel: tuples of tensors, the largest first, compared element by element.
 
-R rows of a program, L lanes that share a row; lists have 2^LOG elements. Sorting networks throughout: no branches, and
-no loop over the elements wanted.
+R rows of a program, L lanes that share a row; lists have 2^LOG elements. All are sorting networks: no branches, and no
+loop over the elements to find.
 """
 
-# A tuple of Triton's may change its length:
+# Tuples in Triton may change their length:
 # mypy: disable-error-code="assignment, misc"
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def exchange(keys, A: tl.constexpr, B: tl.constexpr):
-    """The larger of two to place A, the smaller to B > A."""
+    """Puts the larger of two elements at A and the smaller at B > A."""
     larger, smaller = tl.maximum(keys[A], keys[B]), tl.minimum(keys[A], keys[B])
     return keys[:A] + (larger,) + keys[A + 1 : B] + (smaller,) + keys[B + 1 :]
 
@@ -83,7 +83,7 @@ def merge16(
 
 @triton.jit
 def merge_lanes(lists, LOG: tl.constexpr):
-    """Lists of each row's lanes [R, L] → one list of the row [R]."""
+    """The lists of each row's lanes [R, L] → one list per row [R]."""
     if LOG == 0:
         return (tl.reduce(lists[0], 1, merge1),)
     elif LOG == 1:
@@ -98,7 +98,7 @@ def merge_lanes(lists, LOG: tl.constexpr):
 
 @triton.jit
 def unpack(x_RLV, LOG: tl.constexpr):
-    """[R, L, 2^LOG] → as many [R, L]."""
+    """[R, L, 2^LOG] → 2^LOG tensors [R, L]."""
     parts = (x_RLV,)
     for level in tl.static_range(LOG):
         halves = ()

@@ -16,7 +16,8 @@ triton = pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from anabranch import kernels, ops  # noqa: E402
-from anabranch.kernels.triton import launch, versions  # noqa: E402
+from anabranch.kernels.compiling import versions  # noqa: E402
+from anabranch.kernels.triton import launch  # noqa: E402
 from tests.conftest import missing_tool  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
@@ -46,9 +47,9 @@ def test_an_unknown_triton_compiles_at_first_launch(
 
 
 def test_a_triton_without_the_parts_that_precompilation_imports(bound: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name == "anabranch.kernels.triton.precompile"]:
+    for name in [name for name in sys.modules if name == "anabranch.kernels.compiling.precompile"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("anabranch.kernels.triton.precompile", raising=False)
+    monkeypatch.delattr("anabranch.kernels.compiling.precompile", raising=False)
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)
     assert "differs from the versions" in str(versions.precompile_problem())
     kernels.compile_ahead(PLATFORM, lambda: pytest.fail("nothing is rehearsed"))

@@ -1,6 +1,6 @@
-"""How long device work takes: calls in turn, as one captured graph where the platform captures, by the host's clock.
+"""Measuring how long device work takes: by the host's clock, over many replays of a captured graph where possible.
 
-No device events: enough replays lie between two looks at the clock that what the host adds does not matter.
+No device events: there are enough replays between two readings of the clock that the host's overhead does not matter.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def microseconds(
     least_seconds: float = 0.003,
     graph: bool = True,
 ) -> float:
-    """Median µs of one call, the calls being made in turn, so that what they read is not in a cache.
+    """Median µs of one call. Calls are made in rotation, so that their inputs are not in a cache.
 
-    Without `graph` they are made one by one from Python. `least_seconds`: of one of the repeats.
+    `least_seconds` is the shortest duration of one repeat. Without `graph`, calls are launched one by one from Python.
     """
 
     def all_calls() -> None:
         for call in calls:
             call()
 
-    all_calls()  # whatever is compiled or set up at first
+    all_calls()  # includes compilation and setup
     platform.synchronize()
     captured = platform.capture(all_calls) if graph else None
     once = all_calls if captured is None else captured.replay

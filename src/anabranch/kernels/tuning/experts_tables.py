@@ -1,4 +1,4 @@
-"""Which table of measured tiles is good for a call of the experts, and how tiles are written in it.
+"""Measured tables of the experts' tiles: which one applies to a call, and how tiles are written as JSON.
 
 D hidden width, I expert width (`inner`), K experts per token, E experts.
 """
@@ -14,11 +14,11 @@ import torch
 import triton
 
 from anabranch.formats import PLAIN
-from anabranch.kernels import tuning
-from anabranch.kernels.triton.experts_tiles import MANY, GroupedTiles, HopperTiles, SmallTiles, Tile, Tiles
+from anabranch.kernels.tuning.experts_tiles import MANY, GroupedTiles, HopperTiles, SmallTiles, Tile, Tiles
+from anabranch.kernels.tuning.table import Facts, Table, find, hash_files
 
 TILES_VERSION = 1
-"""To be raised when a field of the tiles changes its meaning, or a kernel so much that shipped times mislead."""
+"""Raise it when a field of the tiles changes its meaning, or a kernel changes so much that shipped times mislead."""
 KINDS: dict[str, type[SmallTiles | GroupedTiles | HopperTiles]] = {
     "small": SmallTiles,
     "grouped": GroupedTiles,
@@ -38,7 +38,7 @@ class Shape:
     format: str = PLAIN.name
     """Of the weights."""
 
-    def good_for(self, device: torch.device) -> tuning.Facts:
+    def good_for(self, device: torch.device) -> Facts:
         arch, num_processors = device_facts(device)
         return {
             "op": "experts",
@@ -61,19 +61,20 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     return arch, properties.multi_processor_count
 
 
-def made_with() -> tuning.Facts:
-    """The code that is timed: every file of the op, and the compiler."""
+def made_with() -> Facts:
+    """The code that is timed, every file of the op, and the compiler."""
     return {"sources": sources(), "triton": triton.__version__}
 
 
 @functools.cache
 def sources() -> str:
-    here = Path(__file__).parent
-    return tuning.hash_files([*here.glob("experts*.py"), here / "gated.py", here / "launch.py"])
+    tuning, triton = Path(__file__).parent, Path(__file__).parents[1] / "triton"
+    files = [*tuning.glob("experts*.py"), *triton.glob("experts*.py"), triton / "gated.py", triton / "launch.py"]
+    return hash_files(files)
 
 
 class TilesCodec:
-    """{"kind": "grouped", "rows": 16, "gate_up": [64, 64, 4, 5, true], "down": [...], ...}; defaults are left out."""
+    """{"kind": "grouped", "rows": 16, "gate_up": [64, 64, 4, 5, true], "down": [...], ...}; defaults are omitted."""
 
     def encode(self, choice: Tiles) -> dict[str, Any]:
         written: dict[str, Any] = {"kind": next(kind for kind, cls in KINDS.items() if type(choice) is cls)}
@@ -89,7 +90,7 @@ class TilesCodec:
         values = dict(written)
         cls = KINDS.get(values.pop("kind", None))
         if cls is None:
-            raise ValueError(f"no tiles: {written}")
+            raise ValueError(f"not tiles: {written}")
         for field in dataclasses.fields(cls):
             if field.name in values:
                 values[field.name] = self._value(field, values[field.name])
@@ -115,24 +116,22 @@ def _is_power(value: object) -> bool:
 
 
 CODEC = TilesCodec()
-_installed: dict[tuple[torch.device, Shape], tuning.Table[Tiles] | None] = {}
+_installed: dict[tuple[torch.device, Shape], Table[Tiles] | None] = {}
 
 
-def table_for(device: torch.device, shape: Shape) -> tuning.Table[Tiles] | None:
-    """Looked up on disk once per process. Two models of one shape share it: it is a fact about the device."""
+def table_for(device: torch.device, shape: Shape) -> Table[Tiles] | None:
+    """The table for this shape, read from disk once per process."""
     if (device, shape) not in _installed:
-        table = None
-        if device.type == "cuda":
-            table = tuning.find(CODEC, shape.good_for(device), made_with(), TILES_VERSION)
-        _installed[device, shape] = table
+        is_gpu = device.type == "cuda"
+        _installed[device, shape] = find(CODEC, shape.good_for(device), made_with(), TILES_VERSION) if is_gpu else None
     return _installed[device, shape]
 
 
-def install(device: torch.device, shape: Shape, table: tuning.Table[Tiles]) -> None:
-    """Use this table from now on. Not for graphs that were captured before."""
+def install(device: torch.device, shape: Shape, table: Table[Tiles]) -> None:
+    """Use this table from now on; graphs that were captured before are not affected."""
     _installed[device, shape] = table
 
 
 def forget() -> None:
-    """Look tables up again."""
+    """Read tables from disk again."""
     _installed.clear()

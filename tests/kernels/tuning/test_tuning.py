@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from anabranch.kernels import tuning
-from anabranch.kernels.tuning import Search, Table
+from anabranch.kernels.tuning import search
+from anabranch.kernels.tuning import table as tables
+from anabranch.kernels.tuning.search import Search
+from anabranch.kernels.tuning.table import Table
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ TABLE: Table[Way] = Table({1: {A: 10.0, B: 12.0}, 16: {B: 30.0, C: 20.0}, 64: {C
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
     return tmp_path / "cache" / "tuning"
 
 
@@ -98,15 +100,15 @@ def test_the_rule_stays_unless_it_is_beaten_by_more_than_noise() -> None:
 
 
 def test_a_table_comes_back_as_it_was(cache: Path) -> None:
-    assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1) is None
-    path = tuning.keep(TABLE, CODEC, GOOD_FOR, MADE_WITH)
+    assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 1) is None
+    path = tables.keep(TABLE, CODEC, GOOD_FOR, MADE_WITH)
     assert path is not None and path.parent == cache and list(cache.iterdir()) == [path]
-    assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1) == TABLE
+    assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 1) == TABLE
 
 
 def test_another_shape_device_or_code_has_another_file() -> None:
     names = {
-        tuning.file_name({**GOOD_FOR, **facts}, {**MADE_WITH, **code})
+        tables.file_name({**GOOD_FOR, **facts}, {**MADE_WITH, **code})
         for facts, code in (
             ({}, {}),
             ({"E": 5}, {}),
@@ -120,20 +122,20 @@ def test_another_shape_device_or_code_has_another_file() -> None:
 
 def test_measured_here_comes_before_shipped(caplog: pytest.LogCaptureFixture) -> None:
     shipped = Table({1: {C: 1.0}}, "full", (1,))
-    assert tuning.save(tuning.SHIPPED / tuning.file_name(GOOD_FOR), shipped, CODEC, GOOD_FOR, {"version": 3})
-    assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 3) == shipped
-    assert tuning.find(CODEC, {**GOOD_FOR, "E": 5}, MADE_WITH, 3) is None
+    assert tables.save(tables.SHIPPED / tables.file_name(GOOD_FOR), shipped, CODEC, GOOD_FOR, {"version": 3})
+    assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 3) == shipped
+    assert tables.find(CODEC, {**GOOD_FOR, "E": 5}, MADE_WITH, 3) is None
     assert not caplog.records
-    assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 4) is None
+    assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 4) is None
     assert "made_with is {'version': 3}, wanted {'version': 4}" in caplog.text
-    tuning.keep(TABLE, CODEC, GOOD_FOR, MADE_WITH)
-    assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 3) == TABLE
-    assert tuning.find(CODEC, GOOD_FOR, {**MADE_WITH, "sources": "edited"}, 3) == shipped
+    tables.keep(TABLE, CODEC, GOOD_FOR, MADE_WITH)
+    assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 3) == TABLE
+    assert tables.find(CODEC, GOOD_FOR, {**MADE_WITH, "sources": "edited"}, 3) == shipped
 
 
 def changed(**fields: Any) -> str:
     table = {
-        "format": tuning.FORMAT,
+        "format": tables.FORMAT,
         "for": GOOD_FOR,
         "made_with": MADE_WITH,
         "level": "fast",
@@ -167,52 +169,52 @@ BAD = {
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
 def test_a_bad_file_is_passed_over_with_a_line(text: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = cache / tuning.file_name(GOOD_FOR, MADE_WITH)
+    path = cache / tables.file_name(GOOD_FOR, MADE_WITH)
     cache.mkdir(parents=True)
     path.write_text(changed())
-    assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1) is not None and not caplog.records
+    assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 1) is not None and not caplog.records
     path.write_text(text)
-    assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1) is None
+    assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 1) is None
     assert len(caplog.records) == 1 and str(path) in caplog.text and "is ignored" in caplog.text
 
 
 def test_no_torn_or_garbled_file_is_an_error(cache: Path) -> None:
-    path = tuning.keep(TABLE, CODEC, GOOD_FOR, MADE_WITH)
+    path = tables.keep(TABLE, CODEC, GOOD_FOR, MADE_WITH)
     assert path is not None
     whole = path.read_bytes()
     rng = random.Random(0)
     for cut in range(0, len(whole) - 3, 7):  # behind the last brace nothing is missing
         path.write_bytes(whole[:cut])
-        assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1) is None, cut
+        assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 1) is None, cut
     for _ in range(200):
         garbled = bytearray(whole)
         for _ in range(3):
             garbled[rng.randrange(len(garbled))] = rng.randrange(256)
         path.write_bytes(bytes(garbled))
-        found = tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1)
+        found = tables.find(CODEC, GOOD_FOR, MADE_WITH, 1)
         assert found is None or isinstance(found, Table)
 
 
 def test_a_folder_in_its_place_and_a_place_that_cannot_be_written(
     cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (cache / tuning.file_name(GOOD_FOR, MADE_WITH)).mkdir(parents=True)
-    assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1) is None
-    assert tuning.keep(TABLE, CODEC, GOOD_FOR, MADE_WITH) is None
-    assert "not kept" in caplog.text and not list(cache.glob(".*")), "nothing is left lying about"
+    (cache / tables.file_name(GOOD_FOR, MADE_WITH)).mkdir(parents=True)
+    assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 1) is None
+    assert tables.keep(TABLE, CODEC, GOOD_FOR, MADE_WITH) is None
+    assert "not saved" in caplog.text and not list(cache.glob(".*")), "nothing is left lying about"
 
 
 def test_a_cache_folder_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path / "file"))
-    assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1) is None
-    assert tuning.keep(TABLE, CODEC, GOOD_FOR, MADE_WITH) is None
+    assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 1) is None
+    assert tables.keep(TABLE, CODEC, GOOD_FOR, MADE_WITH) is None
 
 
 def write_again_and_again(number: int, times: int) -> None:
     table = Table({size: {Way(number, size): float(number)} for size in range(1, 400)}, "fast", (number,))
     for _ in range(times):
-        assert tuning.keep(table, CODEC, GOOD_FOR, MADE_WITH) is not None
+        assert tables.keep(table, CODEC, GOOD_FOR, MADE_WITH) is not None
 
 
 def test_two_that_write_at_once_leave_one_whole_table(cache: Path) -> None:
@@ -223,22 +225,22 @@ def test_two_that_write_at_once_leave_one_whole_table(cache: Path) -> None:
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        table = tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1)
+        table = tables.find(CODEC, GOOD_FOR, MADE_WITH, 1)
         assert table is not None and len(table.times) == 399
         assert {choice.first for times in table.times.values() for choice in times} == set(table.wanted)
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
     assert len(list(cache.iterdir())) == 1
-    last = tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1)
+    last = tables.find(CODEC, GOOD_FOR, MADE_WITH, 1)
     assert last is not None and last.wanted in ((1,), (2,))
 
 
 def test_looking_a_table_up_takes_no_time() -> None:
     many = Table({1 << i: {Way(i, j): 1.0 + j for j in range(40)} for i in range(15)}, "full", tuple(range(15)))
-    tuning.keep(many, CODEC, GOOD_FOR, MADE_WITH)
+    tables.keep(many, CODEC, GOOD_FOR, MADE_WITH)
     began = time.process_time()
-    assert tuning.find(CODEC, GOOD_FOR, MADE_WITH, 1) == many
+    assert tables.find(CODEC, GOOD_FOR, MADE_WITH, 1) == many
     assert time.process_time() - began < 0.2
 
 
@@ -277,7 +279,7 @@ SEARCH = Search(Way(5, 5), (({"first": 3}, {"first": 4}), ({"second": 1}, {"seco
 
 def test_a_search_finds_the_best_of_both_products_one_after_the_other() -> None:
     bench = FakeBench()
-    times = tuning.measure(bench, {8: [SEARCH]}, clock=bench.clock)[8]
+    times = search.measure(bench, {8: [SEARCH]}, clock=bench.clock)[8]
     assert min(times, key=times.__getitem__) == Way(3, 1), "which is none of the neighbours of the base"
     assert [choice for _, choice in bench.asked] == [Way(5, 5), Way(3, 5), Way(4, 5), Way(3, 1), Way(3, 9)]
     # All kernels that it needs, each once: those of either product with the other's as they were.
@@ -286,14 +288,14 @@ def test_a_search_finds_the_best_of_both_products_one_after_the_other() -> None:
 
 def test_what_is_hopeless_is_not_refined() -> None:
     bench = FakeBench()
-    tuning.measure(bench, {8: [Search(Way(1)), SEARCH]}, clock=bench.clock)
+    search.measure(bench, {8: [Search(Way(1)), SEARCH]}, clock=bench.clock)
     assert [choice for _, choice in bench.asked] == [Way(1), Way(5, 5)]
 
 
 def test_what_does_not_run_is_left_out() -> None:
     bench = FakeBench()
     bench.broken = {Way(3, 5), Way(2)}
-    found = tuning.measure(bench, {8: [SEARCH, Search(Way(2))], 9: [Search(Way(2))]}, clock=bench.clock)
+    found = search.measure(bench, {8: [SEARCH, Search(Way(2))], 9: [Search(Way(2))]}, clock=bench.clock)
     assert list(found) == [8], "a size at which nothing runs is missing"
     assert min(found[8], key=found[8].__getitem__) == Way(4, 1)
     assert not set(found[8]) & bench.broken
@@ -301,7 +303,7 @@ def test_what_does_not_run_is_left_out() -> None:
 
 def test_nothing_is_measured_twice() -> None:
     bench = FakeBench()
-    tuning.measure(bench, {8: [SEARCH, SEARCH, Search(Way(3, 1))]}, clock=bench.clock)
+    search.measure(bench, {8: [SEARCH, SEARCH, Search(Way(3, 1))]}, clock=bench.clock)
     assert len(bench.asked) == len(set(bench.asked)) == 5
 
 
@@ -309,10 +311,10 @@ def test_nothing_is_measured_twice() -> None:
 def test_the_budget_is_a_hard_stop_and_what_was_measured_is_kept(compiling: float) -> None:
     bench = FakeBench(compile_seconds=compiling, cost=0.5)
     plans = {size: [SEARCH] for size in (1, 64, 16, 256)}
-    found = tuning.measure(bench, plans, 7.0, clock=bench.clock)
-    assert bench.allowed == pytest.approx(tuning.COMPILING * 7)
+    found = search.measure(bench, plans, 7.0, clock=bench.clock)
+    assert bench.allowed == pytest.approx(search.COMPILING * 7)
     assert bench.now - 1000 <= 7 + bench.cost, "at most one measurement begins before the end and ends behind it"
-    left = int((7 - min(compiling, tuning.COMPILING * 7)) / 0.5)
+    left = int((7 - min(compiling, search.COMPILING * 7)) / 0.5)
     assert len(bench.asked) == pytest.approx(min(left, 20), abs=1)
     assert list(found) == list(plans)[: len(found)], "the sizes that come first are complete"
     table = Table(found, "fast", tuple(plans))
@@ -324,18 +326,18 @@ def test_the_budget_is_a_hard_stop_and_what_was_measured_is_kept(compiling: floa
 def test_progress_only_grows_and_ends_at_the_end() -> None:
     bench = FakeBench()
     said: list[tuple[int, int]] = []
-    tuning.measure(bench, {8: [Search(Way(1)), SEARCH]}, progress=lambda *what: said.append(what), clock=bench.clock)
+    search.measure(bench, {8: [Search(Way(1)), SEARCH]}, progress=lambda *what: said.append(what), clock=bench.clock)
     assert said == sorted(said) and said[-1] == (6, 6)
 
 
 def test_sizes_to_measure() -> None:
-    assert sorted(tuning.buckets("fast", 8192)) == [1, 8, 16, 64, 256, 1024, 4096, 8192]
-    assert tuning.buckets("fast", 8192)[0] == 1
-    assert sorted(tuning.buckets("fast", 300)) == [1, 8, 16, 64, 256]
-    assert tuning.buckets("fast", 1) == (1,) and tuning.buckets("full", 3) == (1, 2)
+    assert sorted(search.buckets("fast", 8192)) == [1, 8, 16, 64, 256, 1024, 4096, 8192]
+    assert search.buckets("fast", 8192)[0] == 1
+    assert sorted(search.buckets("fast", 300)) == [1, 8, 16, 64, 256]
+    assert search.buckets("fast", 1) == (1,) and search.buckets("full", 3) == (1, 2)
     for most in (16384, 20_000, 10**9):
-        assert max(tuning.buckets("fast", most)) == max(tuning.buckets("full", most)) == 16384
-    assert len(tuning.buckets("full", 16384)) == 15
+        assert max(search.buckets("fast", most)) == max(search.buckets("full", most)) == 16384
+    assert len(search.buckets("full", 16384)) == 15
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from anabranch import platforms
-from anabranch.kernels import tuning
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
-from anabranch.kernels.triton import experts_tables, experts_tuner
-from anabranch.kernels.triton.experts_candidates import searches
-from anabranch.kernels.triton.experts_tables import CODEC, Shape
-from anabranch.kernels.triton.experts_tiles import (
+from anabranch.kernels.tuning import experts_tables, experts_tuner
+from anabranch.kernels.tuning import table as tables
+from anabranch.kernels.tuning.experts_candidates import searches
+from anabranch.kernels.tuning.experts_tables import CODEC, Shape
+from anabranch.kernels.tuning.experts_tiles import (
     GroupedTiles,
     HopperTiles,
     Machine,
@@ -150,7 +150,7 @@ def test_shipped_tables_are_found_and_followed(model: str, h200: None, caplog: p
                 assert adapt(tiles, tokens, combine, machine) == tiles
     for tokens, times in table.times.items():
         chosen = kernel.chosen(tokens, shape, "fastest", HOPPER, GPU)
-        assert times[chosen] <= min(times.values()) * (1 + tuning.NOISE)
+        assert times[chosen] <= min(times.values()) * (1 + tables.NOISE)
 
 
 def test_a_table_overrules_the_rule(h200: None) -> None:
@@ -173,13 +173,10 @@ def test_another_device_or_version_is_not_served(h200: None, monkeypatch: pytest
 
 
 def test_every_source_of_the_op_counts() -> None:
-    from pathlib import Path
-
-    folder = Path(experts_tables.__file__).parent
-    assert {"experts.py", "experts_hopper.py", "experts_ring.py"} <= {file.name for file in folder.glob("experts*.py")}
-    assert experts_tables.sources() == tuning.hash_files(
-        [*folder.glob("experts*.py"), folder / "gated.py", folder / "launch.py"]
-    )
+    triton, tuning = Path(kernel.__file__).parent, Path(experts_tables.__file__).parent
+    files = [*triton.glob("experts*.py"), *tuning.glob("experts*.py"), triton / "gated.py", triton / "launch.py"]
+    assert {"experts.py", "experts_hopper.py", "experts_ring.py", "experts_tiles.py"} <= {file.name for file in files}
+    assert experts_tables.sources() == tables.hash_files(files)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,18 +258,18 @@ def test_full_after_fast_measures_again_and_fast_after_full_does_not(fake: type[
 def test_what_time_did_not_suffice_for_is_measured_at_the_next_start(
     fake: type[FakeBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "FAST_SECONDS", 0.0)
+    monkeypatch.setattr(experts_tuner, "FAST_SECONDS", 0.0)
     assert ensure(NEW).table is None, "nothing at all was measured: the rule stays"
     now = itertools.count()
-    real = tuning.measure
+    real = experts_tuner.measure
     # A clock that ticks with every look: 20 looks, then the budget is spent.
-    monkeypatch.setattr(tuning, "FAST_SECONDS", 20.0)
-    monkeypatch.setattr(tuning, "measure", lambda *args: real(*args[:4], lambda: float(next(now))))
+    monkeypatch.setattr(experts_tuner, "FAST_SECONDS", 20.0)
+    monkeypatch.setattr(experts_tuner, "measure", lambda *args: real(*args[:4], lambda: float(next(now))))
     first = ensure(NEW)
     assert first.table is not None and 0 < len(first.measured) < 8
     assert set(first.table.missing) == set(first.table.wanted) - set(first.measured)
     experts_tables.forget()
-    monkeypatch.setattr(tuning, "measure", real)
+    monkeypatch.setattr(experts_tuner, "measure", real)
     second = ensure(NEW)
     assert set(second.measured) == set(first.table.missing)
     assert second.table is not None and not second.table.missing
@@ -296,7 +293,7 @@ def test_kernels_of_candidates_are_compiled_in_other_processes(
     """For a GPU that is not there. What did not get ready is not timed, and never compiled in line."""
     from triton.runtime.driver import driver
 
-    from anabranch.kernels import compile_server
+    from anabranch.kernels.compiling import compile_server
     from anabranch.kernels.triton import experts_plan
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

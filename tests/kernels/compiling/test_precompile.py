@@ -23,8 +23,8 @@ import triton.language as tl  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from anabranch.kernels import compile_server  # noqa: E402
-from anabranch.kernels.triton import experts_hopper, experts_plan, experts_sum, precompile  # noqa: E402
+from anabranch.kernels.compiling import compile_server, precompile  # noqa: E402
+from anabranch.kernels.triton import experts_hopper, experts_plan, experts_sum  # noqa: E402
 from tests.kernels.triton.ahead_of_time import NoDevice  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
@@ -98,14 +98,6 @@ def test_recording_is_undone_after_a_failure(cache: Path) -> None:
     assert (JITFunction.run, JITFunction._do_compile) == before
 
 
-def test_a_job_by_example_is_the_job_of_the_launch(cache: Path) -> None:
-    constants = {"K": 8, "KP": 8, "COLUMNS": 64, "FIRST": False, "PDL": True}
-    job = precompile.job_of(
-        experts_sum.sum_rows, torch.int32, torch.bfloat16, torch.bfloat16, 2048, **constants, launch_pdl=True
-    )
-    assert job is not None and job.hash() == record(64)[0].hash()
-
-
 LATER = """
 import sys, json
 from collections import defaultdict
@@ -113,7 +105,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from tests.kernels.triton.ahead_of_time import NoDevice
-from tests.kernels.triton.test_precompile import launch
+from tests.kernels.compiling.test_precompile import launch
 driver.set_active(NoDevice())
 hits = []
 knobs.compilation.listener = lambda **what: hits.append(what["cache_hit"])
@@ -125,17 +117,17 @@ print(json.dumps(hits))
 """
 
 
-def test_a_later_process_finds_what_was_compiled(cache: Path) -> None:
+def test_a_later_process_finds_what_was_compiled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way of a launch but for the launch itself, in a process that has never seen the jobs."""
-    counted: list[tuple[int, int]] = []
     jobs = record(16, 32, 64, 128)
     assert not any(job.is_cached() for job in jobs)
-    assert precompile.precompile(jobs, workers=2, progress=lambda *count: counted.append(count)) == []
-    assert counted == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert precompile.precompile(jobs, workers=2) == []
     assert all(job.is_cached() for job in jobs)
     assert len(list(cache.glob("*/sum_rows.cubin"))) == 4
-    # Nothing is left to do, and no process is asked.
-    assert precompile.precompile(jobs, progress=lambda *count: counted.append(count)) == [] and len(counted) == 4
+    # Nothing is left to do, and no process is started.
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_server, "start", lambda: pytest.fail("asked for a server"))
+        assert precompile.precompile(jobs) == []
 
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, env=environment)
@@ -196,7 +188,7 @@ def test_failures_are_named_and_the_rest_is_compiled(cache: Path, caplog: pytest
     failed = precompile.precompile([*bomb, *wrong, *good], workers=1)
     assert sorted(failed) == sorted([wrong[0].name, bomb[0].name])
     assert good[0].is_cached() and not wrong[0].is_cached()
-    assert "arange's range must be a power of 2" in caplog.text and "the compiler died of SIGABRT" in caplog.text
+    assert "arange's range must be a power of 2" in caplog.text and "the compiler was ended by SIGABRT" in caplog.text
 
 
 def test_a_kernel_that_a_launch_would_not_find_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,8 +204,9 @@ def test_a_kernel_that_has_no_name_elsewhere_is_compiled_here(cache: Path) -> No
         tl.store(x + tl.arange(0, N), 1.0)
 
     with torch.inference_mode():  # as warm-ups are
-        local_job = precompile.job_of(local, torch.float32, N=16)
-    assert local_job is not None
+        with precompile.recording() as jobs:
+            local[(1,)](torch.empty(16), N=16)
+    (local_job,) = jobs
     compile_server.start()
     assert precompile.precompile([local_job, *record(16)]) == []
     assert local_job.is_cached() and list(cache.glob("*/local.cubin"))
@@ -226,18 +219,16 @@ def test_a_few_are_compiled_here(cache: Path, caplog: pytest.LogCaptureFixture) 
     assert not compile_server.running()
     assert jobs[0].is_cached() and "CompilationError" in caplog.text
     assert precompile.precompile(record(64), deadline=0) == [record(64)[0].name]
-    assert "there was no more time" in caplog.text
+    assert "out of time" in caplog.text
 
 
 def test_a_deadline_gives_a_batch_up_and_the_next_is_compiled(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     jobs = record(16, 32, 64, 128)
     server = compile_server.start()
     assert sorted(precompile.precompile(jobs, deadline=0)) == sorted(job.name for job in jobs)
-    assert "there was no more time" in caplog.text
-    counted: list[tuple[int, int]] = []
+    assert "out of time" in caplog.text
     more = record(256, 512)
-    assert precompile.precompile(more, progress=lambda *count: counted.append(count)) == []
-    assert counted == [(1, 2), (2, 2)] and all(job.is_cached() for job in more)
+    assert precompile.precompile(more) == [] and all(job.is_cached() for job in more)
     assert compile_server.start() is server
 
 
@@ -255,7 +246,7 @@ def test_a_broken_server_fails_its_jobs_and_is_replaced(cache: Path, caplog: pyt
 
 def test_the_server_goes_with_its_program() -> None:
     code = (
-        "import os; from anabranch.kernels import compile_server; "
+        "import os; from anabranch.kernels.compiling import compile_server; "
         "print(compile_server.start()._process.pid, flush=True); os._exit(1)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -324,7 +315,7 @@ def test_it_starts_early_on_a_first_start_only(
 
 
 def test_asking_for_the_server_imports_no_torch() -> None:
-    code = "import sys; from anabranch.kernels import compile_server; sys.exit('torch' in sys.modules)"
+    code = "import sys; from anabranch.kernels.compiling import compile_server; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
@@ -332,9 +323,9 @@ def test_asking_for_the_server_imports_no_torch() -> None:
 ON_A_GPU = """
 import torch
 from triton import knobs
-from anabranch.kernels import compile_server
+from anabranch.kernels.compiling import compile_server
 from anabranch.kernels.triton import experts
-from anabranch.kernels.triton.precompile import precompile, recording
+from anabranch.kernels.compiling.precompile import precompile, recording
 from anabranch.ops import experts as op
 torch.manual_seed(0)
 calls = [sample for label, sample in op.samples(torch.bfloat16, torch.Generator("cpu").manual_seed(0))][:4]

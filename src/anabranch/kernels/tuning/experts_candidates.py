@@ -1,9 +1,9 @@
-"""What a tuner should time: tiles of the experts' kernels that have won somewhere, for each number of tokens.
+"""Tiles of the experts' kernels that the tuner times, for each number of tokens: those that were fastest somewhere.
 
-D hidden width, I expert width (`inner`), K experts per token, E experts. Nothing here touches a device.
+D hidden width, I expert width (`inner`), K experts per token, E experts. Nothing here uses a device.
 
-A short list on purpose: each entry is a pair of kernels to compile. Where one wins is in
-benchmarks/results/experts_h200.json; a device that wants something else gets it by a line here.
+The list is short because each entry is a pair of kernels to compile. benchmarks/results/experts_h200.json has the times
+it was made from; a device with other needs gets its tiles by adding a line here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from anabranch.kernels.triton.experts_tiles import (
+from anabranch.kernels.tuning.experts_tiles import (
     CHUNK,
     MATCH_TOKENS,
     SMALL_TOKENS,
@@ -26,7 +26,7 @@ from anabranch.kernels.triton.experts_tiles import (
     choose_small,
     fit,
 )
-from anabranch.kernels.tuning import Search
+from anabranch.kernels.tuning.search import Search
 
 
 def searches(
@@ -39,7 +39,7 @@ def searches(
     machine: Machine,
     full: bool = False,
 ) -> list[Search[Tiles]]:
-    """For one number of tokens, the rule's own choice first; with `full` also what has rarely won."""
+    """The searches for one number of tokens, the rule's own choice first; with `full`, rare winners too."""
     rule = choose(num_tokens, num_experts, D, inner, top_k, dtype, machine=machine)
     found = [*small_searches(num_tokens, D, inner, top_k, dtype, full)]
     rows_per_expert = num_tokens * top_k / num_experts
@@ -75,7 +75,7 @@ def small_searches(
 def grouped_searches(
     num_tokens: int, rows_per_expert: float, dtype: torch.dtype, machine: Machine, full: bool
 ) -> Iterator[Search[Tiles]]:
-    """Portable; from about a thousand tokens on a Hopper has something better."""
+    """Portable kernels; on Hopper, experts_hopper is faster from about a thousand tokens on."""
     if num_tokens < 4 or (machine.hopper and num_tokens > (512 if full else 256)):
         return
     swap = machine.hopper

@@ -1,8 +1,8 @@
-"""The compiling process: `python -m anabranch.kernels.triton.compile_jobs`. Reads batches of jobs on standard input,
-forks a child for each job, writes a line of JSON for each that ends ([place, seconds, error or null]), null after all.
+"""The compiling process: `python -m anabranch.kernels.compiling.compile_jobs`, started by `compile_server`.
 
-It never opens a device. It ends when its input does, or when nobody asked for anything for a while; its children end
-with it. Its other end is kernels/compile_server.py.
+Reads batches of jobs from standard input, forks a child for each job, writes a line of JSON for each that ends ([index,
+seconds, error or null]) and null after the last. It never opens a device. It exits at the end of its input or after a
+while without requests; its children exit with it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-import anabranch.kernels.triton as kernels
-from anabranch.kernels.compile_server import CANCEL
-from anabranch.kernels.triton.precompile import ENVIRONMENT, one_line
+from anabranch.kernels.compiling.compile_server import CANCEL
+from anabranch.kernels.compiling.precompile import ENVIRONMENT, one_line
 
+KERNELS = "anabranch.kernels.triton"
+"""The package whose kernels are imported before the first job."""
 IDLE_SECONDS = 300.0
-"""A server whose program is ready is not needed any more; a second model would start another."""
+"""A program that is ready needs no server; a second model would start another."""
 PR_SET_PDEATHSIG = 1
 
 
 def preload() -> None:
-    """What every child would do first, done once."""
-    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        if not module.name.endswith(".compile_jobs"):  # this file, which runs as __main__
-            with suppress(ImportError):  # Gluon's are for some Tritons only
-                importlib.import_module(module.name)
+    """Do once what every child would do first."""
+    for module in pkgutil.iter_modules(importlib.import_module(KERNELS).__path__, f"{KERNELS}."):
+        with suppress(ImportError):  # some Triton versions cannot import the Gluon kernels
+            importlib.import_module(module.name)
     from triton.runtime.cache import triton_key
 
     triton_key()  # the hash of Triton itself, 0.3 s
-    with suppress(Exception):  # no driver here: the program that needs it will say so
+    with suppress(Exception):  # without a driver this fails here, and again where it is needed
         from triton.backends.nvidia.driver import CudaUtils
 
-        CudaUtils()  # compiles a piece of C that every program needs first
+        CudaUtils()  # compiles C code that every program needs first
 
 
 def serve(source: int, answers: int) -> None:
@@ -50,7 +50,7 @@ def serve(source: int, answers: int) -> None:
         head = read_exactly(source, len(CANCEL))
         if not head:
             return
-        if head == CANCEL:  # of a batch that had just ended
+        if head == CANCEL:  # for a batch that has just ended
             continue
         frames, workers, path, environment = pickle.loads(read_exactly(source, int.from_bytes(head, "little")))
         sys.path[:] = path
@@ -62,14 +62,14 @@ def serve(source: int, answers: int) -> None:
 
 
 def compile_all(frames: list[bytes], workers: int, source: int, answers: int) -> None:
-    """Until all have ended, or the other side says something: that it gives them up, or that it has gone."""
+    """Returns when all have ended, or when there is input: a cancellation, or its end."""
     waiting = list(reversed(list(enumerate(frames))))
-    running: dict[int, tuple[int, int, float]] = {}  # pipe → place, process, since when
+    running: dict[int, tuple[int, int, float]] = {}  # pipe → index, process, start time
     while waiting or running:
         while waiting and len(running) < workers:
-            place, frame = waiting.pop()
+            index, frame = waiting.pop()
             pipe, process = fork(frame)
-            running[pipe] = place, process, time.monotonic()
+            running[pipe] = index, process, time.monotonic()
         for ready in select.select([source, *running], [], [])[0]:
             if ready == source:
                 for pipe, (_, process, _) in running.items():
@@ -77,19 +77,17 @@ def compile_all(frames: list[bytes], workers: int, source: int, answers: int) ->
                     os.waitpid(process, 0)
                     os.close(pipe)
                 return
-            place, process, began = running[ready]
-            if not (said := os.read(ready, 1 << 16)):
-                said = b"-"  # it died without a word
+            index, process, began = running.pop(ready)
+            answer = os.read(ready, 1 << 16)
             os.close(ready)
-            del running[ready]
             status = os.waitpid(process, 0)[1]
-            error = None if said == b"+" else said[1:].decode(errors="replace") or death(status)
-            line = json.dumps([place, time.monotonic() - began, error])
+            error = None if answer == b"+" else answer[1:].decode(errors="replace") or exit_reason(status)
+            line = json.dumps([index, time.monotonic() - began, error])
             write_all(answers, line.encode() + b"\n")
 
 
 def fork(frame: bytes) -> tuple[int, int]:
-    """A child that compiles one job and says b"+", or b"-" and why not."""
+    """A child that compiles one job and answers b"+", or b"-" and the error."""
     pipe, other = os.pipe()
     parent = os.getpid()
     process = os.fork()
@@ -105,22 +103,21 @@ def compile_one(frame: bytes, answer: int, parent: int) -> NoReturn:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
-    # What the compiler itself prints is the better half of its complaints.
+    # The compiler prints the more useful part of its errors.
     printed = os.memfd_create("printed") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
     os.dup2(printed, 2)
-    said = b"+"
+    result = b"+"
     try:
         job, launcher = pickle.loads(frame)
         job = pickle.loads(job)
         job.compile()
     except BaseException as error:
-        said = b"-" + one_line(error).encode() + tail(printed)
+        result = b"-" + one_line(error).encode() + tail(printed)
     else:
-        # Whether the C around the kernel compiles is for the launch to say; the kernel is there.
-        with suppress(Exception):
+        with suppress(Exception):  # the kernel is compiled; a launcher that does not compile fails at the launch
             if launcher is not None:
                 job.compile(launcher)
-    os.write(answer, said[:4096])
+    os.write(answer, result[:4096])
     os._exit(0)  # no destructors: they belong to the parent
 
 
@@ -130,13 +127,13 @@ def tail(printed: int) -> bytes:
     return b" | " + b" ".join(text.split()) if text else b""
 
 
-def death(status: int) -> str:
+def exit_reason(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
-    return f"the compiler died of {signal.Signals(-code).name}" if code < 0 else f"the compiler ended with code {code}"
+    return f"the compiler was ended by {signal.Signals(-code).name}" if code < 0 else f"the compiler exited with {code}"
 
 
 def read_exactly(source: int, count: int) -> bytes:
-    """Nothing at the end of the input."""
+    """Empty at the end of the input."""
     found = b""
     while len(found) < count:
         chunk = os.read(source, count - len(found))
@@ -153,9 +150,9 @@ def write_all(target: int, data: bytes) -> None:
 
 def main() -> None:
     answers = os.dup(1)
-    os.dup2(2, 1)  # whoever prints must not print among the answers
+    os.dup2(2, 1)  # prints must not get between the answers
     preload()
-    gc.freeze()  # children that collect garbage would copy every page
+    gc.freeze()  # a garbage collection in a child would copy every page
     gc.disable()
     with suppress(BrokenPipeError):
         serve(0, answers)

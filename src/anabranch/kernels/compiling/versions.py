@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 
 GLUON = ("3.6", "3.7", "3.8", "3.9")
-"""Triton versions for which every Gluon kernel compiles (tests/kernels/triton/test_versions.py)."""
+"""Triton versions for which every Gluon kernel compiles (tests/kernels/compiling/test_versions.py)."""
 
 
 def gluon_problem() -> str | None:
@@ -22,7 +22,7 @@ def gluon_problem() -> str | None:
 def precompile_problem() -> str | None:
     """Why kernels cannot be compiled before their first launch with this Triton; None if they can."""
     try:
-        from anabranch.kernels.triton import precompile
+        from anabranch.kernels.compiling import precompile
     except ImportError as error:
         return f"Triton {triton.__version__} differs from the versions this was written for: {error}"
     return precompile.problem()

@@ -1,17 +1,17 @@
-"""Times tiles of the experts' kernels on the device at hand and keeps the table.
+"""Times tiles of the experts' kernels on the current device and saves the table.
 
 T tokens, D hidden width, I expert width, K experts per token, E experts.
 
-Kernels are compiled first, all cores at work, each once however many candidates need it; a candidate whose kernels did
-not get ready in time is left out, never compiled in line. Then every candidate is timed as the engine will run it: a
-graph of calls over several layers' weights, each call with tokens and routing of its own.
+Kernels are compiled first, on all cores, each once however many candidates use it. A candidate whose kernels were not
+compiled in time is skipped, never compiled inline. Then every candidate is timed as the engine runs it: a graph of
+calls over the weights of several layers, each call with its own tokens and routing.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,34 +19,35 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from anabranch.kernels import tuning
-from anabranch.kernels.timing import microseconds
+from anabranch.kernels.compiling.precompile import Job, precompile, recording
 from anabranch.kernels.triton import experts as kernel
-from anabranch.kernels.triton import experts_tables
-from anabranch.kernels.triton.experts_candidates import searches
-from anabranch.kernels.triton.experts_tables import CODEC, Shape
-from anabranch.kernels.triton.experts_tiles import Machine, Tiles, label
-from anabranch.kernels.triton.precompile import Job, precompile, recording
+from anabranch.kernels.tuning import experts_tables
+from anabranch.kernels.tuning.experts_candidates import searches
+from anabranch.kernels.tuning.experts_tables import CODEC, Shape
+from anabranch.kernels.tuning.experts_tiles import Machine, Tiles, label
+from anabranch.kernels.tuning.search import FAST_SECONDS, Progress, buckets, measure
+from anabranch.kernels.tuning.table import Table, keep, save
+from anabranch.kernels.tuning.timing import microseconds
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
 
 if TYPE_CHECKING:
     from anabranch.platforms import Platform
 
-__all__ = ["SETS", "ExpertsBench", "Shape", "Tuned", "ensure", "label", "ship", "tune"]
+__all__ = ["SETS", "ExpertsBench", "Shape", "Tuned", "ensure", "label", "ship"]
 
 log = logging.getLogger(__name__)
 
 Weights = tuple[Weight, Weight]
 """gate_up_EFD and down_EDI of one layer."""
 SETS = 4
-"""Layers whose weights are used in turn: together they are larger than any cache."""
-FAR = {torch.float32: 1e-4}
-"""‖y − y of the rule's tiles‖ / ‖y‖ that is still the same result; of other types 2e-2."""
+"""Layers whose weights are used in rotation: together they are larger than any cache."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+"""‖y − y of the rule's tiles‖ / ‖y‖ that still counts as the same result."""
 
 
 class ExpertsBench:
-    """A tuning.Bench on a GPU."""
+    """A Bench on a GPU."""
 
     def __init__(self, shape: Shape, weights: Sequence[Weights], activation: str, platform: Platform) -> None:
         self.shape = shape
@@ -58,7 +59,7 @@ class ExpertsBench:
         self.expected: torch.Tensor | None = None
 
     def calls_of(self, tokens: int) -> list[ExpertsCall]:
-        """Made once for each number of tokens; those of the last one are dropped."""
+        """Made once per number of tokens; those of the previous number are dropped."""
         if tokens != self.size:
             self.size, self.expected = tokens, None
             count = 4 * len(self.weights) if tokens <= 64 else len(self.weights)
@@ -73,11 +74,11 @@ class ExpertsBench:
         return ExpertsCall(x_TD, weight_TK, expert_TK.int(), *weights, self.activation)
 
     def machine(self) -> Machine:
-        """As far as calls of this shape can use it."""
+        """What calls of this shape can use of the machine."""
         return kernel.machine_for(self.calls_of(1)[0])
 
     def jobs_of(self, tokens: int, tiles: Tiles) -> list[Job]:
-        """Kernels that these tiles need and that this process has not loaded."""
+        """Kernels that these tiles use and that this process has not loaded."""
         with recording() as jobs:
             kernel.run(self.calls_of(tokens)[0], tiles)
         return jobs
@@ -90,9 +91,9 @@ class ExpertsBench:
                 try:
                     jobs |= {job.hash(): job for job in self.jobs_of(tokens, tiles)}
                 except Exception as error:
-                    log.info("%s cannot be tried: %s", tiles, error)
+                    log.info("%s cannot be launched: %s", tiles, error)
         failed = precompile(list(jobs.values()), deadline=None if seconds == float("inf") else max(0.1, seconds))
-        log.info("%d kernels, %d not ready, after %.1f s", len(jobs), len(failed), time.monotonic() - began)
+        log.info("%d kernels, %d not compiled, after %.1f s", len(jobs), len(failed), time.monotonic() - began)
 
     @torch.inference_mode()
     def time(self, size: int, choice: Tiles) -> float | None:
@@ -101,47 +102,29 @@ class ExpertsBench:
                 return None
             calls = self.calls_of(size)
             if not self.agrees(kernel.run(calls[0], choice)):
-                log.warning("%d tokens: a wrong result with %s", size, choice)
+                log.warning("%d tokens: wrong result with %s", size, choice)
                 return None
             return microseconds(self.platform, [partial(kernel.run, call, choice) for call in calls], repeats=5)
-        except Exception as error:  # too much shared memory, a compiler's bug: a candidate less
+        except Exception as error:  # for example too much shared memory
             log.info("%d tokens: %s does not run: %s", size, choice, error)
             return None
 
     def agrees(self, y_TD: torch.Tensor) -> bool:
-        """With the first result for these tokens, which is that of the rule's tiles."""
+        """Whether it equals the first result for these tokens, which is that of the rule's tiles."""
         if self.expected is None:
             self.expected = y_TD
         distance = (y_TD.float() - self.expected.float()).norm() / self.expected.float().norm()
-        return distance.item() <= FAR.get(y_TD.dtype, 2e-2)
-
-
-def tune(
-    bench: tuning.Bench[Tiles],
-    shape: Shape,
-    machine: Machine,
-    sizes: Sequence[int],
-    level: str,
-    progress: tuning.Progress | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> tuning.Table[Tiles]:
-    """Measure; nothing is kept."""
-    full = level == "full"
-    size = (shape.num_experts, shape.D, shape.inner, shape.top_k, shape.dtype, machine)
-    plans = {tokens: searches(tokens, *size, full=full) for tokens in sizes}
-    seconds = float("inf") if full else tuning.FAST_SECONDS
-    times = tuning.measure(bench, plans, seconds, progress, clock)
-    return tuning.Table(times, level, tuple(sizes))
+        return distance.item() <= TOLERANCE[y_TD.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
     """What `ensure` did."""
 
-    table: tuning.Table[Tiles] | None
+    table: Table[Tiles] | None
     seconds: float
     measured: tuple[int, ...]
-    """Sizes; () if a table was there."""
+    """Sizes; () if a table had them all."""
 
 
 def ensure(
@@ -151,42 +134,44 @@ def ensure(
     platform: Platform,
     level: str,
     most_tokens: int,
-    progress: tuning.Progress | None = None,
+    progress: Progress | None = None,
     sizes: Sequence[int] = (),
     again: bool = False,
 ) -> Tuned:
-    """See to it that there is a table for the shape on this device; measure what is missing, keep it, use it.
+    """Find the table for the shape on this device, measure the sizes it lacks, save it and use it from now on.
 
-    `sizes`: instead of the usual ones. `again`: even if a table is there.
+    `sizes` replaces the default ones. `again` measures even what a table has.
     """
     began = time.monotonic()
     device = platform.device
     table = None if again else experts_tables.table_for(device, shape)
     if table is not None and level == "full" and table.level != "full":
         table = None
-    wanted = tuple(sizes) or (table.wanted if table is not None else tuning.buckets(level, most_tokens))
+    wanted = tuple(sizes) or (table.wanted if table is not None else buckets(level, most_tokens))
     left = [size for size in wanted if table is None or size not in table.times]
     if not left:
         return Tuned(table, time.monotonic() - began, ())
-    bench = ExpertsBench(shape, weights[:SETS], activation, platform)
-    found = tune(bench, shape, bench.machine(), left, level, progress)
+    bench, full = ExpertsBench(shape, weights[:SETS], activation, platform), level == "full"
+    numbers = (shape.num_experts, shape.D, shape.inner, shape.top_k, shape.dtype, bench.machine())
+    candidates = {tokens: searches(tokens, *numbers, full=full) for tokens in left}
+    found = Table(measure(bench, candidates, float("inf") if full else FAST_SECONDS, progress), level, tuple(left))
     del bench
-    torch.cuda.empty_cache()  # what is free now decides how many KV pages there will be
+    torch.cuda.empty_cache()  # free memory determines how many KV pages there will be
     seconds = time.monotonic() - began
     if not found.times:
-        log.warning("no tiles could be measured in %.1f s: the experts go by their rule", seconds)
+        log.warning("no tiles could be measured in %.1f s: the built-in tiles are used", seconds)
         return Tuned(table, seconds, ())
     if table is not None:
-        found = tuning.Table({**table.times, **found.times}, table.level, tuple(sorted({*table.wanted, *wanted})))
+        found = Table({**table.times, **found.times}, table.level, tuple(sorted({*table.wanted, *wanted})))
     found.about = {"device": platform.describe(), "seconds": round(seconds, 1), "missing": found.missing}
     experts_tables.install(device, shape, found)
     kernel.chosen.cache_clear()
-    path = tuning.keep(found, CODEC, shape.good_for(device), experts_tables.made_with())
-    log.info("tiles of %d token counts measured in %.1f s; kept in %s", len(found.times), seconds, path)
+    path = keep(found, CODEC, shape.good_for(device), experts_tables.made_with())
+    log.info("tiles of %d token counts measured in %.1f s; saved in %s", len(found.times), seconds, path)
     return Tuned(found, seconds, tuple(size for size in left if size in found.times))
 
 
-def ship(path: Path, shape: Shape, device: torch.device, table: tuning.Table[Tiles]) -> None:
-    """Write the table as those in kernels/tables are, whose proper name is tuning.file_name(shape.good_for(device))."""
-    if not tuning.save(path, table, CODEC, shape.good_for(device), {"version": experts_tables.TILES_VERSION}):
+def ship(path: Path, shape: Shape, device: torch.device, table: Table[Tiles]) -> None:
+    """Write the table as those in `tables/`, where its name is table.file_name(shape.good_for(device))."""
+    if not save(path, table, CODEC, shape.good_for(device), {"version": experts_tables.TILES_VERSION}):
         raise OSError(f"{path} cannot be written")

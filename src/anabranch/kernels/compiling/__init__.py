@@ -1,0 +1,1 @@
+"""Compiling kernels before their first launch. Knows Triton and processes, but not which kernels there are."""
