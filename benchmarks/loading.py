@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from anabranch import kernels, platforms
-from anabranch.bench.offline import commit
+from anabranch.bench.records import commit
 from anabranch.loader import dummy, names
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.load import build, resolve_dtype

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import profiler
 
-from anabranch.bench.offline import bundled, commit
+from anabranch.bench.records import bundled, commit
 from anabranch.config import CHOICES
 from anabranch.llm import LLM, SamplingParams
 

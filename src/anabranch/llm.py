@@ -1,4 +1,4 @@
-"""The offline front door.
+"""The Python interface for offline batches and streams.
 
 llm = LLM("path/or/hub-id")              # LLM(): the small model that comes with the package
 for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
@@ -38,8 +38,8 @@ __all__ = ["LLM", "Completion", "Grammar", "RequestOutput", "SamplingParams", "T
 
 LONG_START = 10.0  # seconds
 MANY_PROMPTS = 16
-"""From so many on a call of `generate` may first spend a tenth of a second on what would have made many earlier steps
-faster. There is no other moment for it: an LLM is never idle, its program is. With fewer it would be felt."""
+"""A call of `generate` with at least this many prompts may first spend a tenth of a second on a graph that earlier
+steps could have used. An LLM has no idle time of its own for that; with fewer prompts the delay would be noticed."""
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -54,11 +54,12 @@ class LLM:
         stages: Stages | None = None,
         **options: Any,
     ) -> None:
-        """`model` is a folder or a hub id; without one, the bundled model. `options` are EngineConfig's fields: dtype,
+        """`model` is a folder or a hub id (default: the bundled model). `options` are fields of EngineConfig: dtype,
         max_model_len, max_num_seqs, ...
 
-        `show_progress` (default: on a terminal) also shows where the time of the start went, of a short one only if
-        asked for; a program that began for this LLM hands in `Stages.of_process()`, so that its imports count.
+        `show_progress` (default: on a terminal) also shows what a start of more than ten seconds spent its time on;
+        True shows it for every start. A program that exists for this LLM passes `Stages.of_process()` as `stages`, so
+        that its imports count.
         """
         known = [field.name for field in fields(EngineConfig)]
         for name in options:
@@ -67,34 +68,34 @@ class LLM:
                 hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
                 raise ValueError(f"unknown option {name!r}{hint}")
         if model is not None and not isinstance(model, str | os.PathLike):
-            raise ValueError(f"model must be a folder or a hub id owner/name, not {_kind(model)}")
+            raise ValueError(f"model must be a folder or a hub id owner/name, not {_shown(model)}")
         config = EngineConfig(model=bundled.folder() if model is None else os.fspath(model), **options)
         self.show_progress = sys.stderr.isatty() if show_progress is None else show_progress
         self.stages = stages or Stages()
         with self.stages.shared():
             self.engine = self._start(config)
-        gc.freeze()  # what is there now stays, and need not be searched for garbage in the middle of a step
-        weakref.finalize(self, gc.unfreeze)  # then it is garbage
+        gc.freeze()  # these objects stay: do not search them for garbage in the middle of a step
+        weakref.finalize(self, gc.unfreeze)
         self.stages.finish()
         assert self.stages.ready is not None
         if show_progress or (self.show_progress and self.stages.ready > LONG_START):
             print(self.stages.table(), file=sys.stderr, flush=True)
         self.tokenizer = self.engine.tokenizer
         self.sampling_defaults = read_sampling_defaults(self.engine.config.model, config.generation_config)
-        """Fields of SamplingParams that the model's generation_config.json gives."""
+        """Fields of SamplingParams that the model's generation_config.json sets."""
         self._ids = itertools.count()
         self._streams: dict[str, asyncio.Queue[Any]] = {}
-        self._pump: asyncio.Task[None] | None = None
+        self._stepper: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._between_steps = asyncio.Lock()
-        """Of `_loop`. Streams' steps run in a thread; requests join and leave only between them."""
+        """Of `_loop`. The steps of streams run in a thread; requests are added only between them."""
         self._stepping = threading.Lock()
-        self._leaving: list[str] = []
-        """Requests to abort when the step that runs has ended."""
+        self._to_abort: list[str] = []
+        """Ids of requests to abort when the running step has ended."""
         self._template: ChatTemplate | None = None
 
     def _start(self, config: EngineConfig) -> Engine:
-        compile_server.start_early()  # before torch is imported: its own import runs beside
+        compile_server.start_early()  # before torch is imported: it imports torch in parallel
         with stage("import"):
             from anabranch.engine.engine import make_engine
             from anabranch.engine.progress import Bar
@@ -105,13 +106,19 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """SamplingParams of this model: with the temperature, top_k, top_p, min_p and repetition_penalty of its
+        """SamplingParams with the temperature, top_k, top_p, min_p and repetition_penalty of the model's
         generation_config.json, unless the option `generation_config` is "none". To change a field, use
         `dataclasses.replace(llm.default_params, max_tokens=64)`."""
         return SamplingParams(**self.sampling_defaults)
 
     def _params(self, params: Any) -> SamplingParams:
-        return self.default_params if params is None else _check_params(params)
+        if params is None:
+            return self.default_params
+        if not isinstance(params, SamplingParams):
+            hint = "; write SamplingParams(**params)" if isinstance(params, Mapping) else ""
+            wanted = "SamplingParams, or a list with one for each prompt"
+            raise ValueError(f"params must be {wanted}, not {_shown(params)}{hint}")
+        return params
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -123,15 +130,16 @@ class LLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Continue prompts (text, or token ids; one, a list or a generator of them), one answer each, in their order.
-        Without `params`, `default_params` are used; those given are taken as they are. Bad input raises ValueError, and
-        nothing of the call is left behind. An answer that the engine could not complete because the model gave NaN has
-        the finish_reason "error", and the log has a line about it; the other answers are not affected."""
-        if self._pump is not None and not self._pump.done():
+        """Continue prompts (text or token ids; one, a list or a generator of them) and return their answers in order.
+        `params` are one for all or one for each (default: `default_params`). Bad input raises ValueError, and no
+        request of the call stays in the engine. An answer that could not be completed because the model gave NaN has
+        the finish_reason "error", and the log names it; the other answers are not affected."""
+        if self._stepper is not None and not self._stepper.done():
             raise RuntimeError("streams are running on this LLM: wait for them, or use a stream here too")
         many = _several(prompts)
-        chosen = [self._params(one) for one in params] if isinstance(params, list | tuple) else None
-        if chosen is None:
+        if isinstance(params, list | tuple):
+            chosen = [self._params(one) for one in params]
+        else:
             chosen = [self._params(params)] * len(many)
         if len(chosen) != len(many):
             raise ValueError(f"{len(many)} prompts, but {len(chosen)} SamplingParams: give one, or one for each")
@@ -147,7 +155,7 @@ class LLM:
                 except ValueError as error:
                     raise (ValueError(f"prompt {number}: {error}") if len(many) > 1 else error) from None
                 was, left = left, left - len(answers[-1].requests[0].prompt_ids)
-                if left <= 0 < was:  # the first step is full: it runs while the others are added
+                if left <= 0 < was:  # the first step is full: it runs while the other prompts are added
                     updates += self.engine.step()
         except BaseException:
             self._abort(answers)
@@ -168,7 +176,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several."""
         if not _is_list(messages):
-            raise ValueError(f"messages must be a list of messages, or of such lists, not {_kind(messages)}")
+            raise ValueError(f"messages must be a list of messages, or of such lists, not {_shown(messages)}")
         given: list[Any] = list(messages)
         if not given:
             raise ValueError("messages is empty: give at least one")
@@ -179,15 +187,15 @@ class LLM:
     def render(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any
     ) -> list[int]:
-        """A conversation as the model's chat template writes it, in token ids, ready for the answer. Special tokens
-        that a message spells out, such as <|im_end|>, are text."""
+        """The token ids of a conversation in the model's chat template, up to where the answer begins. Special tokens
+        in the text of a message, such as <|im_end|>, are encoded as text."""
         from anabranch.text.chat_template import NO_TOOLS, ChatTemplate
         from anabranch.text.special_text import render_chat
 
         if not _is_list(messages):
-            raise ValueError(f"a conversation must be a list of messages, not {_kind(messages)}")
+            raise ValueError(f"a conversation must be a list of messages, not {_shown(messages)}")
         if tools is not None and not _is_list(tools):
-            raise ValueError(f"tools must be a list of tools, not {_kind(tools)}")
+            raise ValueError(f"tools must be a list of tools, not {_shown(tools)}")
         if self.tokenizer is None:
             raise ValueError("the model folder has no tokenizer.json: a chat needs one")
         if self._template is None:
@@ -201,7 +209,7 @@ class LLM:
     def _add(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Answer:
         from anabranch.text.output import Answer
 
-        self._settle()
+        self._abort_between_steps()
         _check_options(**options)
         text: str | None = None
         if isinstance(prompt, str):
@@ -213,9 +221,9 @@ class LLM:
         elif _is_list(prompt):
             ids = list(prompt)
         else:
-            raise ValueError(f"a prompt must be text or a list of token ids, not {_kind(prompt)}")
-        kinds = set(map(type, ids))  # few, where tokens are many
-        if bool in kinds or not all(issubclass(kind, int) for kind in kinds):
+            raise ValueError(f"a prompt must be text or a list of token ids, not {_shown(prompt)}")
+        types = set(map(type, ids))  # quicker than to check every token
+        if bool in types or not all(issubclass(type_, int) for type_ in types):
             raise ValueError("a prompt of token ids must hold integers only")
         answer = Answer(str(next(self._ids)), ids, params, self.tokenizer, text, arrival=time.monotonic(), **options)
         try:
@@ -232,7 +240,7 @@ class LLM:
                 self.engine.abort(request.id)
 
     def _run(self, answers: Sequence[Answer], updates: Sequence[Update] = ()) -> None:
-        """Step until all have finished; `updates` came before."""
+        """Step until all answers are finished; `updates` are of steps before."""
         from anabranch.engine.progress import Counter
 
         by_request = {request.id: answer for answer in answers for request in answer.requests}
@@ -251,42 +259,42 @@ class LLM:
                     if shown is not None:
                         shown(len(answers) - left, len(update.token_ids))
                 updates = self.engine.step() if left else ()
-        except BaseException:  # Ctrl-C above all: nothing of this call may linger in the engine
+        except BaseException:  # Ctrl-C in particular: no request of this call may stay in the engine
             self._abort(answers)
             raise
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
-        """An async iterator of Deltas (index, text, token_ids, completion) as they come. Leaving it early aborts the
-        request. Several streams may run at once in one event loop; they share the engine's batches."""
+        """An async iterator over the Deltas (index, text, token_ids, completion) of an answer. Ending it early aborts
+        the request. Several streams may run at once in one event loop; they share the engine's batches."""
         return Stream(self, prompt, self._params(params), options)
 
     async def _open(self, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> Answer:
-        """Add a stream's request between two steps, and see to it that steps are made."""
+        """Add the requests of a stream between two steps."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._between_steps = loop, asyncio.Lock()
         async with self._between_steps:
-            answer = self._add(prompt, params, **options)
-        return answer
+            return self._add(prompt, params, **options)
 
-    def _watch(self, answer: Answer, queue: asyncio.Queue[Any]) -> None:
+    def _send_updates(self, answer: Answer, queue: asyncio.Queue[Any]) -> None:
+        """From now on put the updates of an answer into a queue; start the task that makes steps if none runs."""
         for request in answer.requests:
             self._streams[request.id] = queue
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._step_for_streams())
+        if self._stepper is None or self._stepper.done():
+            self._stepper = asyncio.create_task(self._step_for_streams())
 
     async def _step_for_streams(self) -> None:
         try:
             while self._streams and self.engine.has_work:
                 async with self._between_steps:
                     updates = await asyncio.to_thread(self._step)
-                    self._settle()
+                    self._abort_between_steps()
                 for update in updates:
                     if update.id in self._streams:
                         self._streams[update.id].put_nowait(update)
-        except Exception as error:  # the engine broke: whoever waits must hear of it
+        except Exception as error:  # the engine broke: every stream raises it
             for queue in self._streams.values():
                 queue.put_nowait(error)
 
@@ -294,22 +302,19 @@ class LLM:
         with self._stepping:
             return self.engine.step()
 
-    def _leave(self, ids: list[str]) -> None:
-        self._leaving += ids
-        self._settle()
-
-    def _settle(self) -> None:
-        """Unless a step is running: then it is done after it."""
-        if self._leaving and self._stepping.acquire(blocking=False):
+    def _abort_between_steps(self, ids: Sequence[str] = ()) -> None:
+        """Abort these requests and those noted before; while a step is running, only note them."""
+        self._to_abort += ids
+        if self._to_abort and self._stepping.acquire(blocking=False):
             try:
-                while self._leaving:
-                    self.engine.abort(self._leaving.pop())
+                while self._to_abort:
+                    self.engine.abort(self._to_abort.pop())
             finally:
                 self._stepping.release()
 
     def stats(self) -> dict[str, Any]:
-        """The engine's numbers, and where the time of the start went."""
-        self._settle()
+        """The engine's statistics, and what the start spent its time on."""
+        self._abort_between_steps()
         return {**self.engine.stats(), "startup": self.stages.as_dict()}
 
     def close(self) -> None:
@@ -323,7 +328,8 @@ class LLM:
 
 
 class Stream:
-    """Deltas of one answer. However it is left (the end, `break`, `aclose`, an exception), its requests go with it."""
+    """Iterates over the deltas of one answer. However it ends (also by `break`, `aclose` or an exception), what is left
+    of its requests is aborted."""
 
     def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> None:
         self.llm = llm
@@ -337,7 +343,7 @@ class Stream:
     async def __anext__(self) -> Delta:
         if self.answer is None:
             self.answer = await self.llm._open(*self.arguments)
-            self.llm._watch(self.answer, self.queue)
+            self.llm._send_updates(self.answer, self.queue)
         if self.answer.finished:
             self.close()
             raise StopAsyncIteration
@@ -349,13 +355,13 @@ class Stream:
             self.close()
             raise ValueError(self.answer.errors[0])
         if self.answer.to_abort(update):
-            self.llm._leave([update.id])
+            self.llm._abort_between_steps([update.id])
         return delta
 
     def close(self) -> None:
         if self.answer is not None:
             ids = [request.id for request in self.answer.requests if self.llm._streams.pop(request.id, None)]
-            self.llm._leave(ids)
+            self.llm._abort_between_steps(ids)
 
     async def aclose(self) -> None:
         self.close()
@@ -369,32 +375,23 @@ def _is_list(value: Any) -> bool:
 
 
 def _several(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list."""
+    """A list of prompts, from one or several."""
     if isinstance(prompts, str):
         return [prompts]
     if not _is_list(prompts):
         accepted = "text, a list of token ids, or a list or generator of those"
-        raise ValueError(f"prompts must be {accepted}, not {_kind(prompts)}")
+        raise ValueError(f"prompts must be {accepted}, not {_shown(prompts)}")
     many = list(prompts)
     return [many] if many and isinstance(many[0], int) else many
 
 
-def _check_params(params: Any) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        hint = "; write SamplingParams(**params)" if isinstance(params, Mapping) else ""
-        raise ValueError(
-            f"params must be SamplingParams, or a list with one for each prompt, not {_kind(params)}{hint}"
-        )
-    return params
-
-
 def _check_options(priority: int = 0, cache_salt: str = "") -> None:
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise ValueError(f"priority must be an integer, not {_kind(priority)}")
+        raise ValueError(f"priority must be an integer, not {_shown(priority)}")
     if not isinstance(cache_salt, str):
-        raise ValueError(f"cache_salt must be text, not {_kind(cache_salt)}")
+        raise ValueError(f"cache_salt must be text, not {_shown(cache_salt)}")
 
 
-def _kind(value: Any) -> str:
-    """For messages: what was given, without all that is in it."""
+def _shown(value: Any) -> str:
+    """A value in an error message: a number itself, of anything else the type."""
     return "None" if value is None else f"{value!r}" if isinstance(value, int | float) else type(value).__name__

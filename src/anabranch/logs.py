@@ -1,4 +1,4 @@
-"""Lines in the log: for people, or JSON for machines. Numbers and names, never a prompt or an answer."""
+"""The format of log lines: text, or JSON. They hold numbers and names, never a prompt or an answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 FORMAT = "ANABRANCH_LOG_FORMAT"
-"""text or json: how processes that we start write too."""
+"""Environment variable, text or json: passes the format on to child processes."""
 
 
 class TextLines(logging.Formatter):
@@ -40,7 +40,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(style: str = "", level: int = logging.INFO) -> None:
-    """One handler on standard error. Without a style: that of the process that started this one."""
+    """Log to standard error only. Without a style: in that of the parent process."""
     style = os.environ[FORMAT] = style or os.environ.get(FORMAT, "text")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if style == "json" else TextLines())

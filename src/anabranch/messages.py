@@ -1,7 +1,7 @@
-"""What crosses the border between the serving process and the engine's: msgspec structs as msgpack, tagged by name.
+"""The messages between the server process and the engine process: msgspec structs as msgpack, tagged by name.
 
-Shapes only: who sends them when is engine.worker's and engine.client's. Request, SamplingParams and Update cross as
-they are. Decoding checks every type and range; nothing that is decoded is executed. Only serving imports this file.
+engine.worker and engine.client send them. Request, SamplingParams and Update are sent as they are. Decoding checks
+every type and range and executes nothing. Only serving imports this file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stop(Message):
 
 
 class Stage(Message):
-    """Start-up has come so far; done of total where a stage has parts."""
+    """The stage that the start has reached; `done` of `total` if it has parts."""
 
     name: str
     done: int = 0
@@ -63,11 +63,11 @@ class Ready(Message):
 
 
 class Updates(Message):
-    """All that one step brought."""
+    """The updates of one step."""
 
     updates: list[Update]
     heard: int
-    """Messages the engine had taken before that step: an update is of a request only if its Add is among them."""
+    """Messages the engine had received before that step: only requests whose Add is among them can have updates."""
 
 
 class Stats(Message):
@@ -77,18 +77,18 @@ class Stats(Message):
 
 
 class Heartbeat(Message):
-    """Durations, not times: clocks of two processes need not agree."""
+    """Contains durations, not times, because the clocks of two processes may differ."""
 
     heard: int
     num_steps: int
     step_for: float | None
-    """Seconds the step that is running now has taken; None between steps."""
+    """Seconds that the running step has taken; None between steps."""
     idle_for: float | None
     """Seconds since the last step ended; None before the first."""
 
 
 class Ended(Message):
-    """The last message. An error says why; without one it was meant."""
+    """The last message. Without an error, the engine was asked to stop."""
 
     error: str | None = None
 
@@ -112,7 +112,7 @@ _decode_add_id = msgspec.msgpack.Decoder(_AddId).decode
 
 
 def request_id(frame: bytes) -> str | None:
-    """Whose Add this is, if it is at least that: a request that cannot be read is answered all the same."""
+    """The id in a message that may be an Add: a request that cannot be decoded gets an answer too."""
     try:
         return _decode_add_id(frame).request.id
     except msgspec.MsgspecError:

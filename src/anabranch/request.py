@@ -1,4 +1,4 @@
-"""A request as it enters the engine and what comes out of it. Plain data; the engine's own bookkeeping is elsewhere."""
+"""Requests to the engine, and its updates and outputs. Plain data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from anabranch.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 INTERNAL = "internal error: "
-"""Begins the error of an Update that is the engine's fault. Any other error is the request's own."""
+"""The prefix of an Update's error that is the engine's fault. Any other error is caused by the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to continue. `n` > 1 is several Requests: the engine samples one sequence each."""
+    """One sequence to continue. `n` > 1 makes several Requests, one for each sequence."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -24,7 +24,7 @@ class Request:
     cache_salt: str = ""
     """Prefixes are shared only between requests of the same salt."""
     arrival: float = 0.0
-    """time.monotonic() when the request came in."""
+    """time.monotonic() when the request arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +38,29 @@ class TokenLogprobs:
     """(token id, logprob), best first. The token itself is in it only if it is among the best."""
 
 
-@dataclass(slots=True)  # not kw_only: a step makes one for every request, and without names that is a third quicker
+@dataclass(slots=True)  # not kw_only: a step makes one per request, which is a third quicker with positions
 class Update:
     """What one step added to a request."""
 
     id: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One for each of token_ids, if asked for."""
+    """One for each of token_ids, if requested."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """With the first token, if asked for; None for the first prompt token."""
+    """With the first token, if requested; None for the first prompt token."""
     num_cached: int = 0
     """Prompt tokens that came from the prefix cache."""
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
-    """The token id that ended it, if one did; it is the last of token_ids."""
+    """The token id that ended the request, if one did: the last of token_ids."""
     error: str | None = None
     routed_experts: list[list[list[int]]] | None = None
-    """At the end, if asked for: [token][moe layer][k] for every token but the last."""
+    """With the last token, if requested: [token][moe layer][k] for every token but the last."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
-    """One finished (or growing) continuation, for users."""
+    """One continuation of a prompt, finished or growing."""
 
     index: int
     text: str

@@ -1,6 +1,6 @@
-"""How a request wants its tokens chosen. Checked when made; every error names the parameter and its range.
+"""How the tokens of a request are chosen. Values are checked on creation; errors name the parameter and its range.
 
-Plain data: no torch, no tokenizer. It crosses process borders as it is.
+Plain data, without torch or a tokenizer; sent between processes as it is.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 MAX_LOGPROBS = 256
 MAX_N = 128
 MAX_STOPS = 64
-LARGEST = 2**63 - 1  # that a message between processes carries
+LARGEST = 2**63 - 1  # a message between processes holds no larger integer
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "return_routed_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """Text the output must match: exactly one of json_schema, regex, lark and choice."""
+    """What the output must match: exactly one of json_schema, regex, lark and choice."""
 
     json_schema: str | None = None
     """A JSON schema as JSON text; "{}" allows any JSON value."""
@@ -27,8 +28,7 @@ class Grammar:
     choice: tuple[str, ...] | None = None
 
     open_objects: bool = False
-    """Of JSON schemas: objects may have keys beside the properties they list. Else only those that say
-    additionalProperties do."""
+    """For JSON schemas: objects may have keys besides the properties they list, even without additionalProperties."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("json_schema", "regex", "lark", "choice") if getattr(self, name) is not None]
@@ -60,11 +60,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     """From the same logits a seed draws the same tokens, whatever else is in the batch. The last bits of the logits may
-    depend on what else is in the batch, and then the tokens may too. The i-th of `n` samples draws with seed + i; after
-    2**63 - 1 comes -2**63."""
+    depend on the rest of the batch, and then the tokens may too. The i-th of `n` samples uses seed + i, which wraps
+    from 2**63 - 1 to -2**63."""
     n: int = 1
     max_tokens: int = 128
-    """At most; what the prompt leaves of the context is a limit too, and ends the answer with "length" as this does."""
+    """The limit of an answer, which then ends with "length"; so does one that reaches the end of the context."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """None: all."""
     logprobs: int | None = None
-    """So many best alternatives of each generated token beside its own; 0: its own alone."""
+    """The number of best alternatives to report for each generated token besides its own; 0: its own alone."""
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     return_routed_experts: bool = False
@@ -101,13 +101,11 @@ class SamplingParams:
         _integer("n", self.n, 1, MAX_N)
         _integer("max_tokens", self.max_tokens, 1, LARGEST)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in FLAGS:
             _flag(name, getattr(self, name))
-        _flag("return_routed_experts", self.return_routed_experts)
         if len(self.stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop must be at most {MAX_STOPS} non-empty strings, not {self.stop!r}")
         if self.stop and not self.detokenize:

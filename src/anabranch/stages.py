@@ -1,13 +1,13 @@
-"""Where the time of a start goes: import, config, weights, tune, capture, and what is left; as a table and as numbers.
+"""What a start spends its time on: import, config, weights, tune, compile, capture and the rest.
 
     stages = Stages.of_process()
     with stages.shared():                # `stage("...")` anywhere below adds to this table
         with stage("weights"):
             ...
-            count(num_bytes)             # bytes of the stage that runs, for its GB/s
+            count(num_bytes)             # bytes that this stage moves, for its GB/s
 
-A stage inside another stops the outer one's clock, so seconds add up to the whole. Outside `shared`, `stage` costs
-nothing and keeps nothing. This file knows the clock, not what a stage does.
+A stage inside another stops the clock of the outer one, so that the seconds add up. Outside `shared`, `stage` does
+nothing.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from pathlib import Path
 from typing import Any
 
 ORDER = ("import", "config", "weights", "tune", "compile", "capture")
-"""As people read them; others come behind, in the order of their time."""
+"""The order in tables; other stages follow in the order in which they began."""
 
 _current: ContextVar[Stages | None] = ContextVar("stages", default=None)
 
 
 class Stages:
     def __init__(self, since: float | None = None, on_begin: Callable[[str], None] | None = None) -> None:
-        """`since`: the time.perf_counter() the table begins at (default: now). `on_begin` hears each stage's name."""
+        """`since`: the time.perf_counter() at which the table begins (default: now). `on_begin` is called with the name
+        of each stage that begins."""
         self.began = time.perf_counter() if since is None else since
         self.seconds: dict[str, float] = {}
         self.num_bytes: dict[str, int] = {}
         self.ready: float | None = None
-        """Seconds from the beginning to `finish`."""
+        """Seconds from the beginning to `finish`; None before."""
         self._on_begin = on_begin
         self._running: list[str] = []
         self._clock = self.began
 
     @classmethod
     def of_process(cls, on_begin: Callable[[str], None] | None = None) -> Stages:
-        """For a process that does nothing else: what it did up to now was importing."""
+        """Of a process that exists for this start: its time up to now counts as import."""
         stages = cls(process_start(), on_begin)
         stages.add("import", time.perf_counter() - stages.began)
         return stages
@@ -60,7 +61,7 @@ class Stages:
             self._running.pop()
 
     def _advance(self) -> None:
-        """Give the time since the last look to the stage that ran."""
+        """Add the time since the last call to the stage that was running."""
         now = time.perf_counter()
         if self._running:
             self.seconds[self._running[-1]] += now - self._clock
@@ -71,7 +72,7 @@ class Stages:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def skip(self, seconds: float) -> None:
-        """Leave out time that was not this start's."""
+        """Leave out time that was not part of this start."""
         self.began += seconds
 
     def count(self, num_bytes: int) -> None:
@@ -88,7 +89,7 @@ class Stages:
             _current.reset(token)
 
     def finish(self) -> None:
-        """Ready to serve; what comes later is not the start's."""
+        """The start is complete; later time does not count."""
         self._advance()
         self.ready = time.perf_counter() - self.began
 
@@ -105,7 +106,7 @@ class Stages:
         return rows
 
     def as_dict(self) -> dict[str, Any]:
-        """Seconds by stage, "other" and "ready" (the whole) among them; bytes and bytes a second where counted."""
+        """Seconds by stage, with "other" and "ready" (the sum); bytes and bytes per second where counted."""
         found: dict[str, Any] = {"seconds": {name: round(seconds, 4) for name, seconds in self._rows()}}
         if self.num_bytes:
             found["bytes"] = dict(self.num_bytes)
@@ -115,7 +116,7 @@ class Stages:
         return found
 
     def table(self) -> str:
-        """`weights    1.90 s   61.1 GB, 32.2 GB/s`, a line a stage."""
+        """A line per stage, such as `weights    1.90 s   61.1 GB, 32.2 GB/s`."""
         lines = []
         for name, seconds in self._rows():
             line = f"{name:<8} {seconds:8.2f} s"
@@ -126,23 +127,20 @@ class Stages:
 
 
 def stage(name: str) -> contextlib.AbstractContextManager[None]:
-    """A stage of whatever start is under way here."""
+    """A stage of the start that is running in this context, if any."""
     stages = _current.get()
     return contextlib.nullcontext() if stages is None else stages(name)
 
 
 def count(num_bytes: int) -> None:
-    """So many bytes more were moved in the stage that runs."""
+    """Add to the bytes that the running stage has moved."""
     stages = _current.get()
     if stages is not None:
         stages.count(num_bytes)
 
 
 def process_start() -> float:
-    """When this process began, as a time.perf_counter(): what happened before Python ran a line of ours counts too.
-
-    Exact to a hundredth of a second on Linux; elsewhere the moment this is first asked.
-    """
+    """When this process began, as a time.perf_counter(), to 0.01 s; outside Linux, when this file was imported."""
     if sys.platform == "linux":
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from anabranch.bench import offline
-from anabranch.bench.offline import Bench, Result, Workloads, bundled
+from anabranch.bench.offline import Bench, Result, Workloads
+from anabranch.bench.records import CONFIGS, bundled
 from anabranch.models.config import read_config
 from tools import tiny_model
 
@@ -216,7 +217,7 @@ def test_bundled_configs_by_name() -> None:
     for name, number in layers.items():
         folder = bundled(name, "dummy")
         assert Path(folder).name == name and len(read_config(folder).layers) == number
-    assert {path.name for path in offline.CONFIGS.iterdir()} == set(layers)
+    assert {path.name for path in CONFIGS.iterdir()} == set(layers)
     assert bundled("owner/name", "dummy") == "owner/name"
     assert bundled("/some/folder", "safetensors") == "/some/folder"
     with pytest.raises(ValueError, match="is a config without weights: add --load-format dummy"):

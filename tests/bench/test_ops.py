@@ -17,7 +17,7 @@ from anabranch.bench import op_cases
 from anabranch.bench import ops as bench
 from anabranch.bench.op_cases import CASES, Case, Setting
 from anabranch.bench.op_shapes import shape
-from anabranch.bench.report import TARGETS
+from anabranch.bench.records import TARGETS
 from anabranch.kernels.tuning import timing
 from anabranch.ops.op import Kernel
 from anabranch.platforms.fake import FakePlatform

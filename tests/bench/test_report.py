@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from anabranch.bench import report
-from anabranch.bench.offline import CONFIGS
+from anabranch.bench.records import CONFIGS
 
 ANCHORS = sorted(map(str, (Path(__file__).parents[2] / "benchmarks" / "anchors").glob("*.json")))
 
@@ -88,7 +88,7 @@ def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(ValueError, match="none of the files is a result"):
         report.run(argparse.Namespace(files=[str(tmp_path / "kernels.json")], plot=None))
-    assert "kernels.json: passed over, it names no engine and model" in capsys.readouterr().err
+    assert "kernels.json: skipped, it names no engine and model" in capsys.readouterr().err
     with pytest.raises(ValueError, match="broken.json: not JSON"):
         report.run(argparse.Namespace(files=[str(tmp_path / "broken.json")], plot=None))
 

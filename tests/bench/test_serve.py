@@ -28,7 +28,7 @@ for package in ("fastapi", "uvicorn", "h11", "msgspec", "zmq", "prometheus_clien
 
 from anabranch.bench import serve, serve_figures
 from anabranch.bench.serve_client import Client, Refused, Sent
-from anabranch.bench.serve_prompts import Lengths, Prompt, file_prompts, random_prompts
+from anabranch.bench.serve_load import Load, Prompt, file_prompts, random_prompts
 from anabranch.cli.main import main
 from tests.server.serving import NAME, QUICK, ROOT, Running, model, running
 
@@ -39,6 +39,12 @@ __all__ = ["model"]
 def server(model: Path) -> Iterator[Running]:
     with running(model, "--num-pages", "2000", "--max-num-seqs", "8", "--max-queue", "100", key="sesame") as server:
         yield server
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.add_options(parser)
+    return parser.parse_args(arguments)
 
 
 def bench(server: Running, *arguments: str) -> int:
@@ -307,29 +313,28 @@ def test_connections_are_used_again_and_replaced_when_closed() -> None:
 )
 def test_bodies(arguments: list[str], ignored: bool | None) -> None:
     """What is not every server's is left out where nobody asks for it."""
-    parser = argparse.ArgumentParser()
-    serve.add_options(parser)
-    options = parser.parse_args([*arguments, "--extra-body", '{"top_p": 0.5}'])
-    load = serve.Load(Client("host"), options, "m", [])
+    options = parse(*arguments, "--extra-body", '{"top_p": 0.5}')
+    load = Load(Client("host"), options, "m", [])
     body = json.loads(load.body(Prompt({"prompt": "a"}, 7)))
     assert body.pop("ignore_eos", None) is ignored
     assert body.pop("stream_options") == {"include_usage": True}
     assert body == {"model": "m", "prompt": "a", "max_tokens": 7, "temperature": 0, "stream": True, "top_p": 0.5}
 
 
-def test_nobody_tokenises_for_us() -> None:
+def test_prompts_for_a_server_that_does_not_tokenise() -> None:
     """Then prompts are words, about as many as make the length."""
 
     class Plain:
         async def json(self, *_: Any) -> Any:
             raise Refused("HTTP 404: not found")
 
-    lengths = Lengths(input=130, output=5, prefix=26)
-    prompts = asyncio.run(random_prompts(Plain(), "m", "completions", 3, lengths, seed=1))  # type: ignore[arg-type]
+    lengths = ("--random-input-len", "130", "--random-output-len", "5", "--random-prefix-len", "26")
+    options = parse(*lengths, "--seed", "1")
+    prompts = asyncio.run(random_prompts(Plain(), "m", 3, options))  # type: ignore[arg-type]
     words = [prompt.fields["prompt"].split() for prompt in prompts]
     assert [len(one) for one in words] == [120] * 3
     assert words[0][:20] == words[1][:20] == words[2][:20] and words[0] != words[1]
-    again = asyncio.run(random_prompts(Plain(), "m", "completions", 3, lengths, seed=1))  # type: ignore[arg-type]
+    again = asyncio.run(random_prompts(Plain(), "m", 3, options))  # type: ignore[arg-type]
     assert again == prompts
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from anabranch.bench import offline, step
-from anabranch.bench.step_bytes import step_bytes, visited
+from anabranch.bench import step
+from anabranch.bench.records import CONFIGS
+from anabranch.bench.step import step_bytes, visited
 from anabranch.engine.plan import count_active, count_weights
 from anabranch.models.config import read_config
 from tools import tiny_model
 
-QWEN3 = read_config(offline.CONFIGS / "qwen3-30b-a3b")
+QWEN3 = read_config(CONFIGS / "qwen3-30b-a3b")
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -76,14 +77,14 @@ def test_kernels_belong_to_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.on_device
     assert profile.steps == [
         [
-            step.Call("nvjet_tst_64x8", 0, 20, 20),
-            step.Call("experts_small.gate_up_small", 22, 42, 20),
-            step.Call("void elementwise_kernel<float>", 42, 43, 1),
+            step.KernelRun("nvjet_tst_64x8", 0, 20, 20),
+            step.KernelRun("experts_small.gate_up_small", 22, 42, 20),
+            step.KernelRun("void elementwise_kernel<float>", 42, 43, 1),
         ],
         [
-            step.Call("nvjet_tst_64x8", 0, 30, 30),
-            step.Call("experts_small.gate_up_small", 20, 60, 40),
-            step.Call("void elementwise_kernel<float>", 70, 75, 5),
+            step.KernelRun("nvjet_tst_64x8", 0, 30, 30),
+            step.KernelRun("experts_small.gate_up_small", 20, 60, 40),
+            step.KernelRun("void elementwise_kernel<float>", 70, 75, 5),
         ],
     ]
     assert profile.spans() == [43, 75] and profile.median() == profile.steps[0]
@@ -102,7 +103,7 @@ def test_kernels_belong_to_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_inside_another_ones_time_hides_no_gap() -> None:
-    calls = [step.Call("long", 0, 30, 30), step.Call("short", 5, 10, 5), step.Call("last", 35, 40, 5)]
+    calls = [step.KernelRun("long", 0, 30, 30), step.KernelRun("short", 5, 10, 5), step.KernelRun("last", 35, 40, 5)]
     assert step.gaps(calls) == step.gaps(calls[::-1]) == 5
 
 
@@ -159,7 +160,7 @@ def test_bytes_grow_with_the_experts_that_are_visited() -> None:
 
 
 def test_a_window_bounds_what_attention_reads() -> None:
-    gemma = read_config(offline.CONFIGS / "gemma4-26b-a4b")
+    gemma = read_config(CONFIGS / "gemma4-26b-a4b")
     near, far = (step_bytes(gemma, 1, context, "bfloat16")["attention"] for context in (1024, 9 * 1024))
     full = 5 * 2 * 2 * 2 * 512  # bytes a token of the five layers without a window
     assert far - near == 8 * 1024 * full

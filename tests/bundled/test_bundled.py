@@ -43,7 +43,7 @@ def test_a_prompt_alone_goes_to_it(tiny: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_model_alone_is_no_prompt(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tiny)]) == 1
-    assert "is a model; give the text to continue behind it" in capsys.readouterr().err
+    assert "is a model; give the text to continue after it" in capsys.readouterr().err
 
 
 def test_it_is_small_and_whole() -> None:

@@ -15,9 +15,9 @@ import torch
 
 import anabranch
 from anabranch import conformance, ops
-from anabranch.conformance import contract, models, tiny
-from anabranch.conformance.result import Result
-from anabranch.models import config
+from anabranch.conformance import Result, contract, models, tiny
+from anabranch.loader.load import load_model
+from anabranch.models.family import known
 from anabranch.ops.op import Kernel
 from anabranch.platforms import Platform
 from anabranch.platforms.fake import FakeFork, FakeGraph, FakePlatform, FakeSideStream, FakeStaging
@@ -55,9 +55,9 @@ def test_a_third_partys_platform_conforms(tmp_path: Path) -> None:
     assert ["ops", "rms_norm", "abacus,", "3", "samples", "ok"] in lines  # its own kernel, on what it accepts
     assert ["contract", "captured", "graphs", "ok"] in lines
     judged = {line[1] for line in lines if line[:1] == ["models"]}
-    assert judged == set(tiny.FAMILIES)
-    known = run(folder, "doctor")
-    assert "abacus" in known.stdout and "anabranch conformance --platform abacus" in known.stdout
+    assert judged == set(known())
+    doctor = run(folder, "doctor")
+    assert "abacus" in doctor.stdout and "anabranch conformance --platform abacus" in doctor.stdout
 
 
 def test_a_wrong_kernel_is_named_and_the_exit_code_says_so(tmp_path: Path) -> None:
@@ -82,10 +82,11 @@ def test_the_plugin_is_known_to_nobody_here() -> None:
     assert not [path for path in SRC.rglob("*.py") if "abacus" in path.read_text().lower()]
 
 
-def test_every_family_has_a_tiny_model() -> None:
-    shared = {"__init__", "config", "decoder", "generation", "keys", "rope"}
-    families = {path.stem for path in Path(config.__file__).parent.glob("*.py")} - shared
-    assert set(tiny.FAMILIES) == families
+def test_every_family_has_a_tiny_model(tmp_path: Path) -> None:
+    for model_type, family in known().items():
+        assert set(family.tiny) <= set(family.model_types)
+        tiny.write(model_type, tmp_path / model_type)
+        assert load_model(tmp_path / model_type).config.model_type == model_type
 
 
 # ---------------------------------------------------------------------------------------------------------------------

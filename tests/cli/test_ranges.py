@@ -37,6 +37,7 @@ MEANT: dict[str, tuple[str, ...]] = {
     "--top-k": ("0", "-1"),  # all
     "--min-p": ("0",),
     "--random-prefix-len": ("0",),
+    "--random-range-ratio": ("0",),
     "--num-warmups": ("0",),
     "--request-rate": ("inf",),  # all at once
     "--burstiness": ("inf",),
@@ -44,8 +45,6 @@ MEANT: dict[str, tuple[str, ...]] = {
     "--bandwidth": ("inf",),
 }
 """Values out of the ordinary that say something."""
-LATE = {"--random-range-ratio"}
-"""Checked once the server has answered: tests/bench/test_serve.py."""
 
 
 def numeric(command: str) -> list[str]:
@@ -84,7 +83,7 @@ def refused(command: str, words: list[str], capsys: pytest.CaptureFixture[str]) 
     return None if "nowhere" in said or "is a server running there" in said else said
 
 
-CASES = [(command, option) for command in COMMANDS for option in numeric(command) if option not in LATE]
+CASES = [(command, option) for command in COMMANDS for option in numeric(command)]
 
 
 def test_there_are_options_to_check() -> None:
@@ -105,7 +104,7 @@ def test_numbers_that_cannot_be_meant(command: str, option: str, capsys: pytest.
             )
             assert any(one in said for one in named), said
             assert "did you mean" not in said
-    good = "4096" if option.endswith("-bytes") else "1"
+    good = "4096" if option.endswith("-bytes") else "0.5" if option.endswith("-ratio") else "1"
     assert refused(command, [f"{option}={good}"], capsys) is None
 
 

@@ -28,7 +28,7 @@ more; rounding by 1e-5, unless it tips a router's choice, which the seed avoids 
 LENGTH = 61
 MAX_POSITION = 48
 DROP = object()
-FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "llama", "qwen3", "gemma4_text", "gemma4")
+FAMILIES = tuple(tiny.BASES)
 Spelling = Literal["hub", "transformers"]
 
 SLIDING, FULL = "sliding_attention", "full_attention"

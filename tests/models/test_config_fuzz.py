@@ -80,12 +80,12 @@ def test_unchanged_config_is_followed(family: str, spelling: config_fuzz.Spellin
 
 def test_judge_sees_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that takes no notice of a key is found out."""
-    from anabranch.models import config
+    from anabranch.models import readers
 
     variant = Variant(family="llama", spelling="hub", changes=(Change(key="rope_theta", value=500.0),))
     assert config_fuzz.judge(variant, tmp_path)[0] == "equal"
-    read = config.read_rope
-    monkeypatch.setattr(config, "read_rope", lambda keys, *rest: read(config.Keys({}, keys.path), *rest))
+    read = readers.read_rope
+    monkeypatch.setattr(readers, "read_rope", lambda keys, *rest: read(readers.Keys({}, keys.path), *rest))
     assert config_fuzz.judge(variant, tmp_path)[0] == "different"
 
 

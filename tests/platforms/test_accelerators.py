@@ -16,6 +16,7 @@ from anabranch.conformance import tiny
 from anabranch.layers.step import Step
 from anabranch.loader.load import build
 from anabranch.models.config import read_config
+from anabranch.models.family import known
 from anabranch.moe.setup import make_setup
 from anabranch.platforms.cuda import CudaPlatform
 from anabranch.platforms.hip import HipPlatform
@@ -151,7 +152,7 @@ def test_xpu_captures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         resolve(EngineConfig(model="", graph_mode="full"), read_config(tmp_path), platform)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", known())
 def test_a_step_on_xpu_is_triton_kernels(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: None
 ) -> None:

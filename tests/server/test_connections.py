@@ -24,11 +24,11 @@ import psutil
 import pytest
 
 from anabranch.config import EngineConfig
-from anabranch.server import open_files
+from anabranch.server import connection
 from anabranch.server.anthropic import Messages
 from anabranch.server.body import decode
 from anabranch.server.errors import ApiError
-from anabranch.server.hosts import Hosts
+from anabranch.server.guard import Hosts
 from anabranch.server.service import LARGE, SMALL, Service
 from anabranch.server.settings import MIB, Settings
 from anabranch.server.threads import Threads
@@ -236,7 +236,7 @@ def test_a_system_that_gives_fewer_open_files_than_its_limit(monkeypatch: pytest
 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
-    assert open_files.raise_limit() == 10240 and given == [10240]
+    assert connection.raise_file_limit() == 10240 and given == [10240]
 
 
 def test_bodies_nested_too_deeply() -> None:
@@ -265,7 +265,7 @@ def test_a_thread_that_does_not_end_is_not_waited_for() -> None:
         assert caught.value.status == 503
         waiting = asyncio.create_task(service.prepare(ending.wait, "messages", 1))
         await asyncio.sleep(0.02)
-        service.cut_off()
+        service.cancel_work()
         with pytest.raises(ApiError, match="shutting down"):
             await waiting
         ending.set()
@@ -301,7 +301,7 @@ def test_more_connections_than_open_files_allow(model: Path) -> None:
     """Clients that open connections and send half a header: 503 beyond the limit, a short log, and no work."""
     with running(model, "--num-pages", "200", max_open_files=300) as server, contextlib.ExitStack() as stack:
         limit = int(server.wait_for(r"(\d+) connections\n")[1])
-        assert limit == 300 - open_files.FILES - open_files.AT_ONCE
+        assert limit == 300 - connection.OTHER_FILES - connection.ACCEPTED_AT_ONCE
         host, port = server.url.removeprefix("http://").split(":")
         clients = [stack.enter_context(socket.create_connection((host, int(port)), QUICK)) for _ in range(400)]
         process = psutil.Process(server.process.pid)
@@ -325,19 +325,19 @@ def test_more_connections_than_open_files_allow(model: Path) -> None:
 
 def test_the_limit_of_open_files_is_raised() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    code = "import resource; from anabranch.server import open_files as files\n"
+    code = "import resource; from anabranch.server import connection\n"
     code += f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n"
-    code += "print(files.raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    code += "print(connection.raise_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    expected = open_files.WANTED if hard == resource.RLIM_INFINITY else min(hard, open_files.WANTED)
+    expected = connection.WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, connection.WANTED_FILES)
     assert [int(number) for number in said] == [expected, expected]
 
 
 def test_connections_that_do_not_fit_are_refused_at_the_start() -> None:
-    assert open_files.max_connections(None, 1024) == 1024 - 128
-    assert open_files.max_connections(None, 10**6) == open_files.MOST
-    assert open_files.max_connections(900 - 128, 900) == 900 - 128
+    assert connection.max_connections(None, 1024) == 1024 - 128
+    assert connection.max_connections(None, 10**6) == connection.MOST_CONNECTIONS
+    assert connection.max_connections(900 - 128, 900) == 900 - 128
     with pytest.raises(ValueError, match="ulimit -n 144"):
-        open_files.max_connections(None, 100)
+        connection.max_connections(None, 100)
     with pytest.raises(ValueError, match="ulimit -n 2128`, or lower --max-connections"):
-        open_files.max_connections(2000, 1024)
+        connection.max_connections(2000, 1024)

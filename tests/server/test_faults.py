@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from anabranch.server.chat import Turn
-from anabranch.server.openai_chat import ChatAnswer
-from anabranch.server.parsers import ToolSpec, find_parsers
+from anabranch.server.openai_answer import ChatAnswer
+from anabranch.server.parsers.choose import find_parsers
+from anabranch.server.parsers.parts import ToolSpec
+from anabranch.server.parsers.reader import Reader
 from anabranch.server.protocol import ChatCompletion, Message
 from tests.server.serving import QUICK, ROOT, TEMPLATE, Running, Unharmed, running, write_model
 
@@ -93,17 +94,17 @@ def test_however_the_engine_cuts_it(text: str, lengths: list[int]) -> None:
     answer = ChatAnswer.__new__(ChatAnswer)  # its service is not needed to write a delta
     answer.body = ChatCompletion(messages=[Message(role="user", content="When?")])
 
-    def turn() -> Turn:
-        return Turn(parsers.start([ToolSpec("get_time", {"type": "object"})], "auto", reasoning=True))
+    def reader() -> Reader:
+        return parsers.start([ToolSpec("get_time", {"type": "object"})], "auto", reasoning=True)
 
-    whole, streamed, deltas, rest = turn(), turn(), list[dict[str, Any]](), text
-    whole.feed(text, final=True)
+    streamed, deltas, rest = reader(), list[dict[str, Any]](), text
+    whole = answer.message(reader().feed(text, final=True))
     for length in cycle(lengths):
         piece, rest = rest[:length], rest[length:]
-        deltas.append(answer.said(streamed.feed(piece, final=not rest)))
+        deltas.append(answer.message(streamed.feed(piece, final=not rest)))
         if not rest:
             break
-    assert joined(deltas) == (whole.content, json.dumps([[call.name, call.arguments] for call in whole.calls]))
+    assert joined(deltas) == joined([whole])
 
 
 # The folder and the machine.

@@ -16,8 +16,8 @@ from langchain_openai.chat_models.base import _convert_message_to_dict
 
 from anabranch.server import anthropic, protocol
 from anabranch.server.body import decode
+from anabranch.server.chat import Chat
 from anabranch.server.errors import ApiError
-from anabranch.server.openai_chat import read_chat
 from anabranch.server.protocol import ChatCompletion
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -131,7 +131,7 @@ ECHOES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ECHOES)
 def test_messages_as_clients_send_them_back(name: str) -> None:
-    chat = read_chat(read(CHAT, messages=[*HELLO, ECHOES[name], *HELLO]))
+    chat = Chat(read(CHAT, messages=[*HELLO, ECHOES[name], *HELLO]))
     assert chat.messages[1]["content"] == "hi"
     assert len(chat.messages[1].get("tool_calls", ())) == len(ECHOES[name].get("tool_calls") or ())
 
@@ -139,23 +139,23 @@ def test_messages_as_clients_send_them_back(name: str) -> None:
 def test_langchains_results_of_tools() -> None:
     sent = [HumanMessage("hello"), AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}])]
     messages = [*map(_convert_message_to_dict, [*sent, ToolMessage("done", tool_call_id="1", name="f")])]
-    assert read_chat(read(CHAT, messages=messages)).messages[-1]["name"] == "f"
+    assert Chat(read(CHAT, messages=messages)).messages[-1]["name"] == "f"
 
 
 def test_a_function_call_of_old_is_a_tool_call() -> None:
     body = read(CHAT, **assistant(content=None, function_call={"name": "f", "arguments": '{"a": 1}'}))
-    (call,) = read_chat(body).messages[1]["tool_calls"]
+    (call,) = Chat(body).messages[1]["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": {"a": 1}}
 
 
 def test_a_refusal_is_what_was_answered() -> None:
-    assert read_chat(read(CHAT, **assistant(content=None, refusal="no"))).messages[1]["content"] == "no"
+    assert Chat(read(CHAT, **assistant(content=None, refusal="no"))).messages[1]["content"] == "no"
 
 
 def test_templates_see_of_a_tool_what_they_saw_before() -> None:
     given = FUNCTION | {"description": "d", "strict": True, "return": {"type": "string"}}
     tool = {"type": "function", "function": given, "cache_control": {"type": "ephemeral"}}
-    assert read_chat(read(CHAT, tools=[tool, TOOL])).tools == [{"type": "function", "function": given}, TOOL]
+    assert Chat(read(CHAT, tools=[tool, TOOL])).tools == [{"type": "function", "function": given}, TOOL]
 
 
 KNOWN: list[tuple[type[Any], Any, set[str]]] = [
@@ -164,8 +164,8 @@ KNOWN: list[tuple[type[Any], Any, set[str]]] = [
         for role in ("Developer", "System", "User", "Assistant", "Tool", "Function")
     ],
     (protocol.Message, openai_types.ParsedChatCompletionMessage, {"audio"}),
-    (protocol.Part, openai_types.ChatCompletionContentPartTextParam, set()),
-    (protocol.Part, openai_types.ChatCompletionContentPartRefusalParam, set()),
+    (protocol.ContentPart, openai_types.ChatCompletionContentPartTextParam, set()),
+    (protocol.ContentPart, openai_types.ChatCompletionContentPartRefusalParam, set()),
     (protocol.ToolCall, openai_types.ChatCompletionMessageFunctionToolCallParam, set()),
     (protocol.Tool, openai_types.ChatCompletionFunctionToolParam, set()),
     (protocol.ToolFunction, openai_shared.FunctionDefinition, set()),
@@ -180,12 +180,12 @@ KNOWN: list[tuple[type[Any], Any, set[str]]] = [
             *("ToolResultBlockParam", "TextBlock", "ThinkingBlock", "RedactedThinkingBlock", "ToolUseBlock"),
         )
     ],
-    (anthropic.Tool, anthropic_beta.BetaToolParam, set()),
-    (anthropic.ToolChoice, anthropic_types.ToolChoiceToolParam, set()),
+    (anthropic.AnthropicTool, anthropic_beta.BetaToolParam, set()),
+    (anthropic.AnthropicToolChoice, anthropic_types.ToolChoiceToolParam, set()),
     (anthropic.ThinkingConfig, anthropic_beta.BetaThinkingConfigEnabledParam, set()),
     (anthropic.OutputConfig, anthropic_beta.BetaOutputConfigParam, set()),
     (anthropic.OutputFormat, anthropic_types.JSONOutputFormatParam, set()),
-    (anthropic.Message, anthropic_types.AssistantMessageParam, set()),
+    (anthropic.AnthropicMessage, anthropic_types.AssistantMessageParam, set()),
 ]
 
 

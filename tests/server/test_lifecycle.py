@@ -196,7 +196,7 @@ def test_the_drain_has_an_end(model: Path, slow_steps: None) -> None:
         engine = server.engine.pid
         assert server.end() == 0
         assert stream.last()["error"]["code"] == "server_draining"
-        assert gone(engine) and "cut off" in server.log()
+        assert gone(engine) and "sequences are aborted" in server.log()
         assert "Traceback" not in server.log()
 
 

@@ -69,7 +69,7 @@ def walk(routes: Any) -> Iterator[Any]:
 
 def routes() -> list[tuple[str, str]]:
     """Every route of the application, as it is found in it."""
-    app: Any = make_app(Service(Settings(), EngineConfig(model="x"), ("x",))).app
+    app = make_app(Service(Settings(), EngineConfig(model="x"), ("x",)))
     found = [(method, route.path.replace("{id:path}", "x")) for route in walk(app.routes) for method in route.methods]
     assert len(found) >= 14 and {("POST", "/v1/completions"), ("GET", "/openapi.json"), ("GET", "/")} <= set(found)
     return found

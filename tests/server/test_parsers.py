@@ -15,17 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.server import parsers as package
-from anabranch.server.parsers import (
-    Content,
-    Parsers,
-    Part,
-    Reader,
-    Reasoning,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolSpec,
-    find_parsers,
-)
+from anabranch.server.parsers.choose import Parsers, find_parsers
+from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin, ToolSpec
+from anabranch.server.parsers.reader import Reader
 from anabranch.server.parsers.source import Source
 from anabranch.text.chat_template import ChatTemplate
 from tests.server.notations import THOUGHTS, WRITERS, Call

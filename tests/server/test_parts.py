@@ -16,12 +16,11 @@ from anabranch.request import TokenLogprobs
 from anabranch.sampling_params import Grammar, SamplingParams
 from anabranch.server import history, protocol
 from anabranch.server.body import decode
-from anabranch.server.chat import Conversation, Turn
+from anabranch.server.chat import read_messages
 from anabranch.server.errors import ApiError, from_engine
-from anabranch.server.logprobs import CompletionLogprobs, TokenTexts
-from anabranch.server.openai_answer import npy_base64
-from anabranch.server.parsers import find_parsers
-from anabranch.server.sampling import grammar, sampling_params
+from anabranch.server.openai_answer import CompletionLogprobs, TokenTexts, npy_base64
+from anabranch.server.parsers.choose import find_parsers
+from anabranch.server.protocol import grammar, sampling_params
 
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = st.recursive(
@@ -102,17 +101,22 @@ def test_errors_of_the_engine_find_their_status() -> None:
 
 
 def test_a_message_with_half_a_surrogate_can_be_sent() -> None:
-    assert b"?" in ApiError(400, "no \ud800 here").encoded()
+    assert b"?" in ApiError(400, "no \ud800 here", code=None).encoded()
 
 
 def test_a_conversation_as_templates_want_it() -> None:
-    conversation = Conversation()
-    conversation.add("system", "be brief")
-    conversation.add_answer(
-        None, "hm", [("1", "f", '{"a": 1}'), ("2", "g", "{broken"), ("3", "h", None), ("4", "i", "[1]")]
+    given = [("1", "f", '{"a": 1}'), ("2", "g", "{broken"), ("3", "h", None), ("4", "i", "[1]")]
+    calls = [
+        protocol.ToolCall(id=id, function=protocol.FunctionCall(name=name, arguments=arguments))
+        for id, name, arguments in given
+    ]
+    system, answer, result = read_messages(
+        [
+            protocol.Message(role="system", content="be brief"),
+            protocol.Message(role="assistant", reasoning="hm", tool_calls=calls),
+            protocol.Message(role="tool", tool_call_id="2", content="done"),
+        ]
     )
-    conversation.add_result("2", "done")
-    system, answer, result = conversation.messages
     assert system == {"role": "system", "content": "be brief"}
     assert answer["content"] == "" and answer["reasoning"] == answer["reasoning_content"] == "hm"
     assert [call["function"]["arguments"] for call in answer["tool_calls"]] == [{"a": 1}, "{broken", {}, "[1]"]
@@ -120,25 +124,27 @@ def test_a_conversation_as_templates_want_it() -> None:
 
 
 def test_one_call_if_only_one_is_wanted() -> None:
-    from anabranch.server.parsers import ToolSpec
+    from anabranch.server.parsers.parts import Content, ToolCallArguments, ToolCallBegin, ToolSpec
 
     text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     parsers = find_parsers(None, "hermes", "none")
     for parallel, expected in ((True, 2), (False, 1)):
-        turn = Turn(parsers.start([ToolSpec("f", {})], "auto", reasoning=True), parallel)
-        turn.feed("Well. " + text + "\n" + text, final=True)
-        assert [(call.name, call.arguments) for call in turn.calls] == [("f", '{"a": 1}')] * expected
-        assert turn.content == "Well."
+        reader = parsers.start([ToolSpec("f", {})], "auto", reasoning=True, parallel=parallel)
+        parts = reader.feed("Well. " + text + "\n" + text, final=True)
+        assert [part.name for part in parts if isinstance(part, ToolCallBegin)] == ["f"] * expected
+        assert [part.text for part in parts if isinstance(part, ToolCallArguments)] == ['{"a": 1}'] * expected
+        assert [part.text for part in parts if isinstance(part, Content)] == ["Well."]
 
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from anabranch.text.grammar import GrammarCompiler
+    from anabranch.text.tokenizer import Tokenizer
     from tools import tiny_model
 
     folder = tmp_path_factory.mktemp("tokenizer")
     tiny_model.write_tokenizer(folder)
-    return GrammarCompiler(folder, 257, [256])
+    return GrammarCompiler(Tokenizer(folder).backend, 257, [256])
 
 
 def accepts(compiler: Any, wanted: Grammar, text: str) -> bool:

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from anabranch.sampling_params import Grammar
-from anabranch.server.parsers import Named, Parsers, ToolChoice, ToolSpec, find_parsers
+from anabranch.server.parsers.choose import Parsers, find_parsers
+from anabranch.server.parsers.parts import Named, ToolChoice, ToolSpec
 from anabranch.text.grammar import GrammarCompiler, Matcher
 from tests.server.notations import WRITERS
 from tests.server.test_parsers import calls_of, content_of, read, reasoning_of, start
@@ -232,19 +233,19 @@ DEEP: dict[str, Any] = {"type": "integer"}
 for _ in range(900):
     DEEP = {"anyOf": [DEEP]}
 REFUSED = {
-    "'not'": ({"properties": {"a": {"not": {"type": "string"}}}}, "has 'not' where a call"),
-    "a keyword of the whole": ({"properties": {}, "minProperties": 1}, "has 'minProperties' where a call"),
-    "nothing": ({"properties": {"a": False}}, "has 'not' where a call"),
+    "'not'": ({"properties": {"a": {"not": {"type": "string"}}}}, "has 'not', which cannot be enforced"),
+    "a keyword of the whole": ({"properties": {}, "minProperties": 1}, "has 'minProperties', which cannot be enforced"),
+    "nothing": ({"properties": {"a": False}}, "has 'not', which cannot be enforced"),
     "undescribed": ({"properties": {}, "required": ["a"]}, "requires 'a' without describing it; add it"),
     "lost reference": ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "'#/$defs/b' leads to nothing"),
     "foreign reference": ({"properties": {"a": {"$ref": "http://x/y"}}}, "'http://x/y' leads to nothing"),
     "circle": ({"properties": {"a": {"$ref": "#/properties/a"}}}, "leads back to itself"),
     "depth": ({"properties": {"a": DEEP}}, "nested too deeply"),
     "pattern": ({"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "put its alternatives in brackets"),
-    "no properties": ({"properties": [1]}, "as properties, which no JSON schema has"),
+    "no properties": ({"properties": [1]}, "as properties, which is not valid JSON Schema"),
     "no length": (
         {"properties": {"a": {"type": "string", "minLength": "x"}}},
-        "as minLength, which no JSON schema has",
+        "as minLength, which is not valid JSON Schema",
     ),
 }
 

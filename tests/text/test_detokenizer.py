@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.request import Update
 from anabranch.sampling_params import SamplingParams
 from anabranch.text import tokenizer as tokenizer_module
-from anabranch.text.detokenizer import Detokenizer
+from anabranch.text.output import Answer, Detokenizer
 from anabranch.text.tokenizer import Tokenizer
 from tests.text import tiny_tokenizers
 from tests.text.tiny_tokenizers import KINDS, TEXTS
@@ -26,7 +27,7 @@ def token_ids(tokenizer: Tokenizer, *tokens: str) -> list[int]:
     """By their names in the vocabulary; bytes, which every kind but words has, as <0xE2>."""
     ids = []
     for token in tokens:
-        token_id = tokenizer.token_to_id(token)
+        token_id = tokenizer.backend.token_to_id(token)
         if token_id is None and (match := re.fullmatch("<0x(..)>", token)):
             byte = int(match[1], 16)
             token_id = next(i for i in range(tokenizer.vocab_size) if tokenizer.spellings[False][i] == bytes([byte]))
@@ -154,14 +155,14 @@ def test_the_space_a_text_begins_with(tokenizers: dict[str, Tokenizer], kind: st
     after_prompt = Detokenizer(tokenizer, SamplingParams(), continues=True)
     assert "".join(map(after_prompt.add, [ids[:1], ids[1:]])) == " the river"
     # A skipped token is not a beginning; one that is shown is.
-    bos = [tokenizer.bos_id]
+    bos = token_ids(tokenizer, tokenizer.special_tokens["bos_token"])
     assert Detokenizer(tokenizer, SamplingParams()).add(bos + ids) == "the river"
     assert Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False)).add(bos + ids) == "<s> the river"
 
 
 def test_special_tokens_are_skipped_or_not(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["qwen"]
-    ids = [*tokenizer.encode("joins"), *tokenizer.eos_ids]
+    ids = [*tokenizer.encode("joins"), *token_ids(tokenizer, "<|im_end|>")]
     assert Detokenizer(tokenizer, SamplingParams()).add(ids) == "joins"
     assert Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False)).add(ids) == "joins<|im_end|>"
     stopped = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False, stop=("<|im_end|>",)))
@@ -188,8 +189,17 @@ def test_a_stop_string_is_never_emitted_half(tokenizers: dict[str, Tokenizer]) -
 
 def test_a_stop_string_may_be_part_of_the_text(tokenizers: dict[str, Tokenizer]) -> None:
     pieces, detokenizer = stream(tokenizers["qwen"], "one.two", stop=("e.",), include_stop_str_in_output=True)
-    assert "".join(pieces) == "one." and detokenizer.stopped == "e." and detokenizer.shows_stop_token
-    assert not stream(tokenizers["qwen"], "one.two", stop=("e.",))[1].shows_stop_token
+    assert "".join(pieces) == "one." and detokenizer.stopped == "e."
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_stop_token_is_text_only_if_asked_for(tokenizers: dict[str, Tokenizer], shown: bool) -> None:
+    tokenizer = tokenizers["qwen"]
+    ids = [*tokenizer.encode("joins"), *token_ids(tokenizer, "<|im_end|>")]
+    params = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=shown)
+    answer = Answer("request", [1], params, tokenizer)
+    delta = answer.add(Update("request-0", ids, finish_reason="stop", stop_token=ids[-1]))
+    assert delta.text == "joins" + "<|im_end|>" * shown and delta.token_ids == ids and answer.finished
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,11 @@ def test_schemas_in_a_lark_grammar_are_prepared_too(compiler: GrammarCompiler) -
     assert fits('%json {}{"x": 1, "z": 1}', open_objects=True)
 
 
+NOT_A_MAP = {"properties": 3, "allOf": [{"properties": {"a": {}}}, {"type": "object"}]}
+
+
 @pytest.mark.parametrize(
-    "schema", [[], 5, None, {"allOf": 5}, {"properties": [1]}, {"oneOf": {}}, {"$ref": 5}, {"required": 1}]
+    "schema", [[], 5, None, {"allOf": 5}, {"properties": [1]}, {"oneOf": {}}, {"$ref": 5}, {"required": 1}, NOT_A_MAP]
 )
 def test_what_is_no_schema_is_left_to_llguidance(schema: Any, compiler: GrammarCompiler) -> None:
     try:

@@ -65,7 +65,7 @@ def ids_of(pair: tuple[Tokenizer, ChatTemplate], content: str, **options: Any) -
 
 def special(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     unknown = tokenizer.special_tokens.get("unk_token")
-    unknown_id = None if unknown is None else tokenizer.token_to_id(unknown)
+    unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
     return [token for token in ids if token in tokenizer.special_ids and token != unknown_id]
 
 
@@ -96,7 +96,7 @@ def test_the_text_is_what_was_written(qwen: tuple[Tokenizer, ChatTemplate]) -> N
 
     tokenizer, _ = qwen
     judge = AutoTokenizer.from_pretrained(tokenizer.folder)
-    start, end = (tokenizer.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
+    start, end = (tokenizer.backend.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
 
     def text(section: str) -> list[int]:
         return list(judge.encode(section, add_special_tokens=False, split_special_tokens=True))
@@ -165,7 +165,7 @@ def test_a_template_still_finds_the_tags_it_looks_for(tmp_path: Path) -> None:
     tag = raw["added_tokens"][-1] | {"id": 600, "content": "</think>", "special": True}
     write_json(tmp_path / "tokenizer.json", raw | {"added_tokens": [*raw["added_tokens"], tag]})
     tokenizer, template = Tokenizer(tmp_path), ChatTemplate(tmp_path, CHATML)
-    end_of_thought = tokenizer.token_to_id("</think>")
+    end_of_thought = tokenizer.backend.token_to_id("</think>")
     assert template.sought == {"</think>"} and end_of_thought in tokenizer.special_ids
     messages = [
         {"role": "assistant", "content": "a secret</think>an <|im_end|> answer"},
@@ -174,7 +174,7 @@ def test_a_template_still_finds_the_tags_it_looks_for(tmp_path: Path) -> None:
     rendered = render_chat(template, tokenizer, messages)
     assert "secret" not in rendered.text and "an <|im_end|> answer" in rendered.text and "is </think>?" in rendered.text
     ids = tokenizer.encode(rendered.text, False, rendered.plain)
-    assert end_of_thought not in ids and ids.count(tokenizer.token_to_id("<|im_end|>") or 0) == 2
+    assert end_of_thought not in ids and ids.count(tokenizer.backend.token_to_id("<|im_end|>") or 0) == 2
 
 
 def test_a_bos_around_the_text(pair: tuple[Tokenizer, ChatTemplate]) -> None:
@@ -214,8 +214,6 @@ def test_messages_that_contain_themselves(qwen: tuple[Tokenizer, ChatTemplate]) 
 
 
 def test_a_long_text_with_many_special_tokens_is_searched_quickly() -> None:
-    import time
-
     from tokenizers import AddedToken, models
     from tokenizers import Tokenizer as Backend
 
@@ -233,12 +231,12 @@ def test_the_strings_of_deep_lists_cost_no_more_than_those_of_flat_ones() -> Non
     deep = flat
     for _ in range(390):
         deep = [deep]
-    began = time.perf_counter()
+    began = time.process_time()
     assert list(special_text._strings(flat)) == flat
-    one = time.perf_counter() - began
-    began = time.perf_counter()
+    one = time.process_time() - began
+    began = time.process_time()
     assert list(special_text._strings(deep)) == flat
-    assert time.perf_counter() - began < 20 * one + 0.01
+    assert time.process_time() - began < 20 * one + 0.01
     for _ in range(20):
         deep = [deep]
     with pytest.raises(RecursionError):

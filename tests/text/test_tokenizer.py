@@ -74,8 +74,8 @@ def test_any_tokens_are_decoded_as_by_the_library(ours: dict, kind: str) -> None
     size = tokenizer.vocab_size
     pieces = st.integers(0, size + 5).map(lambda token_id: [token_id])
     if kind in BYTE_FALLBACK:
-        byte_ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
-        word = tokenizer.token_to_id("a")
+        byte_ids = [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        word = tokenizer.backend.token_to_id("a")
         assert None not in (*byte_ids, word)
         plain = pieces.filter(lambda piece: piece[0] not in byte_ids)
         character = st.characters(exclude_categories=("Cs",)).map(lambda c: [byte_ids[byte] for byte in c.encode()])
@@ -94,7 +94,10 @@ def test_any_tokens_are_decoded_as_by_the_library(ours: dict, kind: str) -> None
 @pytest.mark.parametrize("kind", BYTE_FALLBACK)
 def test_a_broken_byte_does_not_take_the_line_end_before_it_along(ours: dict, kind: str) -> None:
     tokenizer = ours[kind]
-    ids = [tokenizer.token_to_id(token) for token in ("a", "<0x0A>", "<0xE2>", "<0x82>", "<0xAC>", "<0xF0>", "<0x9F>")]
+    ids = [
+        tokenizer.backend.token_to_id(token)
+        for token in ("a", "<0x0A>", "<0xE2>", "<0x82>", "<0xAC>", "<0xF0>", "<0x9F>")
+    ]
     assert tokenizer.decode(ids) == "a\n€��"
     assert tokenizer.backend.decode(ids) == "a������"  # the difference that Decoding tells of
 
@@ -103,12 +106,12 @@ def test_names_and_numbers(ours: dict, theirs: dict) -> None:
     for kind in KINDS:
         assert ours[kind].special_tokens == theirs[kind].special_tokens_map
         assert ours[kind].vocab_size == len(theirs[kind])
-        assert ours[kind].eos_ids == (theirs[kind].eos_token_id,)
-        assert ours[kind].bos_id == theirs[kind].bos_token_id
+        for name, token in ours[kind].special_tokens.items():
+            assert ours[kind].backend.token_to_id(token) == getattr(theirs[kind], f"{name}_id")
     qwen = ours["qwen"]
-    assert qwen.id_to_token(qwen.eos_ids[0]) == "<|im_end|>" and qwen.bos_id is None
+    assert qwen.special_tokens["eos_token"] == "<|im_end|>" and "bos_token" not in qwen.special_tokens
     assert qwen.id_to_token(qwen.vocab_size) is None and qwen.id_to_token(qwen.vocab_size - 1) is not None
-    assert qwen.token_to_id("nowhere to be found") is None
+    assert qwen.backend.token_to_id("nowhere to be found") is None
 
 
 def test_ids_beyond_the_vocabulary_spell_nothing_and_are_not_remembered(ours: dict) -> None:
@@ -335,7 +338,7 @@ def test_smollm2(tmp_path: Path) -> None:
     for text in [*TEXTS, "<|im_start|>user\nWhat is 123456 + 7?<|im_end|>\n"]:
         assert_equal(tokenizer, judge, text)
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
-    assert tokenizer.eos_ids == (judge.eos_token_id,)
+    assert tokenizer.backend.token_to_id(tokenizer.special_tokens["eos_token"]) == judge.eos_token_id
 
 
 def read_gguf(path: Path) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""The offline workloads that engines are compared by: start, time to first token, decode at several batch sizes,
+"""Run the offline workloads that engines are compared by: start, time to first token, decode at several batch sizes,
 throughput.
 
 CONFIG is the name of a bundled config (qwen3-30b-a3b, qwen1.5-moe-a2.7b, gemma4-26b-a4b; with --load-format dummy), a
-folder or a hub id. Token-id prompts, each distinct, uniform in [1000, 100000) from random.Random(0); greedy, no
-end-of-text, nothing detokenised, prefix cache off. TTFT: one request, one token, median of 5 after a warm-up. Decode at
-batch B: prompts of 128 tokens, (best of 2 full runs − best of 2 one-token runs) / (N − 1), N = 129 (65 from batch 128
-on). Throughput: 512 requests handed over at once. Start: a process of its own with empty caches (import_s, startup_s),
-then this one (import_warm_s, startup_warm_s).
+folder or a hub id. Prompts are token ids, all different, uniform in [1000, 100000) from random.Random(0); sampling is
+greedy and ignores end-of-text; nothing is detokenised; the prefix cache is off. TTFT: one request, one token, median of
+5 after a warm-up. Decode at batch B: prompts of 128 tokens, (best of 2 full runs − best of 2 one-token runs) / (N − 1),
+N = 129 (65 from batch 128 on). Throughput: 512 requests in one call. Start: a separate process with empty caches
+(import_s, startup_s), then this one (import_warm_s, startup_warm_s).
 
-Figures are written to the JSON file one by one. Parts may be run in several calls with the same file, as long as
-commit, model and machine stay the same.
+Each figure is written to the JSON file as soon as it is measured. Parts may be measured by several calls with the same
+file, as long as commit, model and machine stay the same.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch import __version__
-from anabranch.config import EngineConfig, add_flags, flags
+from anabranch.bench.records import bundled, commit
+from anabranch.config import add_flags, flags
 from anabranch.kernels.compiling import compile_server
 from anabranch.loader.locate import locate
-from anabranch.ranges import above_zero, at_least
+from anabranch.options import above_zero, add_shared, at_least
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 
@@ -45,27 +46,30 @@ if TYPE_CHECKING:
     from anabranch.llm import LLM
 
 KINDS = ("startup", "ttft", "decode", "throughput")
-CONFIGS = Path(__file__).with_name("configs")
 SAME = ("engine", "model", "version", "commit", "load_format", "dtype", "options", "shrink")
-"""What two calls must agree in to share a file, beside the machine."""
+"""Values that must be equal for two calls to share a file; so must the machine."""
 CACHES = {"TRITON_CACHE_DIR": "triton", "ANABRANCH_CACHE": "anabranch", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Where kernels and tables are kept between starts: the environment variable, and a folder for it."""
+"""Environment variables that name the caches of kernels and tables, and a folder for each."""
+LARGE = 64
+"""The largest batch that decodes for the longer time."""
+COUNTS = ("max_num_seqs", "max_num_batched_tokens", "expert_load_interval")
+"""Fields of EngineConfig with an option here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workloads:
     lengths: tuple[int, ...] = (128, 1024, 4096, 8192)
-    """Prompts of the time to first token."""
+    """Tokens of the prompts whose time to first token is measured."""
     batches: tuple[int, ...] = (1, 4, 16, 64, 128, 256)
     decode_length: int = 128
     decode_tokens: tuple[int, ...] = (129, 65)
-    """Up to LARGE requests, and beyond."""
+    """For batches up to LARGE, and for larger ones."""
     throughput: tuple[tuple[int, ...], ...] = ((512, 1024, 128), (512, 256, 256))
     """Requests, tokens in, tokens out."""
     repeats: int = 5
 
     def shrunk(self, by: int) -> Workloads:
-        """To see that everything runs: lengths, batches and counts divided. Nothing to be compared with."""
+        """Lengths, batches and counts divided by a number, to see that everything runs; not for comparisons."""
 
         def divide(numbers: tuple[int, ...], least: int = 1) -> tuple[int, ...]:
             return tuple(max(least, number // by) for number in numbers)
@@ -80,36 +84,18 @@ class Workloads:
         )
 
 
-LARGE = 64
-"""The largest batch that decodes for the longer time."""
-NUMBERS = {
-    "max_num_seqs": "requests that run at the same time",
-    "max_num_batched_tokens": "tokens of a step",
-    "expert_load_interval": "steps between two copies of the experts' histogram; 0: nothing is counted",
-}
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="CONFIG")
-    parser.add_argument("--load-format", default="safetensors", choices=["safetensors", "dummy"])
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    parser.add_argument("--max-model-len", type=at_least(1), default=16384, metavar="N", help="default 16384")
-    parser.add_argument("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="default 0.85")
-    parser.add_argument("--only", default=",".join(KINDS), metavar="KINDS", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--batches", metavar="N,N", help="decode at these sizes only")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there, after each one")
-    parser.add_argument(
-        "--shrink", type=int, default=1, metavar="N", help="workloads N times smaller, to see that everything runs"
-    )
-    for name, what in NUMBERS.items():
-        usual = EngineConfig.__dataclass_fields__[name].default
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=at_least(0 if name == "expert_load_interval" else 1),
-            default=usual,
-            metavar="N",
-            help=f"{what} (default {usual or 'auto'})",
-        )
+    add = parser.add_argument
+    add("model", metavar="CONFIG")
+    add_shared(parser, "load_format", "dtype", "expert_load_interval")
+    add("--max-model-len", type=at_least(1), default=16384, metavar="N", help="tokens of context (default 16384)")
+    add("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share of memory (default 0.85)")
+    add("--only", default=",".join(KINDS), metavar="KINDS", help=f"some of {', '.join(KINDS)}, separated by commas")
+    add("--batches", metavar="N,N", help="measure decode at these batch sizes only")
+    add("--json", metavar="FILE", help="write the figures to a file, after each one")
+    add("--shrink", type=int, default=1, metavar="N", help="workloads N times smaller, to see that everything runs")
+    add("--max-num-seqs", type=at_least(1), default=512, metavar="N", help="requests that run at once (default 512)")
+    add("--max-num-batched-tokens", type=at_least(1), default=0, metavar="N", help="tokens of a step (default auto)")
     add_flags(parser)
     parser.set_defaults(tune="off")  # figures are taken with the tables that are there
 
@@ -143,13 +129,13 @@ class Bench:
 
     @contextmanager
     def figure(self, name: str) -> Iterator[Callable[[str], None]]:
-        """Around one figure: what is being measured is shown before, the figure and its place in the file after."""
+        """Around one measurement: shows its name before; prints the text it is given and saves the file after."""
         self.line.draw(self.num_done / max(self.total, self.num_done + 1), name)
-        said: list[str] = []
-        yield said.append
+        shown: list[str] = []
+        yield shown.append
         self.num_done += 1
         self.line.clear()
-        print(f"{name:>16}  {said[0]}", flush=True)
+        print(f"{name:>16}  {shown[0]}", flush=True)
         self.result.save()
 
     def warm_up(self) -> None:
@@ -162,53 +148,48 @@ class Bench:
         for length in self.workloads.lengths:
             if length + 8 > self.llm.engine.config.max_model_len:
                 continue
-            with self.figure(f"ttft {length}") as say:
+            with self.figure(f"ttft {length}") as show:
                 self.seconds(1, length, 1)
                 times = [self.seconds(1, length, 1) for _ in range(self.workloads.repeats)]
                 found[str(length)] = 1e3 * statistics.median(times)
-                say(f"{found[str(length)]:.2f} ms")
+                show(f"{found[str(length)]:.2f} ms")
 
     def decode(self) -> None:
         found = self.result.part("decode_ms")
         length = self.workloads.decode_length
         for batch in self.workloads.batches:
-            with self.figure(f"decode {batch}") as say:
+            with self.figure(f"decode {batch}") as show:
                 num_tokens = self.workloads.decode_tokens[batch > LARGE]
                 self.seconds(batch, length, 2)
                 one = min(self.seconds(batch, length, 1) for _ in range(2))
                 full = min(self.seconds(batch, length, num_tokens) for _ in range(2))
                 found[str(batch)] = 1e3 * (full - one) / (num_tokens - 1)
-                say(f"{found[str(batch)]:.3f} ms")
+                show(f"{found[str(batch)]:.3f} ms")
 
     def throughput(self) -> None:
         for count, length, num_tokens in self.workloads.throughput:
             name = f"thr_{length}_{num_tokens}"
-            with self.figure(name) as say:
+            with self.figure(name) as show:
                 seconds = self.seconds(count, length, num_tokens)
                 total, out = count * (length + num_tokens) / seconds, count * num_tokens / seconds
                 self.result.values[name] = {"s": seconds, "out_tok_s": out, "total_tok_s": total}
-                say(f"{total:.0f} tok/s, {out:.0f} out")
+                show(f"{total:.0f} tok/s, {out:.0f} out")
 
 
 class Result:
-    """What is in the JSON file."""
+    """The content of the JSON file."""
 
     def __init__(self, about: dict[str, Any], file: str | None) -> None:
         self.file = Path(file) if file else None
-        earlier = self._read()
-        if earlier:
+        earlier: dict[str, Any] = {}
+        if self.file is not None and self.file.exists():
+            try:
+                earlier = dict(json.loads(self.file.read_text()))
+            except (ValueError, TypeError):
+                raise ValueError(f"--json {self.file}: holds something else; give another file, or remove it") from None
             for key in SAME:
                 self._must_agree(key, earlier.get(key), about.get(key))
         self.values = {**earlier, **about}
-
-    def _read(self) -> dict[str, Any]:
-        """Figures of a call before, if there are any."""
-        if self.file is None or not self.file.exists():
-            return {}
-        try:
-            return dict(json.loads(self.file.read_text()))
-        except (ValueError, TypeError):
-            raise ValueError(f"--json {self.file}: holds something else; give another file, or remove it") from None
 
     def _must_agree(self, key: str, before: object, now: object) -> None:
         if before != now:
@@ -226,7 +207,7 @@ class Result:
         return found
 
     def save(self) -> None:
-        """Whole or not at all, whenever the process may be ended."""
+        """Replace the file in one operation, so that it is complete whenever the process ends."""
         if self.file is not None:
             part = self.file.with_name(self.file.name + ".part")
             part.write_text(json.dumps(self.values, indent=1) + "\n")
@@ -240,7 +221,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--only: {kind!r} is none of {', '.join(KINDS)}")
     workloads = chosen_workloads(options)
     folder = bundled(options.model, options.load_format)
-    locate(folder, weights=options.load_format != "dummy")  # a wrong name is said here, and a download is no start
+    locate(folder, weights=options.load_format != "dummy")  # a download is no part of the start
     stages = Stages.of_process()
     result = Result(about(options, folder), options.json)
     if "startup" not in kinds:
@@ -266,7 +247,7 @@ def measure(
     if "startup" in kinds:
         warm = {"import_s": "import_warm_s", "startup_s": "startup_warm_s", "stages": "stages_warm"}
         result.values |= {warm[name]: figure for name, figure in start.items()}
-    elif "startup_warm_s" not in result.values:  # of caches as they are; never in the place of a first start
+    elif "startup_warm_s" not in result.values:  # with the caches as they are; does not replace a measured start
         result.values |= start
     result.save()
     counts = {"ttft": len(workloads.lengths), "decode": len(workloads.batches), "throughput": len(workloads.throughput)}
@@ -281,7 +262,7 @@ def measure(
 
 
 def open_llm(options: argparse.Namespace, folder: str, stages: Stages) -> tuple[LLM, dict[str, Any]]:
-    """An engine for the workloads; seconds of importing, from the beginning of the process, and of starting."""
+    """An engine for the workloads, and its start: seconds of importing (from the start of the process) and the rest."""
     compile_server.start_early()
     with stages("import"):
         import anabranch.engine.engine  # noqa: F401  and torch, the bulk of it
@@ -319,12 +300,12 @@ else:
 
 
 def first_start(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Import and start of a process whose caches are empty. It is gone before anything else takes the device."""
+    """Import and start in a new process with empty caches, which ends before this one uses the device."""
     command = [sys.executable, "-c", FIRST, json.dumps(vars(options)), folder]
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
     if done.returncode:
-        raise ValueError(f"the first start failed with exit code {done.returncode}; what it said stands above")
+        raise ValueError(f"the first start failed with exit code {done.returncode}; its messages are above")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "refused" in found:
         raise ValueError(found["refused"])
@@ -344,18 +325,6 @@ def chosen_workloads(options: argparse.Namespace) -> Workloads:
             raise ValueError("--batches: at least 1")
         workloads = replace(workloads, batches=batches)
     return workloads
-
-
-def bundled(model: str, load_format: str) -> str:
-    """The folder of a config that comes with the package, else the model as it is."""
-    folder = CONFIGS / model
-    if os.sep in model or not folder.is_dir() or Path(model).is_dir():
-        return model
-    if load_format != "dummy":
-        raise ValueError(
-            f"{model} is a config without weights: add --load-format dummy, or give a folder that has some"
-        )
-    return str(folder)
 
 
 def about(options: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -378,16 +347,5 @@ def about(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of EngineConfig that figures depend on."""
-    return {name: getattr(options, name) for name in NUMBERS} | flags(options)
-
-
-def commit() -> str:
-    """Of the sources; + if they have changed since."""
-
-    def git(*arguments: str) -> str:
-        found = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-        return found.stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "src")
-    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "") or "unknown"
+    """The fields of EngineConfig that figures depend on."""
+    return {name: getattr(options, name) for name in COUNTS} | flags(options)

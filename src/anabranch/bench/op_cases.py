@@ -1,10 +1,10 @@
-"""What `anabranch bench ops` times: one small function for each op, yielding calls and what they must read and compute.
+"""The calls that `anabranch bench ops` times: a function for each op, yielding calls and their bytes and arithmetic.
 
 T tokens, R requests, D hidden width or head dim, H query heads, G key-value heads, V vocabulary, P pages, S slots,
 K experts per token, E experts, I expert width.
 
-An op is called as the engine calls it, `ops.NAME(...)`, so whatever kernel is bound is what is timed. To add one: a
-function here under `@cases("NAME")`.
+An op is called as the engine calls it, `ops.NAME(...)`, so that the bound kernel is timed. To add an op, write a
+function with `@cases("NAME")`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from anabranch.ops.weight import Weight
 from anabranch.platforms import Platform
 
 COLD_BYTES = 256 << 20
-"""Weights that calls use in turn are together at least so large: no cache holds them."""
+"""The least size of all sets of weights that calls alternate between: larger than any cache."""
 ROUTE_TARGETS = {
     torch.bfloat16: {1: 2.0, 64: 2.2, 2048: 3.0, 16384: 5.0, 250_000: 50.0},
     torch.float32: {1: 2.5, 250_000: 90.0},
 }
 JUDGED_TOKENS = 512
-"""The first tokens of a batch of experts are compared with an exact result."""
+"""Tokens of a batch of experts that are compared with an exact result: the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the user chose."""
+    """The user's choices."""
 
     platform: Platform
     models: tuple[ModelShape, ...]
     dtype: torch.dtype
     tokens: tuple[int, ...] = ()
-    """() : each op's own list."""
+    """Empty: each op's own list."""
     zipf: bool = False
     combines: tuple[str, ...] = ("fastest",)
 
     @property
     def small(self) -> bool:
-        """No accelerator: few and small sizes."""
+        """Without an accelerator, few and small sizes are timed."""
         return self.platform.device.type == "cpu"
 
     def sizes(self, *usual: int) -> tuple[int, ...]:
@@ -62,18 +62,18 @@ class Case:
     """One row of the table."""
 
     size: int
-    """Tokens, requests or whatever the op grows with."""
+    """The number of tokens or requests."""
     label: str
-    """What sets it apart beside model and size."""
+    """What distinguishes it from other rows of the same model and size."""
     given: Sequence[tuple[Any, ...]]
-    """Arguments of calls that are made in turn."""
+    """The arguments of each call; calls alternate between them."""
     num_bytes: float
-    """That a call must read and write at least."""
+    """The least that a call must read and write."""
     flops: float = 0.0
     named: dict[str, Any] = field(default_factory=dict)
-    """Arguments by name, of every call."""
+    """Keyword arguments of every call."""
     expected: Callable[..., Any] | None = None
-    """What gives the right result of the first call's `given`; None: the op's reference."""
+    """Computes the right result of the first call; None: the op's reference does."""
     judged: bool = True
     more: dict[str, Any] = field(default_factory=dict)
     """Further columns: target_us, vllm_us."""
@@ -96,13 +96,11 @@ def cases(op: str) -> Callable[[Make], Make]:
 
 
 def num_sets(num_bytes: int) -> int:
-    """Sets of weights of so many bytes that together are cold."""
+    """How many sets of weights of this size are larger than any cache."""
     return max(2, min(16, -(-COLD_BYTES // num_bytes)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Dense ops
-# ---------------------------------------------------------------------------------------------------------------------
+# -- dense ops ---------------------------------------------------------------------------------------------------------
 
 
 @cases("add_rms_norm")
@@ -195,9 +193,7 @@ def sample(setting: Setting, model: ModelShape) -> Iterator[Case]:
             yield Case(rows, label, given, 4.0 * rows * vocabulary, judged=temperature == 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention
-# ---------------------------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 @cases("attention")
@@ -230,7 +226,7 @@ def attention_case(
         kv = setting.normal(2, requests * pages_each, page_size, heads.num_kv_heads, heads.head_dim)
         q_THD = setting.normal(requests * queries, heads.num_heads, heads.head_dim)
         given.append((ops.AttentionCall(q_THD, kv[0], kv[1], *rest),))
-    # Of a causal square half is seen; behind a window no more than the window.
+    # A causal mask leaves half of the square; a window leaves each token at most the window.
     pairs = requests * (context * (context + 1) / 2 - (context - seen) * (context - seen + 1) / 2)
     if queries == 1:
         pairs = requests * seen
@@ -265,9 +261,7 @@ def rope_store(setting: Setting, model: ModelShape) -> Iterator[Case]:
             yield Case(tokens, f"H {H} G {G} D {D}", given, num_bytes)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Experts
-# ---------------------------------------------------------------------------------------------------------------------
+# -- experts -----------------------------------------------------------------------------------------------------------
 
 
 def draw_logits(setting: Setting, num_experts: int, tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,16 +1,15 @@
-"""The models whose shapes ops are timed with: bundled configs, and what targets.json aims at and knows of others."""
+"""The models whose shapes ops are timed with: the bundled configs, with figures of targets.json, and a tiny one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
 
-from anabranch.bench.offline import CONFIGS
-from anabranch.bench.report import TARGETS
+from anabranch.bench.records import CONFIGS, TARGETS
 from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig, read_config
 
 TINY = "tiny"
-"""For machines without an accelerator: shows that everything runs, and what a call costs there."""
+"""The default without an accelerator: shows that everything runs, and what a call costs there."""
 
 
 @dataclass(frozen=True, slots=True)

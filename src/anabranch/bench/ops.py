@@ -1,14 +1,14 @@
-"""Each op by itself, as the engine calls it: µs, GB/s or TFLOP/s, and the share of what the machine can do.
+"""Time each op alone, as the engine calls it: µs, GB/s or TFLOP/s, and the share of what the machine can do.
 
     anabranch bench ops                                      every op, shapes of three MoE models
     anabranch bench ops experts --combine all --json FILE    fused against ordered against unfused
     anabranch bench ops experts --zipf                       some experts far more popular than others
     anabranch bench ops route --compile                      against eager torch and torch.compile
 
-Calls are made in turn over several sets of weights, so that no cache holds them, and replayed as one captured graph
-where the platform has graphs. First results are compared with a reference. The floor is the larger of the bytes that
-must be moved and the arithmetic that must be done, at the rates measured on that machine (known: H200). Without an
-accelerator: one tiny model, to see that it runs.
+Calls alternate between several sets of weights, so that no cache holds them, and are replayed as one captured graph
+where the platform has graphs. The first result is compared with a reference. The floor is the larger of the time to
+move the bytes and the time to do the arithmetic, at rates measured on that machine (known: H200). Without an
+accelerator: one tiny model, to see that everything runs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from typing import Any
 import torch
 
 from anabranch import kernels, ops, platforms
-from anabranch.bench.offline import commit
 from anabranch.bench.op_cases import CASES, Case, Setting
 from anabranch.bench.op_shapes import TINY, shape
-from anabranch.bench.report import TARGETS, pyplot
+from anabranch.bench.records import TARGETS, commit, plot_file, pyplot
 from anabranch.kernels.tuning.timing import microseconds
 from anabranch.loader.load import DTYPES
 from anabranch.ops.experts import COMBINES
-from anabranch.ranges import at_least
+from anabranch.options import at_least
 
 SHORT = {
     "norm": "add_rms_norm",
@@ -42,32 +41,28 @@ SHORT = {
     "activation": "gated_activation",
 }
 CEILINGS = {"NVIDIA H200": (4.6e12, 777e12)}
-"""Bytes a second of a read-only stream, and bf16 FLOP a second of a large product, both measured."""
+"""Measured bytes per second of a read-only stream, and bf16 FLOP per second of a large matrix product."""
 MODES = ("default", "reduce-overhead", "max-autotune")
 COMPILED_TOKENS = (1, 2, 2048, 250_000)
 ENOUGH_CALLS = 48
-"""In one captured graph, so that what lies between two replays does not count."""
+"""Calls in one captured graph: at this number, the time between two replays does not matter."""
 
 Row = dict[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    named = f"{', '.join(CASES)}; also {', '.join(SHORT)} (default: all)"
-    parser.add_argument("ops", nargs="*", metavar="OP", help=named)
-    parser.add_argument("--models", nargs="+", metavar="NAME", help=f"of {', '.join(TARGETS)}, tiny")
-    parser.add_argument(
-        "--tokens", type=at_least(1), nargs="+", default=[], metavar="N", help="default: each op's own list"
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    parser.add_argument("--zipf", action="store_true", help="skewed routing")
-    parser.add_argument("--combine", default="fastest", choices=[*COMBINES, "all"], help="of the experts")
-    parser.add_argument("--compile", action="store_true", help="route: also eager torch and torch.compile (minutes)")
-    parser.add_argument(
-        "--repeats", type=at_least(1), default=7, metavar="N", help="timings of which the median counts"
-    )
-    parser.add_argument("--no-check", action="store_true", help="do not compare with the reference")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib: pip install 'anabranch[plot]'")
+    add = parser.add_argument
+    add("ops", nargs="*", metavar="OP", help=f"{', '.join(CASES)}; also {', '.join(SHORT)} (default: all)")
+    add("--models", nargs="+", metavar="NAME", help=f"some of {', '.join(TARGETS)}, tiny")
+    add("--tokens", type=at_least(1), nargs="+", default=[], metavar="N", help="sizes to time (default: each op's own)")
+    add("--dtype", default="bfloat16", choices=DTYPES, help="default bfloat16")
+    add("--zipf", action="store_true", help="skewed routing")
+    add("--combine", default="fastest", choices=[*COMBINES, "all"], help="how to sum experts' rows (default fastest)")
+    add("--compile", action="store_true", help="route: also time eager torch and torch.compile (minutes)")
+    add("--repeats", type=at_least(1), default=7, metavar="N", help="timings to take the median of (default 7)")
+    add("--no-check", action="store_true", help="do not compare with the reference")
+    add("--json", type=Path, metavar="FILE", help="write the figures to a file, after each one")
+    add("--plot", type=Path, metavar="FILE", help="draw µs over size; needs matplotlib: pip install 'anabranch[plot]'")
 
 
 def make_setting(options: argparse.Namespace) -> Setting:
@@ -109,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
                     wrong += not row["right"]
                     rows.append(row)
                     print(shown(row), flush=True)
-                    if options.json is not None:  # after each row: what is measured is not lost
+                    if options.json is not None:  # after each row, so that nothing measured is lost
                         options.json.parent.mkdir(parents=True, exist_ok=True)
                         options.json.write_text(json.dumps({**about(setting), "rows": rows}, indent=1))
     if options.plot is not None:
@@ -120,12 +115,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def compile_first(wanted: list[str], setting: Setting) -> None:
-    """All kernels at once, on all cores, instead of one after the other as they come up."""
+    """Compile all kernels in parallel, instead of each at its first call."""
     if setting.platform.device.type == "cpu" or "triton" not in setting.platform.providers:
         return
     from anabranch.kernels.compiling.precompile import precompile, recording
 
-    with contextlib.suppress(RuntimeError):  # whatever goes wrong will do so again where it is said which op it was
+    with contextlib.suppress(RuntimeError):  # what fails here fails again below, where the op is named
         with torch.inference_mode(), recording() as jobs:
             for name in wanted:
                 for model in setting.models:
@@ -162,7 +157,7 @@ def measure(name: str, model: str, case: Case, setting: Setting, options: argpar
 def timed(calls: list[Callable[[], Any]], setting: Setting, repeats: int) -> tuple[float, str]:
     """µs of a call, and whether that was in a replayed graph or called from Python."""
     if setting.platform.has("graphs"):
-        # Where the kernel that is bound asks the device in the middle, no graph can hold it.
+        # A kernel that reads from the device cannot be captured.
         with contextlib.suppress(RuntimeError):
             many = calls * max(1, ENOUGH_CALLS // len(calls))
             return microseconds(setting.platform, many, repeats=repeats), "graph"
@@ -170,14 +165,14 @@ def timed(calls: list[Callable[[], Any]], setting: Setting, repeats: int) -> tup
 
 
 def ceilings(setting: Setting) -> tuple[float, float]:
-    """(bytes, FLOP) a second; infinite where nothing is known."""
+    """(bytes, FLOP) per second; infinite where nothing is known."""
     machine = setting.platform.describe()
     known = next((rates for name, rates in CEILINGS.items() if name in machine), (math.inf, math.inf))
     return known if setting.dtype.itemsize == 2 else (known[0], math.inf)
 
 
 def provider(op: ops.op.Op[..., Any], case: Case) -> str:
-    """Whose kernel serves the call."""
+    """The provider of the kernel that serves the call."""
     for kernel in op.bound:
         if kernel.accepts is None or kernel.accepts(*case.given[0], **case.named):
             return str(kernel.provider)
@@ -185,7 +180,7 @@ def provider(op: ops.op.Op[..., Any], case: Case) -> str:
 
 
 def distance(found: Any, expected: Any) -> float:
-    """‖found − expected‖ / ‖expected‖, the largest of several results; of integers, the share that differs."""
+    """‖found − expected‖ / ‖expected‖, for integers the share that differs; the largest of several results."""
     if isinstance(expected, tuple):
         return max(distance(a, b) for a, b in zip(found, expected, strict=True))
     found = found[: expected.shape[0]]
@@ -197,7 +192,7 @@ def distance(found: Any, expected: Any) -> float:
 
 
 def against(case: Case, row: Row, setting: Setting) -> Row:
-    """How many times longer others take to route: replayed graph against replayed graph, calls against calls."""
+    """How many times longer torch takes to route: replayed graph against replayed graph, calls against calls."""
 
     def times(function: Callable[..., Any], graph: bool = True) -> dict[str, float]:
         calls, platform = case.calls(function), setting.platform
@@ -207,18 +202,16 @@ def against(case: Case, row: Row, setting: Setting) -> Row:
     ours = {"graph": row["us"], **times(ops.route, graph=False)}
     others = {"eager": times(ops.route.reference)}
     for mode in MODES if case.size in (setting.tokens or COMPILED_TOKENS) else ():
-        torch.compiler.reset()  # each shape and mode for itself: they would use up the limit of recompilations
-        try:  # modes but the first bring graphs of their own
+        torch.compiler.reset()  # else shapes and modes together exceed the limit of recompilations
+        try:  # all modes but the first use graphs of their own
             others[mode] = times(torch.compile(ops.route.reference, mode=mode), graph=mode == MODES[0])
-        except Exception as error:  # a compiler may raise anything; the other figures are not lost with this one
+        except Exception as error:  # a compiler may raise anything; the other figures are kept
             print(f"torch.compile {mode}: {type(error).__name__}: {error}"[:200], flush=True)
     ratios = {who: {how: us / ours[how] for how, us in found.items()} for who, found in others.items()}
     return {"called_us": ours["called"], "others_us": others, "ratios": ratios}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What people see
-# ---------------------------------------------------------------------------------------------------------------------
+# -- showing -----------------------------------------------------------------------------------------------------------
 
 HEAD = (
     f"{'model':<18}{'size':>8}  {'':<34}{'µs':>10}{'GB/s':>9}{'TFLOP/s':>9}{'floor':>9}{'%':>5}{'target':>8}"
@@ -253,23 +246,20 @@ def about(setting: Setting) -> Row:
 
 
 def plot(rows: list[Row], file: Path) -> None:
-    """A picture for each op: µs over size, a line for each model and kind, dashed where the machine's limit is."""
-    plt = pyplot()
+    """One plot for each op: µs over size, a line for each model and label, and its floor dashed."""
     names = list(dict.fromkeys(row["op"] for row in rows))
-    figure, axes = plt.subplots(len(names), 1, figsize=(9, 5 * len(names)), squeeze=False)
-    for name, axis in zip(names, axes[:, 0], strict=True):
-        lines: dict[str, list[Row]] = {}
-        for row in rows:
-            if row["op"] == name:
-                lines.setdefault(f"{row['model']}, {row['label']}", []).append(row)
-        for label, line in lines.items():
-            sizes = [row["size"] for row in line]
-            drawn = axis.plot(sizes, [row["us"] for row in line], marker="o", markersize=3, label=label)
-            if all(row["floor_us"] for row in line):
-                axis.plot(sizes, [row["floor_us"] for row in line], "--", linewidth=0.8, color=drawn[0].get_color())
-        axis.set(title=name, xlabel="tokens or requests", ylabel="µs", xscale="log", yscale="log")
-        axis.legend(fontsize=6)
-    figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
-    plt.close(figure)
+    with plot_file(file, len(names), 1, (9, 5 * len(names))) as axes:
+        for name, axis in zip(names, axes[:, 0], strict=True):
+            lines: dict[str, list[Row]] = {}
+            for row in rows:
+                if row["op"] == name:
+                    lines.setdefault(f"{row['model']}, {row['label']}", []).append(row)
+            for label, line in lines.items():
+                sizes = [row["size"] for row in line]
+                drawn = axis.plot(sizes, [row["us"] for row in line], marker="o", markersize=3, label=label)
+                if all(row["floor_us"] for row in line):
+                    floors = [row["floor_us"] for row in line]
+                    axis.plot(sizes, floors, "--", linewidth=0.8, color=drawn[0].get_color())
+            axis.set(title=name, xlabel="tokens or requests", ylabel="µs", xscale="log", yscale="log")
+            axis.legend(fontsize=6)

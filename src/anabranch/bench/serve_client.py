@@ -1,7 +1,7 @@
-"""One streamed request at a time to an OpenAI-compatible server, and when each piece of its answer came.
+"""An HTTP client of OpenAI-compatible servers that records when each piece of a streamed answer arrives.
 
-Knows HTTP/1.1 and server-sent events, no prompts and no statistics. h11 over asyncio's streams: what costs time here is
-taken for the server's, and an ordinary HTTP client costs several times as much a token.
+Knows HTTP/1.1 and server-sent events, no prompts and no statistics. h11 over asyncio's streams: the client's own time
+is measured as the server's, and an ordinary HTTP client takes several times as much per token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ MAX_HEADERS = 1 << 17
 
 
 class Text(msgspec.Struct):
-    """What a piece of an answer may hold: of each kind we only want to know whether there is some."""
-
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -36,11 +34,11 @@ class Choice(msgspec.Struct):
     delta: Text | None = None
     text: str | None = None
 
-    def says_something(self) -> bool:
-        said = self.delta
-        if said is None:
+    def has_text(self) -> bool:
+        delta = self.delta
+        if delta is None:
             return bool(self.text)
-        return bool(said.content or said.reasoning_content or said.reasoning or said.tool_calls)
+        return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
 
 class Usage(msgspec.Struct):
@@ -59,17 +57,17 @@ DECODER = msgspec.json.Decoder(Chunk)
 
 @dataclass(slots=True)
 class Sent:
-    """A request and what became of it. Times are of time.perf_counter, in seconds."""
+    """A request and what became of it. Times are those of time.perf_counter, in seconds."""
 
     started: float = 0.0
     waited: float = 0.0
-    """For a place among the requests that may run at once, before it started."""
+    """Before it started, because too many others were running."""
     times: list[float] = field(default_factory=list)
-    """When each piece of the answer came."""
+    """When each piece of the answer arrived."""
     num_input: int = 0
     num_output: int = 0
     counted: bool = False
-    """By the server; else pieces are counted."""
+    """By the server; else num_output is the number of pieces."""
     error: str = ""
 
     @property
@@ -86,7 +84,7 @@ class Sent:
 
 
 class Refused(Exception):
-    """The server's own words."""
+    """An error that the server reported, with its message."""
 
 
 class Client:
@@ -103,7 +101,7 @@ class Client:
         self.idle: list[Connection] = []
 
     async def stream(self, path: str, body: bytes, sent: Sent) -> None:
-        """Send it and note what comes, in `sent`; a refusal or a broken connection is noted too."""
+        """Send a request and record its answer in `sent`, also a refusal or a broken connection."""
         sent.started = time.perf_counter()
         num_pieces = 0
         try:
@@ -122,9 +120,9 @@ class Client:
                             sent.num_input = chunk.usage.prompt_tokens
                             sent.num_output = chunk.usage.completion_tokens or 0
                             sent.counted = True
-                        if chunk.choices:  # with text or without: it may be held back, and the last one often has none
+                        if chunk.choices:  # even without text: servers may hold it back, and the last often has none
                             sent.times.append(now)
-                            num_pieces += chunk.choices[0].says_something()
+                            num_pieces += chunk.choices[0].has_text()
             if not sent.times:
                 sent.error = "the answer was empty"
         except (OSError, h11.RemoteProtocolError, msgspec.MsgspecError, Refused) as error:
@@ -137,7 +135,7 @@ class Client:
         return json.loads(b"".join([piece async for piece in self.ask(method, path, encoded)]))
 
     async def ask(self, method: str, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
-        """The body of a good answer, as it comes; Refused with the reason of any other."""
+        """Yield the body of an answer as it arrives; raise Refused if its status is not 200."""
         connection = self.idle.pop() if self.idle else await self.connect()
         reused = connection.used
         try:
@@ -155,9 +153,9 @@ class Client:
             async for piece in connection.pieces():
                 yield piece
         except BaseException:
-            connection.close()  # whatever is left unread there is nobody's
+            connection.close()  # its unread rest would be taken for the next answer
             raise
-        if connection.is_open:
+        if not connection.writer.is_closing():
             self.idle.append(connection)
 
     async def connect(self) -> Connection:
@@ -180,7 +178,7 @@ class Connection:
         self.used = False
 
     async def send(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> int:
-        """The status; `pieces` gives the rest."""
+        """Send a request and return the status of its answer; `pieces` gives the body."""
         http, self.used = self.http, True
         request = h11.Request(method=method, target=path, headers=[*headers, ("content-length", str(len(body)))])
         data = [http.send(request), http.send(h11.Data(data=body)), http.send(h11.EndOfMessage())]
@@ -193,7 +191,7 @@ class Connection:
                 return int(event.status_code)
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """All that came at once is one piece."""
+        """Yield the body of the answer, in pieces as they arrive."""
         http = self.http
         while True:
             found = []
@@ -210,16 +208,12 @@ class Connection:
         else:
             self.close()
 
-    @property
-    def is_open(self) -> bool:
-        return not self.writer.is_closing()
-
     def close(self) -> None:
         self.writer.close()
 
 
 def reason(error: Any) -> str:
-    """The message in an error's envelope, whichever it is."""
+    """The message inside an error, in any of the formats servers use."""
     if isinstance(error, bytes):
         try:
             error = json.loads(error)

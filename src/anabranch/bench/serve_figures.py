@@ -1,5 +1,5 @@
-"""What requests' times come to: the figures of `bench serve`, under the names vLLM's serving benchmark writes, as JSON,
-as a table and as a plot. Knows no HTTP.
+"""The figures of `bench serve`, computed from requests' times: as JSON (with the keys of vLLM's serving benchmark), a
+table and a plot. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from itertools import accumulate
 from typing import Any
 
-from anabranch.bench.report import pyplot
+from anabranch.bench.records import plot_file
 from anabranch.bench.serve_client import Sent
 
 PERCENTILES = (90, 95, 99)
@@ -20,11 +20,11 @@ KINDS = {
     "itl": "between pieces (ITL)",
     "e2el": "whole answer (E2EL)",
 }
-BUSY = 0.8  # of a core: from there on the client may be what is measured
+BUSY = 0.8  # of a core: above it, the client may be what is measured
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """Between the two nearest, by distance, as numpy does."""
+    """Interpolated linearly between the two nearest values, as in numpy."""
     place = (len(ordered) - 1) * share / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -32,7 +32,7 @@ def percentile(ordered: list[float], share: float) -> float:
 
 
 def samples(done: list[Sent]) -> dict[str, list[float]]:
-    """Seconds by kind. A time per output token leaves the first one out, and needs a second."""
+    """Seconds by kind. The time per output token excludes the first token, so it needs a second one."""
     return {
         "ttft": [sent.ttft for sent in done],
         "tpot": [(sent.e2el - sent.ttft) / (sent.num_output - 1) for sent in done if sent.num_output > 1],
@@ -56,9 +56,9 @@ def figures(sent: list[Sent], duration: float, cpu_seconds: float) -> dict[str, 
         "request_throughput": len(done) / duration,
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
-        # A piece may hold several tokens: scaled to what the server counted.
+        # Pieces are counted; a piece may hold several tokens, so the count is scaled to the server's.
         "max_output_tokens_per_s": max(pieces.values(), default=0) * (num_output / all_pieces if all_pieces else 0),
-        "max_concurrent_requests": most_at_once(done),
+        "max_concurrent_requests": max((running for _, running in running_over_time(done)), default=0),
     }
     for kind, seconds in samples(done).items():
         ordered = sorted(1e3 * value for value in seconds) or [0.0]
@@ -73,19 +73,15 @@ def figures(sent: list[Sent], duration: float, cpu_seconds: float) -> dict[str, 
     return found
 
 
-def most_at_once(done: list[Sent]) -> int:
-    return max((running for _, running in course(done)), default=0)
-
-
-def course(done: list[Sent]) -> list[tuple[float, int]]:
-    """How many requests were running, from each change on."""
+def running_over_time(done: list[Sent]) -> list[tuple[float, int]]:
+    """(time, number of requests running from then on) at each change."""
     changes = sorted([(one.started, 1) for one in done] + [(one.times[-1], -1) for one in done])
     running = accumulate(change for _, change in changes)
     return [(at, count) for (at, _), count in zip(changes, running, strict=True)]
 
 
 def details(sent: list[Sent]) -> dict[str, Any]:
-    """Each request's own, in the order they were sent."""
+    """Each request's figures, in the order they were sent."""
     return {
         "input_lens": [one.num_input for one in sent],
         "output_lens": [one.num_output for one in sent],
@@ -123,30 +119,26 @@ def table(found: dict[str, Any], sent: list[Sent]) -> str:
 
 
 def plot(sent: list[Sent], title: str, file: str) -> None:
-    plt = pyplot()
     done = [one for one in sent if not one.error]
     begin = min(one.started for one in done)
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7))
     found = samples(done)
-    for axis, kinds in ((axes[0, 0], ("ttft", "e2el")), (axes[0, 1], ("tpot", "itl"))):
-        for kind in kinds:
-            ordered = sorted(1e3 * value for value in found[kind])
-            shares = [100 * (i + 1) / len(ordered) for i in range(len(ordered))]
-            axis.step(ordered, shares, where="post", label=KINDS[kind])
-        axis.set(xlabel="ms", ylabel="% of them are at most", xscale="log")
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.xaxis.set_minor_formatter("")
-    pieces = Counter(int(at - begin) for one in done for at in one.times)
-    seconds = range(max(pieces) + 1)
-    axes[1, 0].step(seconds, [pieces[second] for second in seconds], where="post", label="pieces of answers a second")
-    at, running = zip(*course(done), strict=True)
-    axes[1, 1].step([moment - begin for moment in at], running, where="post", label="requests running")
-    for axis in axes[1]:
-        axis.set(xlabel="s", ylim=(0, None))
-    for axis in axes.flat:
-        axis.grid(True, alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(file)
-    plt.close(figure)
+    with plot_file(file, 2, 2, (11, 7)) as axes:
+        for axis, kinds in ((axes[0, 0], ("ttft", "e2el")), (axes[0, 1], ("tpot", "itl"))):
+            for kind in kinds:
+                ordered = sorted(1e3 * value for value in found[kind])
+                shares = [100 * (i + 1) / len(ordered) for i in range(len(ordered))]
+                axis.step(ordered, shares, where="post", label=KINDS[kind])
+            axis.set(xlabel="ms", ylabel="% of them are at most", xscale="log")
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("")
+        pieces = Counter(int(at - begin) for one in done for at in one.times)
+        seconds = range(max(pieces) + 1)
+        axes[1, 0].step(seconds, [pieces[second] for second in seconds], where="post", label="pieces per second")
+        at, running = zip(*running_over_time(done), strict=True)
+        axes[1, 1].step([moment - begin for moment in at], running, where="post", label="requests running")
+        for axis in axes[1]:
+            axis.set(xlabel="s", ylim=(0, None))
+        for axis in axes.flat:
+            axis.grid(True, alpha=0.3)
+            axis.legend(fontsize=8)
+        axes[0, 0].figure.suptitle(title)

@@ -1,11 +1,11 @@
-"""One decode step, kernel by kernel: how often, how long, which share, how far from its floor, and the gaps between.
+"""Profile one decode step, kernel by kernel: count, time, share of the step, distance from its floor, and gaps.
 
     anabranch bench step qwen3-30b-a3b --load-format dummy --batch 1
     anabranch bench step FOLDER --batch 64 --context 1024 --json FILE
 
-Requests are brought to the middle of their answers; then some steps are timed as they are and some under torch's
-profiler, which also sees the kernels inside a captured graph. The floor of a group is the bytes it must read at the
-rate of this machine's memory (known: H200; else --bandwidth). Without an accelerator the ops on the host are shown.
+All requests are in the middle of their answers. Some steps are timed as they are, others under torch's profiler, which
+also sees the kernels inside a captured graph. The floor of a group is the time to read the bytes it needs at the rate
+of the machine's memory (known for H200; else give --bandwidth). Without an accelerator the host's ops are shown.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.bench.offline import bundled, commit
-from anabranch.bench.step_bytes import step_bytes
+from anabranch.bench.records import bundled, commit
 from anabranch.config import add_flags, flags
-from anabranch.ranges import above_zero, at_least
+from anabranch.formats import ITEM_BYTES
+from anabranch.models.config import ModelConfig
+from anabranch.options import above_zero, add_shared, at_least
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
@@ -42,41 +43,41 @@ GROUPS = {
     "dense": r"linear|gemm|gemv|cutlass|nvjet|cublas|splitk|matmul|::mm\b|::addmm\b|::bmm\b",
     "inputs, copies": r"decode_inputs|memcpy|memset|copy|fill|index|elementwise|cat|gather|scatter|embedding",
 }
-"""What kind of work a kernel does, by its file (of ours) or name; the first that matches."""
+"""Kinds of work, and a pattern of the kernels that do it: of the file names of ours, else of names; the first wins."""
 RANGE = "anabranch bench step"
 WARM_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One kernel as it ran; µs from the beginning of its step."""
+class KernelRun:
+    """One run of a kernel, in µs since its step began."""
 
     name: str
     begin: float
     end: float
     busy: float
-    """µs of its own: of an op on the host, without those it called."""
+    """Its own µs: for an op on the host, without the ops it called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Steps as the profiler saw them."""
+    """The kernel runs of each profiled step."""
 
-    steps: list[list[Call]]
+    steps: list[list[KernelRun]]
     on_device: bool
 
-    def busy(self, kind: Callable[[Call], str]) -> dict[str, list[float]]:
-        """µs of all calls, by kind."""
+    def busy(self, key: Callable[[str], str] = str) -> dict[str, list[float]]:
+        """µs of every run, by a key of the kernel's name."""
         found: dict[str, list[float]] = {}
-        for call in chain.from_iterable(self.steps):
-            found.setdefault(kind(call), []).append(call.busy)
+        for run in chain.from_iterable(self.steps):
+            found.setdefault(key(run.name), []).append(run.busy)
         return found
 
     def spans(self) -> list[float]:
         """µs of each step from its first kernel to its last."""
-        return [max(call.end for call in calls) - min(call.begin for call in calls) for calls in self.steps]
+        return [max(run.end for run in runs) - min(run.begin for run in runs) for runs in self.steps]
 
-    def median(self) -> list[Call]:
+    def median(self) -> list[KernelRun]:
         """The step of median length."""
         spans = self.spans()
         return self.steps[spans.index(sorted(spans)[(len(spans) - 1) // 2])]
@@ -87,7 +88,7 @@ def group_of(name: str) -> str:
 
 
 def own_kernels() -> dict[str, str]:
-    """Triton kernels of this package that are in use: name → file.name."""
+    """Triton kernels of this package that have been imported: name → file.name."""
     place = "anabranch.kernels.triton."
     found: dict[str, str] = {}
     for module in [module for name, module in sys.modules.items() if name.startswith(place)]:
@@ -98,31 +99,56 @@ def own_kernels() -> dict[str, str]:
     return found
 
 
-def gaps(calls: list[Call]) -> float:
-    """µs in which nothing ran, between the first and the last."""
-    total, reached = 0.0, min(call.begin for call in calls)
-    for call in sorted(calls, key=lambda call: call.begin):
-        total += max(0.0, call.begin - reached)
-        reached = max(reached, call.end)
+def gaps(runs: list[KernelRun]) -> float:
+    """µs between the first and the last kernel in which none ran."""
+    total, reached = 0.0, min(run.begin for run in runs)
+    for run in sorted(runs, key=lambda run: run.begin):
+        total += max(0.0, run.begin - reached)
+        reached = max(reached, run.end)
     return total
+
+
+def step_bytes(config: ModelConfig, batch: int, context: int, dtype: str) -> dict[str, int]:
+    """Bytes that a decode step must read, by group of kernels: the floor of its time.
+
+    Weights once (of the routed experts, those that a batch with uniform routing is expected to visit), and the keys and
+    values of every token of every request. Activations are left out: in decode they are small and mostly cached.
+    """
+    size, width = ITEM_BYTES[dtype], config.hidden_size
+    elements = {"dense": config.vocab_size * width, "experts": 0.0, "routing": 0, "attention": 0}
+    for layer in config.layers:
+        attention = layer.attention
+        q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        values = 1 if attention.value_is_key else 2
+        elements["dense"] += width * (q + values * kv) + q * width + 3 * width * layer.mlp_width
+        seen = min(context, attention.window) if attention.window else context
+        elements["attention"] += batch * seen * 2 * kv
+        if layer.moe is not None:
+            moe = layer.moe
+            elements["routing"] += moe.num_experts * width
+            elements["dense"] += 3 * width * moe.shared_width
+            elements["experts"] += visited(moe.num_experts, moe.top_k, batch) * 3 * width * moe.width
+    return {group: int(count * size) for group, count in elements.items() if count}
+
+
+def visited(num_experts: int, top_k: int, batch: int) -> float:
+    """The expected number of experts that at least one of `batch` tokens chooses."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** batch)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a bundled config, a folder or a hub id")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="requests that decode (default 1)")
-    parser.add_argument("--context", type=int, default=128, metavar="L", help="tokens each has had (default 128)")
-    parser.add_argument("--load-format", default="safetensors", choices=["safetensors", "dummy"])
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps to profile (default 8)")
-    parser.add_argument("--top", type=at_least(1), default=25, metavar="N", help="kernels to show (default 25)")
-    parser.add_argument(
-        "--bandwidth", type=above_zero(), metavar="TB/S", help="of this machine's memory, for the floors"
-    )
-    parser.add_argument("--json", metavar="FILE", help="all of it, with the time line of one step")
-    parser.add_argument("--expert-load-interval", type=int, default=16, metavar="N", help="0: nothing is counted")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a bundled config, a folder or a hub id")
+    add("--batch", type=int, default=1, metavar="N", help="requests that decode (default 1)")
+    add("--context", type=int, default=128, metavar="L", help="tokens in each request's prompt (default 128)")
+    add_shared(parser, "load_format", "dtype", "expert_load_interval")
+    add("--steps", type=int, default=8, metavar="N", help="steps to profile (default 8)")
+    add("--top", type=at_least(1), default=25, metavar="N", help="kernels to show (default 25)")
+    add("--bandwidth", type=above_zero(), metavar="TB/S", help="of this machine's memory, for the floors")
+    add("--json", metavar="FILE", help="write all of it to a file, with the time line of one step")
     add_flags(parser)
     parser.set_defaults(tune="off")
 
@@ -157,7 +183,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def decode(llm: LLM, batch: int, context: int, room: int) -> None:
-    """Bring so many requests to where each step gives each of them a token."""
+    """Add `batch` requests and step until every one of them gets a token in each step."""
     rng, vocabulary = random.Random(0), llm.engine.model.vocab_size
     params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
     waiting = {str(i) for i in range(batch)}
@@ -176,7 +202,7 @@ def step(llm: LLM, batch: int) -> None:
 
 
 def timed_steps(llm: LLM, num_steps: int) -> float:
-    """µs of a step as the engine makes them, one launched before the last is read."""
+    """µs of a step as the engine runs them: each is launched before the last one is read."""
     batch = len(llm.engine.step())
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -185,7 +211,7 @@ def timed_steps(llm: LLM, num_steps: int) -> float:
 
 
 def profiled_steps(llm: LLM, num_steps: int) -> Profile:
-    """Each launched when the device is idle and waited for, so that its kernels are its own."""
+    """Steps that are launched when the device is idle and waited for, so that all kernels seen belong to them."""
     from torch import profiler
 
     platform = llm.engine.runner.platform
@@ -199,7 +225,7 @@ def profiled_steps(llm: LLM, num_steps: int) -> Profile:
 
 
 def read_profile(events: list[Any]) -> Profile:
-    """Kernels by step; where there are none, the host's ops."""
+    """The device's kernels by step; where there are none, the host's ops."""
 
     def is_host(event: Any) -> bool:
         return "CPU" in str(event.device_type)
@@ -208,22 +234,17 @@ def read_profile(events: list[Any]) -> Profile:
     kernels = [e for e in events if not is_host(e) and e.name != RANGE]
     on_device, ours = bool(kernels), own_kernels()
     chosen = kernels if on_device else [e for e in events if e.name != RANGE and "::" in e.name]
-    steps: list[list[Call]] = []
+    steps: list[list[KernelRun]] = []
     for begin, end in ranges:
         inside = [e for e in chosen if begin <= e.time_range.start < end]
         inside.sort(key=lambda e: e.time_range.start)
         first = inside[0].time_range.start if inside else 0.0
-        steps.append(
-            [
-                Call(
-                    ours.get(e.name, e.name),
-                    e.time_range.start - first,
-                    e.time_range.end - first,
-                    e.time_range.end - e.time_range.start if on_device else e.self_cpu_time_total,
-                )
-                for e in inside
-            ]
-        )
+        runs = []
+        for e in inside:
+            start, stop = e.time_range.start, e.time_range.end
+            busy = stop - start if on_device else e.self_cpu_time_total
+            runs.append(KernelRun(ours.get(e.name, e.name), start - first, stop - first, busy))
+        steps.append(runs)
     if not steps or not all(steps):
         raise ValueError(
             "the profiler saw no kernels: on a GPU it may need the permission to read performance counters"
@@ -231,7 +252,7 @@ def read_profile(events: list[Any]) -> Profile:
     return Profile(steps, on_device)
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- showing -----------------------------------------------------------------------------------------------------------
 
 
 def summarize(llm: LLM, options: argparse.Namespace, plain: float, profile: Profile) -> dict[str, Any]:
@@ -259,12 +280,12 @@ def summarize(llm: LLM, options: argparse.Namespace, plain: float, profile: Prof
         "floor_us": None if rate is None else 1e6 * sum(reads.values()) / rate,
         "groups": list(group_rows(profile, reads, rate)),
         "kernels": list(kernel_rows(profile)),
-        "timeline": [[call.name, round(call.begin, 3), round(call.busy, 3)] for call in profile.median()],
+        "timeline": [[run.name, round(run.begin, 3), round(run.busy, 3)] for run in profile.median()],
     }
 
 
 def group_rows(profile: Profile, reads: dict[str, int], rate: float | None) -> Iterator[dict[str, Any]]:
-    busy = profile.busy(lambda call: group_of(call.name))
+    busy = profile.busy(group_of)
     for group in sorted({*busy, *reads}, key=lambda group: -sum(busy.get(group, ()))):
         times = busy.get(group, [])
         yield {
@@ -277,7 +298,7 @@ def group_rows(profile: Profile, reads: dict[str, int], rate: float | None) -> I
 
 
 def kernel_rows(profile: Profile) -> Iterator[dict[str, Any]]:
-    busy = profile.busy(lambda call: call.name)
+    busy = profile.busy()
     for name, times in sorted(busy.items(), key=lambda item: -sum(item[1])):
         us, count = sum(times) / len(profile.steps), len(times) / len(profile.steps)
         yield {"name": name, "group": group_of(name), "count": count, "us": us, "us_each": us / count}
@@ -317,5 +338,5 @@ def show(result: dict[str, Any], top: int) -> str:
 
 
 def _short(name: str, most: int = 60) -> str:
-    """Of a C++ template the beginning tells."""
+    """The beginning of a name: of a C++ template it is enough."""
     return name if len(name) <= most else name[: most - 1] + "…"

@@ -1,7 +1,6 @@
-"""The model that comes with the package: what the command line uses when nobody names one.
+"""The model that comes with the package: the default of the command line and of `LLM`.
 
-`demo/` is a model folder like any other, and its README.md says how it was made. This file knows where it is, not what
-is in it.
+`demo/` is a model folder like any other; its README.md says how it was made.
 """
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 NAME = "anabranch-demo"
-"""What the server calls it."""
-HELP = "a folder as Hugging Face lays it out, or a hub id owner/name; default: the model that comes with Anabranch"
-"""Of an option MODEL."""
+"""Its name in the server."""
+HELP = "a model folder from Hugging Face or a hub id owner/name (default: the small model that comes with Anabranch)"
+"""Help of the argument MODEL."""
 PLACE = Path(__file__).parent / "demo"
 
 

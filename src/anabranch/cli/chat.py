@@ -1,7 +1,6 @@
-"""Talk to a model in the terminal. An empty line or Ctrl-D ends the conversation, Ctrl-C cuts an answer short.
+"""Chat with a model in the terminal. An empty line or Ctrl-D ends the conversation, Ctrl-C ends an answer early.
 
-MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name), with a chat template; without one, the small
-model that comes with Anabranch answers.
+The model needs a chat template.
 """
 
 from __future__ import annotations
@@ -22,39 +21,39 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help=bundled.HELP)
-    parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="instructions to the model before the conversation")
     add_model_options(parser)
     add_sampling_options(parser, max_tokens=512, temperature=0.7)
 
 
 def run(options: argparse.Namespace) -> int:
-    sampling_params(options, {})  # refuses what is out of range before anything is loaded
+    sampling_params(options, {})  # raises for values out of range before anything is loaded
     messages: list[dict[str, Any]] = [{"role": "system", "content": options.system}] if options.system else []
     with open_model(options) as llm:
-        llm.render(messages or [{"role": "user", "content": "?"}])  # a model without a template says so at once
+        llm.render(messages or [{"role": "user", "content": "?"}])  # raises for a model without a template
         params = sampling_params(options, llm.sampling_defaults)
         interactive = sys.stdin.isatty()
         if interactive:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  input() then edits and remembers lines
+                import readline  # noqa: F401  gives input() editing and history
         while True:
             try:
-                said = input("you: " if interactive else "")
+                question = input("you: " if interactive else "")
             except EOFError:
                 print(end="\n" if interactive else "")
                 break
-            if not said.strip():
+            if not question.strip():
                 break
-            messages.append({"role": "user", "content": said})
+            messages.append({"role": "user", "content": question})
             answer: list[str] = []
-            with contextlib.suppress(KeyboardInterrupt):  # what was said so far stays in the conversation
-                asyncio.run(speak(llm, messages, params, answer))
+            with contextlib.suppress(KeyboardInterrupt):  # the part that was written stays in the conversation
+                asyncio.run(write_answer(llm, messages, params, answer))
             print(flush=True)
             messages.append({"role": "assistant", "content": "".join(answer)})
     return 0
 
 
-async def speak(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, answer: list[str]) -> None:
+async def write_answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, answer: list[str]) -> None:
     async for delta in llm.stream(llm.render(messages), params):
         answer.append(delta.text)
         print(delta.text, end="", flush=True)

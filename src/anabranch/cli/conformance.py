@@ -1,5 +1,5 @@
-"""Does a platform do what it must? Every op × kernel × sample, a tiny model of each family, streams, copies and graphs,
-judged by the CPU's references; one line each, and exit code 1 if anything is wrong."""
+"""Test whether a platform computes correctly: every op × kernel × sample, a tiny model of each family, streams, copies
+and graphs, compared with references on the CPU. Prints a line for each; the exit code is 1 if anything is wrong."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import json
 import time
 from dataclasses import asdict
 
-from anabranch.cli.doctor import look_at
+from anabranch.cli.doctor import find_platform
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--platform", metavar="NAME", help="the platform to judge (default: the detected one)")
+    parser.add_argument("--platform", metavar="NAME", help="the platform to test (default: the detected one)")
     parser.add_argument(
-        "--only", choices=("contract", "ops", "models"), action="append", help="this section alone; may be repeated"
+        "--only", choices=("contract", "ops", "models"), action="append", help="test this section; may be repeated"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
 
 
 def run(options: argparse.Namespace) -> int:
     from anabranch import conformance
 
-    platform, device = look_at(options.platform)
+    platform, device = find_platform(options.platform)
     if not options.json:
         print(f"{platform.name}: {device}\n")
     begin, results = time.perf_counter(), []
-    for result in conformance.conformance(platform, options.only or tuple(conformance.SECTIONS)):
+    for result in conformance.conformance(platform, options.only or conformance.SECTIONS):
         results.append(result)
         if options.json:
             print(json.dumps(asdict(result) | {"passed": result.passed}), flush=True)

@@ -1,4 +1,4 @@
-"""This machine as Anabranch sees it: versions, platforms, and which kernel each op would use."""
+"""Show this machine as Anabranch sees it: versions, platforms, and the kernel that each op would use."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--platform", metavar="NAME", help="look at this platform instead of the detected one")
+    parser.add_argument("--platform", metavar="NAME", help="the platform to show (default: the detected one)")
 
 
-def look_at(name: str | None) -> tuple[Platform, str]:
-    """A platform (default: the detected one) and its device in words."""
+def find_platform(name: str | None) -> tuple[Platform, str]:
+    """A platform (default: the detected one) and the description of its device."""
     from anabranch import platforms
 
     platform = platforms.make(name) if name else platforms.current()
     try:
         return platform, platform.describe()
-    except Exception as error:  # without its device, a platform may say so in any way
+    except Exception as error:  # without its device, a platform may raise anything
         cure = "`anabranch doctor` lists those that do"
         raise ValueError(f"platform {platform.name!r} does not come up on this machine: {error}; {cure}") from error
 
@@ -35,7 +35,7 @@ def look_at(name: str | None) -> tuple[Platform, str]:
 def run(options: argparse.Namespace) -> int:
     from anabranch import kernels, ops, platforms
 
-    platform, device = look_at(options.platform)
+    platform, device = find_platform(options.platform)
     print(f"anabranch {__version__}, Python {host.python_version()}, {host.system()} {host.machine()}")
     print("packages  " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
     print(f"python    {sys.executable}\n")
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     kernels.bind(platform)
     for line in kernels.compiler_facts():
         print(line)
-    print("ops (kernels in the order they are tried; a call none accepts takes the reference)")
+    print("ops (kernels in the order they are tried; a call that none accepts uses the reference)")
     for name, op in ops.OPS.items():
         order = [kernel.provider + (" if it accepts" if kernel.accepts else "") for kernel in op.bound]
         if not op.bound or op.bound[-1].accepts is not None:

@@ -1,8 +1,4 @@
-"""Write a continuation of a prompt to standard output as it is generated.
-
-MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name); without one, the small model that comes with
-Anabranch writes.
-"""
+"""Write a continuation of a prompt to standard output as it is generated."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anabranch import bundled
-from anabranch.config import GENERATION_CONFIG_HELP, GENERATION_CONFIGS, add_flags, flags
+from anabranch.config import add_flags, flags
 from anabranch.models.generation import NAMES
-from anabranch.ranges import at_least
+from anabranch.options import add_shared
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 
@@ -30,50 +26,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads standard input")
     add_model_options(parser)
     add_sampling_options(parser, max_tokens=128, temperature=0.0)
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")
-    parser.add_argument("--quiet", action="store_true", help="the text alone, no figures")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-text token")
+    parser.add_argument("--quiet", action="store_true", help="print the text alone, no figures")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    parser.add_argument(
-        "--max-model-len", type=at_least(1), default=0, metavar="N", help="tokens of context (default: all)"
-    )
-    parser.add_argument(
-        "--load-format",
-        default="safetensors",
-        choices=["safetensors", "dummy"],
-        help="dummy: random weights, only the config is read",
-    )
+    add_shared(parser, "dtype", "max_model_len", "load_format")
     add_flags(parser)
-    parser.add_argument("--verbose", action="store_true", help="say where the time of the start went")
+    parser.add_argument("--verbose", action="store_true", help="show what the start spent its time on")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int, temperature: float) -> None:
-    """`temperature` holds where neither the command line nor the model's generation_config.json names one."""
+    """`temperature` applies where neither the command line nor the model's generation_config.json names one."""
     parser.set_defaults(default_temperature=temperature)
-    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="default %(default)s")
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help=f"0 is greedy; default: the model's, or {temperature}"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="only the K best tokens; default: the model's, or all")
-    parser.add_argument("--top-p", type=float, metavar="P", help="only the best of probability P")
-    parser.add_argument("--min-p", type=float, metavar="P")
-    parser.add_argument("--repetition-penalty", type=float, metavar="X")
-    parser.add_argument(
-        "--generation-config",
-        default="auto",
-        choices=GENERATION_CONFIGS,
-        help=f"{GENERATION_CONFIG_HELP} (default auto)",
-    )
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="of the draw: the same seed draws the same tokens from the same logits"
-    )
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+    add = parser.add_argument
+    add("--max-tokens", type=int, default=max_tokens, metavar="N", help="tokens of an answer (default %(default)s)")
+    add("--temperature", type=float, metavar="T", help=f"0: greedy (default: the model's, or {temperature})")
+    add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: the model's, or all)")
+    top_p = "draw from the most likely tokens that together have probability P"
+    add("--top-p", type=float, metavar="P", help=f"{top_p} (default: the model's, or 1)")
+    min_p = "leave out tokens less likely than P times the most likely one"
+    add("--min-p", type=float, metavar="P", help=f"{min_p} (default: the model's, or 0)")
+    repetition = "above 1: make tokens that have occurred less likely (default: the model's, or 1)"
+    add("--repetition-penalty", type=float, metavar="X", help=repetition)
+    add_shared(parser, "generation_config")
+    add("--seed", type=int, metavar="N", help="a seed draws the same tokens from the same logits")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be repeated")
 
 
 def sampling_params(options: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
-    """`defaults` are the model's own."""
+    """`defaults` are those of the model."""
     given = {name: getattr(options, name) for name in NAMES if getattr(options, name) is not None}
     return SamplingParams(
         **{"temperature": options.default_temperature, **defaults, **given},
@@ -101,9 +83,9 @@ def open_model(options: argparse.Namespace) -> LLM:
 
 
 def run(options: argparse.Namespace) -> int:
-    sampling_params(options, {})  # refuses what is out of range before anything is loaded
+    sampling_params(options, {})  # raises for values out of range before anything is loaded
     if options.model is None and os.path.isfile(os.path.join(options.prompt, "config.json")):
-        raise ValueError(f"{options.prompt} is a model; give the text to continue behind it")
+        raise ValueError(f"{options.prompt} is a model; give the text to continue after it")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not prompt:
         raise ValueError("the prompt is empty: give some text to continue")
@@ -123,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def show(llm: LLM, prompt: str, params: SamplingParams) -> int:
-    """Print prompt and answer as it comes; the number of tokens."""
+    """Print the prompt and its answer as it is generated; return the number of tokens."""
     count = 0
     async for delta in llm.stream(prompt, params):
         if not count:

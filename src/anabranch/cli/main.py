@@ -1,10 +1,10 @@
-"""`anabranch`: finds the command, parses its options, turns the user's mistakes into one line and an exit code.
+"""`anabranch`: finds the command, parses its options, turns errors into one line and an exit code.
 
-0    done
-1    the user's or the machine's mistake, said in one line with its cure
+0    success
+1    an error of the user or the machine: one line with its cause and cure
 2    no such command or option
 130  Ctrl-C
-141  whoever read our output has left (as after SIGPIPE)
+141  the reader of our output has closed it (as after SIGPIPE)
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing import NoReturn
 from anabranch import __version__
 
 COMMANDS = {
-    "serve": "a server and a web page: OpenAI's and Anthropic's API over HTTP",
+    "serve": "serve a model over HTTP: a chat page, the APIs of OpenAI and Anthropic",
     "generate": "write a continuation of a prompt",
-    "chat": "talk to a model",
-    "plan": "does it fit? weights by kind, KV cache, context × concurrency in a given memory",
+    "chat": "chat with a model in the terminal",
+    "plan": "show whether a model fits: weights, KV cache, context × concurrency for a given memory",
     "tune": "measure the best tiles of a model's experts on this GPU",
-    "doctor": "this machine: versions, platform, and which kernel each op would use",
-    "conformance": "does a platform do what it must? ops, models, streams and graphs, judged on the CPU",
-    "bench offline": "time to first token, decode and throughput, as other engines are measured",
-    "bench serve": "load on a server, ours or another's: latencies and throughput",
-    "bench report": "result files, ours and other engines', as one table with ratios and targets",
-    "bench step": "one decode step, kernel by kernel: µs, share, floor, gaps",
-    "bench ops": "each op's kernel alone: µs, bytes or arithmetic a second, share of what the machine can do",
-    "bench host": "µs of Python per step, without a model",
+    "doctor": "show this machine: versions, platforms, and the kernel that each op would use",
+    "conformance": "test whether a platform computes correctly: ops, models, streams and graphs",
+    "bench offline": "measure start, time to first token, decode and throughput of an engine",
+    "bench serve": "measure latencies and throughput of a server under load, ours or another",
+    "bench report": "show result files, ours and those of other engines, as tables with ratios and targets",
+    "bench step": "profile one decode step, kernel by kernel",
+    "bench ops": "time each op's kernel alone, and compare it with what the machine can do",
+    "bench host": "measure the host's time in a step, without a model",
 }
 
 ABOUT = "Anabranch: an inference and serving engine for Mixture-of-Experts language models."
 HELP = ("-h", "--help")
 CHECKED_ELSEWHERE = {"anabranch serve": ("api_key",)}
-"""Options whose own error is better than "it is empty"."""
+"""Options that the command checks itself, with a better message than "is empty"."""
 VERSION = ("-V", "--version", "version")
 
 
@@ -59,15 +59,15 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def usage(room: str = "") -> str:
-    """Every command, or those of a room."""
-    shown = {name: what for name, what in COMMANDS.items() if name.startswith(room)}
+def usage(prefix: str = "") -> str:
+    """Every command, or those that begin with "bench"."""
+    shown = {name: what for name, what in COMMANDS.items() if name.startswith(prefix)}
     width = max(map(len, shown))
-    lines = [ABOUT, "", f"usage: anabranch {room + ' ' if room else ''}COMMAND [options]", ""]
+    lines = [ABOUT, "", f"usage: anabranch {prefix + ' ' if prefix else ''}COMMAND [options]", ""]
     lines += [f"  {name:<{width}}  {what}" for name, what in shown.items()]
-    if not room:
-        lines += ["", "Start with: anabranch serve    (the small model that comes with it; then open the page)"]
-    return "\n".join([*lines, "", "anabranch COMMAND --help explains a command; anabranch --version"])
+    if not prefix:
+        lines += ["", "To begin: anabranch serve    (serves the small model that comes with it; then open the page)"]
+    return "\n".join([*lines, "", "anabranch COMMAND --help explains a command; anabranch --version shows the version"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,21 +77,21 @@ def main(arguments: list[str] | None = None) -> int:
     is_bench = given[:1] == ["bench"] and len(given) > 1 and not given[1].startswith("-")
     length = 2 if is_bench else 1
     name, rest = " ".join(given[:length]), given[length:]
-    said = f"anabranch {name}" if name in COMMANDS else "anabranch"
+    prog = f"anabranch {name}" if name in COMMANDS else "anabranch"
     if "stdout" in open_closed_files() and name != "serve":
-        print(f"{said}: standard output is closed, and the answer would go there; send it to a file", file=sys.stderr)
+        print(f"{prog}: standard output is closed, and the answer would go there; send it to a file", file=sys.stderr)
         return 1
     try:
         try:
             return run(name, rest)
         finally:
-            sys.stdout.flush()  # a reader that has left is noticed here, and not when the interpreter ends
-    except (ValueError, OSError) as error:  # the user's or the machine's; anything else is ours and shows its trace
-        left = isinstance(error, BrokenPipeError) and reader_has_left()
+            sys.stdout.flush()  # raises here if the reader has closed it, not when the interpreter ends
+    except (ValueError, OSError) as error:  # of the user or the machine; anything else is a bug and shows its trace
+        closed = isinstance(error, BrokenPipeError) and output_is_closed()
         drop_output()
-        if left:
+        if closed:
             return 141
-        print(f"{said}: {in_words(error)}", file=sys.stderr)
+        print(f"{prog}: {message(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -111,14 +111,14 @@ def run(name: str, rest: list[str]) -> int:
         print(f"anabranch: no command {name!r}{hint}\nanabranch --help lists the commands", file=sys.stderr)
         return 2
     command, parser = make_parser(name)
-    options = parser.parse_intermixed_args(rest)  # an optional MODEL may stand before options and a PROMPT behind them
+    options = parser.parse_intermixed_args(rest)  # options may stand between MODEL and PROMPT
     check_texts(parser, options)
     code: int = command.run(options)
     return code
 
 
 def check_texts(parser: Parser, options: argparse.Namespace) -> None:
-    """An option that is given and empty is a mistake: most often a shell variable that is not set."""
+    """Refuse options that are given but empty: most often a shell variable is not set."""
     for action in parser._actions:
         value = getattr(options, action.dest, None)
         empty = value == "" or (isinstance(value, list | tuple) and "" in value)
@@ -129,48 +129,47 @@ def check_texts(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def make_parser(name: str) -> tuple[ModuleType, Parser]:
-    """A command's module, imported now, and the parser of its options."""
-    room, _, file = name.rpartition(" ")
-    command = importlib.import_module(f"anabranch.{room or 'cli'}.{file}")
+    """The module of a command, imported now, and the parser of its options."""
+    package, _, file = name.rpartition(" ")
+    command = importlib.import_module(f"anabranch.{package or 'cli'}.{file}")
     parser = Parser(prog=f"anabranch {name}", description=command.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_options(parser)
-    # argparse would begin every help with all options there are.
+    # argparse's own usage line would list every option.
     shapes = {None: "{}", "?": "[{}]", "*": "[{} ...]", "+": "{} ..."}
     words = [shapes[action.nargs].format(action.metavar) for action in parser._actions if not action.option_strings]  # type: ignore[index]
     parser.usage = " ".join([parser.prog, *words, "[options]"])
     return command, parser
 
 
-def in_words(error: ValueError | OSError) -> str:
+def message(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
 
 
 def open_closed_files() -> list[str]:
-    """Standard files that were closed (as by `>&-`) become /dev/null, or else the next file or socket that is opened
-    would take their number. Which they were."""
-    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    for name in closed:
-        number = ("stdin", "stdout", "stderr").index(name)
+    """Open /dev/null for standard files that are closed (as by `>&-`), else the next file or socket that is opened
+    would take their number. Returns their names."""
+    numbers = {name: number for number, name in enumerate(("stdin", "stdout", "stderr")) if getattr(sys, name) is None}
+    for name, number in numbers.items():
         if (opened := os.open(os.devnull, os.O_RDWR)) != number:
             os.dup2(opened, number)
             os.close(opened)
         os.set_inheritable(number, True)
         setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
-    return closed
+    return list(numbers)
 
 
-def reader_has_left() -> bool:
-    """Whether it is standard output that is broken, and not some other pipe."""
+def output_is_closed() -> bool:
+    """Whether standard output is the broken pipe, and not another one."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def drop_output() -> None:
-    """What cannot be written goes nowhere: the interpreter would try again at its end, and complain."""
+    """Discard output that cannot be written; else the interpreter tries again at its end and prints an error."""
     try:
         sys.stdout.flush()
     except OSError:

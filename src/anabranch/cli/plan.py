@@ -1,7 +1,7 @@
-"""Does it fit? Weights by kind, KV bytes per token, and how many requests of which length a memory holds.
+"""Show whether a model fits: weights by kind, KV bytes per token, and how many requests of which length memory holds.
 
-Reads config.json and safetensors headers only: no GPU, no weights, an answer at once. Without --memory it answers for
-common sizes.
+Reads config.json and the headers of safetensors files only, so it needs no GPU and no weights. Without --memory it
+shows common sizes.
 """
 
 from __future__ import annotations
@@ -15,26 +15,24 @@ from typing import Any
 from anabranch import bundled
 from anabranch.config import batch_tokens
 from anabranch.engine import plan as planning
+from anabranch.formats import ITEM_BYTES
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import ModelConfig, read_config
-from anabranch.ranges import above_zero, at_least
+from anabranch.options import above_zero, add_shared, at_least
 
 COMMON_MEMORY = (24, 48, 80, 141)  # GB
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{bundled.HELP}; a config.json is enough")
-    parser.add_argument("--memory", metavar="SIZE", help="device memory, as in 141GB or 80GiB")
-    parser.add_argument(
-        "--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share to use (default 0.85)"
-    )
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    parser.add_argument(
-        "--page-size", type=at_least(1), default=16, metavar="N", help="tokens in a KV page (default 16)"
-    )
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help=f"{bundled.HELP}; a config.json is enough")
+    add("--memory", metavar="SIZE", help="device memory, such as 141GB or 80GiB")
+    add("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share to use (default 0.85)")
+    add_shared(parser, "dtype")
+    add("--page-size", type=at_least(1), default=16, metavar="N", help="tokens in a KV page (default 16)")
+    add("--json", action="store_true", help="print JSON")
 
 
 def parse_size(text: str) -> int:
@@ -69,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _on_disk(folder: Path) -> tuple[int, int] | None:
-    """(bytes, files) of the checkpoint; None where only a config is at hand."""
+    """(bytes, files) of the checkpoint; None if there is only a config."""
     if not any(folder.glob("*.safetensors*")):
         return None
     checkpoint = read_checkpoint(folder)
@@ -84,16 +82,16 @@ def contexts(config: ModelConfig) -> list[int]:
 def _as_text(
     config: ModelConfig, dtype: str, plans: list[planning.MemoryPlan], on_disk: tuple[int, int] | None
 ) -> list[str]:
-    counts = planning.count_weights(config)
-    total, item = sum(counts.values()), planning.DTYPE_BYTES[dtype]
+    counts, num_bytes = planning.count_weights(config), planning.weight_bytes(config, dtype)
+    total, item = sum(counts.values()), ITEM_BYTES[dtype]
     moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
     experts = f", {moe.num_experts} experts, {moe.top_k} per token" if moe else ""
     lines = [f"{config.model_type}: {len(config.layers)} layers, hidden size {config.hidden_size}{experts}", ""]
     lines += [f"{'weights (' + dtype + ')':<24}{'parameters':>16}{'GB':>10}{'share':>9}"]
     for kind, count in counts.items():
         if count:
-            lines.append(f"  {kind:<22}{count:>16,}{count * item / 1e9:>10.3f}{count / total:>9.1%}")
-    lines.append(f"  {'total':<22}{total:>16,}{total * item / 1e9:>10.3f}")
+            lines.append(f"  {kind:<22}{count:>16,}{num_bytes[kind] / 1e9:>10.3f}{count / total:>9.1%}")
+    lines.append(f"  {'total':<22}{total:>16,}{sum(num_bytes.values()) / 1e9:>10.3f}")
     lines.append(f"  {'active per token':<22}{planning.count_active(config):>16,}")
     if on_disk is not None:
         lines.append(f"  on disk: {on_disk[0] / 1e9:.3f} GB in {on_disk[1]} file{'s' if on_disk[1] > 1 else ''}")
@@ -124,11 +122,11 @@ def _as_text(
 def _as_json(
     config: ModelConfig, dtype: str, plans: list[planning.MemoryPlan], on_disk: tuple[int, int] | None
 ) -> dict[str, Any]:
-    item = planning.DTYPE_BYTES[dtype]
+    item = ITEM_BYTES[dtype]
     return {
         "model_type": config.model_type,
         "dtype": dtype,
-        "weights": {kind: count * item for kind, count in planning.count_weights(config).items()},
+        "weights": planning.weight_bytes(config, dtype),
         "active_parameters": planning.count_active(config),
         "on_disk_bytes": on_disk[0] if on_disk else None,
         "kv_bytes_per_token": [

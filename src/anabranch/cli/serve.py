@@ -1,8 +1,4 @@
-"""Serve a model over HTTP: a page to chat with on http://127.0.0.1:8000, OpenAI's and Anthropic's API under /v1.
-
-MODEL is a folder as Hugging Face lays it out, or a hub id (owner/name); without one, the small model that comes with
-Anabranch is served.
-"""
+"""Serve a model over HTTP: a chat page at http://127.0.0.1:8000, the APIs of OpenAI and Anthropic under /v1."""
 
 from __future__ import annotations
 
@@ -17,35 +13,31 @@ from anabranch.config import (
     AUTO,
     CHOICES,
     FLAG_HELP,
-    GENERATION_CONFIG_HELP,
-    GENERATION_CONFIGS,
     STREAM_FLAG,
     STREAM_HELP,
     STREAM_OPTIONS,
     EngineConfig,
 )
-from anabranch.ranges import above_zero, at_least
+from anabranch.options import above_zero, add_shared, at_least
 
 RARE_HELP = FLAG_HELP | {
-    "load_format": "dummy: random weights, only the config is read",
     "page_size": "tokens in a KV page",
-    "num_pages": "KV pages, instead of as many as the memory holds",
-    "prefix_cache": "compute what prompts begin alike with only once",
-    "async_scheduling": "launch a step before the last one's tokens are read",
-    "expert_load_interval": "steps between two copies of the experts' histogram to the host; 0: nothing is counted",
-    "max_connections": "connections open at once; the next gets 503",
-    "max_body_bytes": "a larger body gets 413; auto: 2 MiB + 32 bytes per token of context, at most 16 MiB",
+    "num_pages": "KV pages (auto: as many as fit into the memory)",
+    "prefix_cache": "compute a prefix that prompts share only once",
+    "async_scheduling": "launch a step before the tokens of the last one are read",
+    "max_connections": "open connections; further ones get 503",
+    "max_body_bytes": "larger bodies get 413; auto: 2 MiB + 32 bytes per token of context, at most 16 MiB",
     "max_header_bytes": "larger headers get 431",
     "header_timeout": "seconds for headers to arrive",
     "body_timeout": "seconds for a body to arrive",
     "prepare_timeout": "seconds to render and tokenise a prompt",
-    "stall_timeout": "seconds until a client that takes nothing is cut off",
+    "stall_timeout": "seconds until a client that reads nothing is disconnected",
     "keep_alive_timeout": "seconds an idle connection is kept",
     "step_timeout": "seconds after which a step counts as hanging",
     "start_timeout": "seconds for the engine to be ready",
 }
-"""Of fields whose options only --help=all shows."""
-WORDS = CHOICES | {"load_format": ("safetensors", "dummy")}
+"""Help of the options that only --help=all shows, by field of EngineConfig or Settings."""
+RARE_GROUP = "more"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,25 +45,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     own.add_argument("-h", "--help", action=Help, nargs="?", const="core", metavar="all", help="all: every option")
     parser.add_argument("model", metavar="MODEL", nargs="?", help=bundled.HELP)
     _add_core(parser)
-    rare = Rare(parser.add_argument_group("more"))
-    _add_rare(rare)
-    parser.set_defaults(_rare=rare.actions)
+    _add_rare(parser.add_argument_group(RARE_GROUP))
 
 
 def _add_core(parser: argparse.ArgumentParser) -> None:
-    http = parser.add_argument_group("who may ask")
-    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    http.add_argument("--port", type=int, default=8000, metavar="N", help="default 8000; 0: any free one")
-    http.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="may be repeated; ANABRANCH_API_KEY"
-    )
-    http.add_argument("--allow-no-api-key", action="store_true", help="serve other machines without a key")
-    http.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model")
+    add = parser.add_argument_group("clients").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=int, default=8000, metavar="N", help="default 8000; 0: any free port")
+    keys = "a key that clients may use; may be repeated (default: ANABRANCH_API_KEY, or none)"
+    add("--api-key", action="append", default=[], metavar="KEY", help=keys)
+    add("--allow-no-api-key", action="store_true", help="serve other machines without a key")
+    name = "what clients call the model (default: its folder or hub id)"
+    add("--served-model-name", nargs="+", default=[], metavar="NAME", help=name)
     model = parser.add_argument_group("the model")
-    model.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    model.add_argument(
-        "--max-model-len", type=at_least(1), default=0, metavar="N", help="tokens of context (default: all)"
-    )
+    add_shared(model, "dtype", "max_model_len")
     model.add_argument("--gpu-memory-utilization", type=above_zero(1), default=0.0, metavar="F", dest="memory_fraction",
                        help="share of the device's memory to use (default: the platform's)")  # fmt: skip
     model.add_argument(
@@ -86,49 +73,35 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graph_mode",
                        help="launch every kernel by itself, without captured graphs")  # fmt: skip
-    model.add_argument(
-        "--generation-config",
-        default="auto",
-        choices=GENERATION_CONFIGS,
-        help=f"{GENERATION_CONFIG_HELP} (default auto)",
-    )
+    add_shared(model, "generation_config")
     model.add_argument("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
-    chat = parser.add_argument_group("chats")
-    chat.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
-    chat.add_argument("--tool-call-parser", default="auto", metavar="NAME", help="default: by the chat template")
-    chat.add_argument("--reasoning-parser", default="auto", metavar="NAME", help="default: by the chat template")
-    life = parser.add_argument_group("running it")
-    life.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="S",
-                      help="after SIGTERM, seconds for requests to finish (default 30)")  # fmt: skip
-    life.add_argument(
-        "--max-queue", type=int, default=1024, metavar="N", help="requests that may wait; then 429 (default 1024)"
-    )
-    life.add_argument("--metrics-compat", default="", choices=["vllm"], help="vLLM's metric names too")
-    life.add_argument("--log-format", default="text", choices=["text", "json"], help="default text")
+    add = parser.add_argument_group("chats").add_argument
+    add("--chat-template", metavar="FILE", help="use this template instead of the model's own")
+    add("--tool-call-parser", default="auto", metavar="NAME", help="default: the one that fits the chat template")
+    add("--reasoning-parser", default="auto", metavar="NAME", help="default: the one that fits the chat template")
+    add = parser.add_argument_group("operation").add_argument
+    shutdown = "after SIGTERM, seconds for requests to finish (default 30)"
+    add("--shutdown-timeout", type=float, default=30.0, metavar="S", help=shutdown)
+    queue = "requests that may wait; further ones get 429 (default 1024)"
+    add("--max-queue", type=int, default=1024, metavar="N", help=queue)
+    add("--metrics-compat", default="", choices=["vllm"], help="export metrics under vLLM's names too")
+    add("--log-format", default="text", choices=["text", "json"], help="default text")
 
 
 def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
-class Rare:
-    """Options that --help names only with =all."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.actions: list[tuple[argparse.Action, str]] = []
-
-    def add(self, flag: str, about: str, **options: Any) -> None:
-        self.actions.append((self.group.add_argument(flag, help=argparse.SUPPRESS, **options), about))
-
-
-def _add_rare(rare: Rare) -> None:
+def _add_rare(group: Any) -> None:
+    """Every other field of Settings and EngineConfig as an option."""
     from anabranch.server.settings import Settings
 
     named = {field.name for field in fields(Settings)} | {"model", "dtype", "max_model_len", "memory_fraction", "seed"}
     named |= {"max_num_seqs", "max_num_batched_tokens", "graph_mode", "generation_config"}
-    hosts = "host names to answer to without a key, beside localhost and addresses; *: any (default none)"
-    rare.add("--allowed-hosts", hosts, type=names, default=(), metavar="NAME,...")
+    named |= {"load_format", "expert_load_interval"}
+    hosts = "host names to answer to without a key, besides localhost and addresses; *: any (default none)"
+    group.add_argument("--allowed-hosts", type=names, default=(), metavar="NAME,...", help=hosts)
+    add_shared(group, "load_format", "expert_load_interval")
     own = [field for field in fields(Settings) if field.name in RARE_HELP]
     for field in own + [field for field in fields(EngineConfig) if field.name not in named]:
         default: Any = field.default
@@ -136,26 +109,30 @@ def _add_rare(rare: Rare) -> None:
         shown = ("yes" if default else "no") if isinstance(default, bool) else default or "auto"
         text = f"{RARE_HELP[field.name]} (default {shown})"
         if isinstance(default, bool):
-            rare.add(flag, text, action=argparse.BooleanOptionalAction, default=default)
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
         elif isinstance(default, str):
-            rare.add(flag, text, choices=WORDS[field.name], default=default)
+            group.add_argument(flag, choices=CHOICES[field.name], default=default, help=text)
             if field.name == "shared_expert":
-                rare.add(STREAM_FLAG, STREAM_HELP, **STREAM_OPTIONS)
+                group.add_argument(STREAM_FLAG, help=STREAM_HELP, **STREAM_OPTIONS)
+        elif isinstance(default, float):
+            group.add_argument(flag, type=float, default=default, metavar="S", help=text)
         else:
-            kind = int if default is None else type(default)
-            read = at_least(1) if kind is int and default in (None, AUTO) else kind
-            rare.add(flag, text, type=read, default=default, metavar="N" if kind is int else "S")
+            read = at_least(1) if default in (None, AUTO) else int
+            group.add_argument(flag, type=read, default=default, metavar="N", help=text)
 
 
 class Help(argparse.Action):
+    """--help without the rare options, --help=all with them."""
+
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         if values not in ("core", "all"):
             parser.error(f"--help={values}: it is --help or --help=all")
-        if values == "all":
-            for action, about in parser.get_default("_rare"):
-                action.help = about
+        if values == "core":
+            for group in parser._action_groups:
+                for action in group._group_actions if group.title == RARE_GROUP else ():
+                    action.help = argparse.SUPPRESS
         parser.print_help()
         parser.exit()
 
@@ -181,6 +158,6 @@ def run(options: argparse.Namespace) -> int:
         | {"api_key": tuple(keys), "served_model_name": tuple(options.served_model_name)}
     )
     engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig)})
-    locate.local(engine.model)  # a wrong name is said before an address is
+    locate.local(engine.model)  # reports a wrong name before the server listens
     logs.set_up(options.log_format)
     return serve(settings, engine)

@@ -1,7 +1,7 @@
 """Measure the best tiles of a model's experts on this GPU and keep them for every later start.
 
-MODEL is a folder as Hugging Face lays it out, or a hub id; its config is enough, weights are drawn. A start does the
-same by itself where no table fits; by hand it measures anew, and with --tune full more than a start has time for.
+Needs the model's config only: weights are random. A start measures too if no table fits; this command measures again
+even if one does, and by default more thoroughly than a start has time for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.config import CHOICES
 from anabranch.kernels.compiling import compile_server
-from anabranch.ranges import at_least
+from anabranch.options import add_shared, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -21,24 +21,21 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--tune", choices=CHOICES["tune"][1:], default="full", help="default %(default)s")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="N", help="only for batches of N tokens")
-    parser.add_argument(
-        "--max-num-batched-tokens",
-        type=at_least(1),
-        metavar="N",
-        help="tokens of the largest step (default: as `LLM` chooses)",
-    )
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "float16", "bfloat16"])
-    parser.add_argument("--keep", action="store_true", help="measure only what no table has yet")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write a table that can be shipped")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a model folder or a hub id owner/name; its config.json is enough")
+    add("--tune", choices=CHOICES["tune"][1:], default="full", help="fast: in 15 seconds, as at start (default full)")
+    add("--tokens", type=int, nargs="+", default=[], metavar="N", help="measure for batches of N tokens only")
+    largest = "tokens of the largest step (default: that of `LLM`)"
+    add("--max-num-batched-tokens", type=at_least(1), metavar="N", help=largest)
+    add_shared(parser, "dtype")
+    add("--keep", action="store_true", help="measure only what no table has yet")
+    add("--out", type=Path, metavar="FILE", help="write a table that can be shipped to a file too")
 
 
 def run(options: argparse.Namespace) -> int:
     if any(tokens < 1 for tokens in options.tokens):
         raise ValueError("--tokens: a batch has at least 1 token")
-    compile_server.start_early()  # imports what it needs while this process does
+    compile_server.start_early()  # so that its imports run in parallel with those of this process
     from anabranch import kernels, platforms
     from anabranch.engine.progress import Tally
     from anabranch.loader.load import build, resolve_dtype
@@ -78,17 +75,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def draw(shape: tuple[Any, ...], device: torch.device) -> tuple[Weight, Weight]:
-    """One layer's weights."""
+    """Random weights of one layer."""
     import torch
 
-    from anabranch.formats import FORMATS
+    from anabranch import formats
     from anabranch.ops.weight import Weight
 
     num_experts, width, inner, _, dtype, format = shape
 
+    chosen = formats.known()[format]
+
     def normal(*size: int) -> Weight:
         data = torch.empty(size, dtype=dtype, device=device).normal_(std=size[-1] ** -0.5)
-        return Weight.view(FORMATS[format], size, FORMATS[format].quantize(data))
+        return Weight.view(chosen, size, chosen.quantize(data))
 
     return normal(num_experts, 2 * inner, width), normal(num_experts, width, inner)
 

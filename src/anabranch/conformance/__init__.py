@@ -1,28 +1,48 @@
-"""What a platform must show before its answers are believed: `anabranch conformance --platform NAME`.
+"""The tests that a platform must pass: `anabranch conformance --platform NAME`.
 
-Every op × kernel × sample, a tiny model of each family, and the contract of streams, copies and captured graphs; the
-CPU's references are the judge. It needs no files and no library but torch: whoever brings a platform can run it.
+Every op × kernel × sample, a tiny model of each family, and the contract of streams, copies and captured graphs; all
+compared with references on the CPU. Needs no files and no package but torch, so that any platform can run it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from anabranch.conformance.contract import check_contract
-from anabranch.conformance.models import check_models
-from anabranch.conformance.ops import check_ops
-from anabranch.conformance.result import Result
 from anabranch.platforms import Platform
 
-__all__ = ["SECTIONS", "Result", "conformance"]
-
-SECTIONS: dict[str, Callable[[Platform], Iterator[Result]]] = {
-    "contract": check_contract,
-    "ops": check_ops,
-    "models": check_models,
-}
+SECTIONS = ("contract", "ops", "models")
+"""A file each, with a function check_NAME."""
 
 
-def conformance(platform: Platform, sections: Sequence[str] = tuple(SECTIONS)) -> Iterator[Result]:
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of the table: what was tested, and what is wrong with it."""
+
+    section: str
+    name: str
+    what: str
+    """How it was tested: the kernel, the dtype, ..."""
+    faults: tuple[str, ...] = ()
+    absent: bool = False
+    """The platform does not have it and does not claim to."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+
+def attempt(section: str, name: str, what: str, check: Callable[[], Iterable[str]]) -> Result:
+    """`check` gives what is wrong. What it raises is wrong too: a third party's platform may raise anything."""
+    try:
+        faults = tuple(check())
+    except Exception as error:
+        faults = (f"{type(error).__name__}: {error}",)
+    return Result(section, name, what, faults)
+
+
+def conformance(platform: Platform, sections: Sequence[str] = SECTIONS) -> Iterator[Result]:
     for section in sections:
-        yield from SECTIONS[section](platform)
+        module = importlib.import_module(f"anabranch.conformance.{section}")
+        yield from getattr(module, f"check_{section}")(platform)

@@ -1,6 +1,6 @@
-"""What platforms/platform.py promises, one promise at a time: values, copies, side streams, captures, layouts.
+"""The promises of platforms/platform.py, one at a time: values, copies, side streams, captures, layouts.
 
-T rows, D width, F outputs.
+T rows, D width.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from functools import partial
 
 import torch
 
-from anabranch.conformance.result import Result, attempt
+from anabranch.conformance import Result, attempt
 from anabranch.platforms import Platform, SideStream
 
 WIDTH = 256
 
 
 def check_contract(platform: Platform) -> Iterator[Result]:
-    promises: dict[str, Callable[[Platform], list[str]]] = {
+    promises: dict[str, Callable[[Platform], Iterator[str]]] = {
         "values": values,
         "providers": providers,
         "memory": memory,
@@ -38,65 +38,60 @@ def check_contract(platform: Platform) -> Iterator[Result]:
             yield attempt("contract", name, "", partial(check, platform))
 
 
-def values(platform: Platform) -> list[str]:
-    wrong = []
+def values(platform: Platform) -> Iterator[str]:
     if not platform.describe():
-        wrong.append("describe() says nothing")
+        yield "describe() is empty"
     if platform.page_size < 1 or platform.page_size & (platform.page_size - 1):
-        wrong.append(f"page_size {platform.page_size} is no power of two")
+        yield f"page_size {platform.page_size} is no power of two"
     if not 0 < platform.memory_fraction <= 1:
-        wrong.append(f"memory_fraction {platform.memory_fraction} is not in (0, 1]")
+        yield f"memory_fraction {platform.memory_fraction} is not in (0, 1]"
     if platform.graph_mode != "none" and not platform.has("graphs"):
-        wrong.append(f"graph_mode is {platform.graph_mode}, but has('graphs') is false")
+        yield f"graph_mode is {platform.graph_mode}, but has('graphs') is false"
     if platform.has("no such capability"):
-        wrong.append("has() is true of a capability that does not exist")
+        yield "has() is true of a capability that does not exist"
     for wanted in (torch.float32, torch.float16, torch.bfloat16):
         dtype = platform.compute_dtype(wanted)
         if not dtype.is_floating_point or platform.compute_dtype(dtype) != dtype:
-            wrong.append(f"compute_dtype({wanted}) is {dtype}, in which it does not compute")
+            yield f"compute_dtype({wanted}) is {dtype}, in which it does not compute"
     with platform.step(1):
         pass
-    return wrong
 
 
-def providers(platform: Platform) -> list[str]:
-    """Imports errors of all: the engine goes on without a provider, but whoever names one wants it."""
-    wrong = []
+def providers(platform: Platform) -> Iterator[str]:
+    """The engine continues without a provider that cannot be imported; here that is a fault."""
     for provider, module in platform.providers.items():
         try:
             importlib.import_module(module)
         except ImportError as error:
-            wrong.append(f"kernels of {provider!r} cannot be imported: {error}")
-    return wrong
+            yield f"kernels of {provider!r} cannot be imported: {error}"
 
 
-def memory(platform: Platform) -> list[str]:
+def memory(platform: Platform) -> Iterator[str]:
     found = platform.memory()
-    wrong = [] if 0 < found.free <= found.total else [f"{found.free} bytes free of {found.total}"]
+    if not 0 < found.free <= found.total:
+        yield f"{found.free} bytes free of {found.total}"
     x_TD = _numbers().to(platform.device)
     platform.synchronize()
-    return wrong + _differs("a copy to the device and back", x_TD.cpu(), _numbers())
+    yield from _differs("a copy to the device and back", x_TD.cpu(), _numbers())
 
 
-def fetch(platform: Platform) -> list[str]:
-    """What a tensor held when it was asked for, whatever is enqueued behind."""
-    x_TD = _numbers().to(platform.device)
-    doubled_TD = x_TD * 2
-    asked = platform.fetch(doubled_TD)
+def fetch(platform: Platform) -> Iterator[str]:
+    """A fetch gives what the tensor held when it was called, whatever is enqueued later."""
+    doubled_TD = _numbers().to(platform.device) * 2
+    fetched = platform.fetch(doubled_TD)
     doubled_TD.zero_()
-    found = asked.wait()
+    found = fetched.wait()
     if found.device.type != "cpu":
-        return [f"fetch() brings it to {found.device}, not to the host"]
-    return _differs("what was fetched", found, 2 * _numbers())
+        yield f"fetch() brings it to {found.device}, not to the host"
+    yield from _differs("what was fetched", found.cpu(), 2 * _numbers())
 
 
-def staging(platform: Platform) -> list[str]:
+def staging(platform: Platform) -> Iterator[str]:
     """A plain copy, a part of one, and one into another dtype."""
     source_TD = _numbers(16, 8)
     made = platform.make_staging(source_TD.nbytes)
     assert made is not None
     view_TD = made.buffer[: source_TD.nbytes].view(torch.float32).view(16, 8)
-    wrong = []
     for label, dtype, part in (
         ("plain", torch.float32, ()),
         ("a part", torch.float32, (slice(None), slice(2, 5))),
@@ -109,19 +104,17 @@ def staging(platform: Platform) -> list[str]:
         made.put(view_TD, [(target, part)])
         made.wait()
         view_TD.zero_()
-        wrong += _differs(f"what was staged ({label})", target.cpu(), expected)
-    return wrong
+        yield from _differs(f"what was staged ({label})", target.cpu(), expected)
 
 
-def side_stream(platform: Platform) -> list[str]:
-    """Side work sees what came before the fork; after the join, the main stream sees what the side made."""
-    stream, wrong = platform.make_side_stream(), []
+def side_stream(platform: Platform) -> Iterator[str]:
+    """The side stream sees what came before the fork; after the join, the main stream sees what the side computed."""
+    stream = platform.make_side_stream()
     for turn in range(4):
         found = _forked(stream, _numbers().to(platform.device) + turn).cpu()
-        wrong += _differs(f"fork and join, turn {turn}", found, _in_line(_numbers() + turn))
+        yield from _differs(f"fork and join, turn {turn}", found, _in_line(_numbers() + turn))
     if platform.make_side_stream() is stream:
-        wrong.append("two models would share one side stream")
-    return wrong[:1]
+        yield "two models would share one side stream"
 
 
 def _forked(stream: SideStream, x_TD: torch.Tensor) -> torch.Tensor:
@@ -138,58 +131,49 @@ def _in_line(x_TD: torch.Tensor) -> torch.Tensor:
     return _long_work(x_TD) - _long_work(x_TD + 1)
 
 
-def layout(platform: Platform) -> list[str]:
-    """A weight that was laid out anew still is the same weight."""
-    wrong = []
+def layout(platform: Platform) -> Iterator[str]:
+    """lay_out() keeps the values of a weight."""
     dtype = platform.compute_dtype(torch.bfloat16)
     for shape in ((32, 48), (3, 32, 48), (5, 7)):
         weight = _numbers(*shape).to(dtype)
         found = platform.lay_out(weight.to(platform.device))
-        wrong += _differs(f"a weight {list(shape)} after lay_out", found.cpu(), weight)
-    return wrong
+        yield from _differs(f"a weight {list(shape)} after lay_out", found.cpu(), weight)
 
 
-def captured(platform: Platform) -> list[str]:
-    """Replays read and write the buffers of the capture; two graphs share a pool; capturing runs nothing twice."""
-    pool, device = platform.make_graph_pool(), platform.device
-    x_TD, y_TD, z_TD = (torch.zeros(8, WIDTH, device=device) for _ in range(3))
-
-    def first() -> None:
-        y_TD.copy_(_long_work(x_TD))
-
-    def second() -> None:
-        z_TD.copy_(y_TD + x_TD)
-
-    for work in (first, second):  # libraries take their workspace when first used
-        work()
-    graphs = [platform.capture(work, pool) for work in (first, second)]
-    if None in graphs:
-        return [f"graph_mode is {platform.graph_mode}, but capture() gives None"]
-    wrong = []
+def captured(platform: Platform) -> Iterator[str]:
+    """Replays read and write the buffers of the capture, and two graphs share a pool."""
+    x_TD, y_TD, z_TD = (torch.zeros(8, WIDTH, device=platform.device) for _ in range(3))
+    replay = _capture(platform, lambda: y_TD.copy_(_long_work(x_TD)), lambda: z_TD.copy_(y_TD + x_TD))
     for turn in range(3):
-        x_TD.copy_(_numbers(8, WIDTH) + turn)
-        for graph in graphs:
-            assert graph is not None
-            graph.replay()
-        given = _numbers(8, WIDTH) + turn
-        wrong += _differs(f"replay {turn}", z_TD.cpu(), _long_work(given) + given)
-    return wrong[:1]
+        given_TD = _numbers(8, WIDTH) + turn
+        x_TD.copy_(given_TD)
+        replay()
+        yield from _differs(f"replay {turn}", z_TD.cpu(), _long_work(given_TD) + given_TD)
 
 
-def captured_fork(platform: Platform) -> list[str]:
-    stream, device = platform.make_side_stream(), platform.device
-    x_TD, y_TD = torch.zeros(8, WIDTH, device=device), torch.zeros(8, WIDTH, device=device)
-
-    def work() -> None:
-        y_TD.copy_(_forked(stream, x_TD))
-
-    work()
-    graph = platform.capture(work, platform.make_graph_pool())
-    if graph is None:
-        return [f"graph_mode is {platform.graph_mode}, but capture() gives None"]
+def captured_fork(platform: Platform) -> Iterator[str]:
+    stream = platform.make_side_stream()
+    x_TD, y_TD = (torch.zeros(8, WIDTH, device=platform.device) for _ in range(2))
+    replay = _capture(platform, lambda: y_TD.copy_(_forked(stream, x_TD)))
     x_TD.copy_(_numbers(8, WIDTH))
-    graph.replay()
-    return _differs("a captured fork", y_TD.cpu(), _in_line(_numbers(8, WIDTH)))
+    replay()
+    yield from _differs("a captured fork", y_TD.cpu(), _in_line(_numbers(8, WIDTH)))
+
+
+def _capture(platform: Platform, *work: Callable[[], object]) -> Callable[[], None]:
+    """A function that replays graphs of the functions, one after the other."""
+    for function in work:  # libraries allocate their workspace when first used
+        function()
+    pool = platform.make_graph_pool()
+    graphs = [platform.capture(function, pool) for function in work]
+
+    def replay() -> None:
+        for graph in graphs:
+            if graph is None:
+                raise ValueError(f"graph_mode is {platform.graph_mode}, but capture() gives None")
+            graph.replay()
+
+    return replay
 
 
 def _numbers(*shape: int) -> torch.Tensor:
@@ -203,8 +187,8 @@ def _long_work(x_TD: torch.Tensor) -> torch.Tensor:
     return x_TD
 
 
-def _differs(what: str, found: torch.Tensor, expected: torch.Tensor) -> list[str]:
+def _differs(what: str, found: torch.Tensor, expected: torch.Tensor) -> Iterator[str]:
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        return [f"{what} is {found.dtype} {list(found.shape)}, not {expected.dtype} {list(expected.shape)}"]
-    error = (found.double() - expected.double()).abs().max().item()
-    return [] if error <= 1e-4 else [f"{what} differs by {error:.3g}"]
+        yield f"{what} is {found.dtype} {list(found.shape)}, not {expected.dtype} {list(expected.shape)}"
+    elif not (error := (found.double() - expected.double()).abs().max().item()) <= 1e-4:
+        yield f"{what} differs by {error:.3g}"

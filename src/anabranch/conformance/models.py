@@ -1,6 +1,6 @@
-"""A tiny model of each family on the platform, against the same model by references on the CPU.
+"""A tiny model of each family on the platform, compared with the same model computed by references on the CPU.
 
-Where the platform runs models its own way (Platform.runner), only the engine's answers can be compared.
+For a platform with a runner of its own (Platform.runner), only the engine's answers are compared.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import torch
 
 from anabranch import ops
 from anabranch.config import EngineConfig, resolve
-from anabranch.conformance import tiny
-from anabranch.conformance.result import Result, attempt
+from anabranch.conformance import Result, attempt, tiny
 from anabranch.engine.engine import Engine
 from anabranch.engine.runner import load_runner
 from anabranch.engine.single import SingleSequence
 from anabranch.loader.load import DTYPES, load_model
 from anabranch.models.config import read_config
+from anabranch.models.family import known
 from anabranch.platforms import Platform
 from anabranch.platforms.cpu import CpuPlatform
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
 STEPS = (100, 41, 1, 1, 1)
-"""Tokens of each: a prefill, the next chunk of it, decoding."""
+"""Tokens of each step: a prefill, its next chunk, decoding."""
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-"""Of a row of logits, relative to its norm."""
+"""Error of a row of logits, relative to its norm."""
 ROWS = {"float32": 1.0, "float16": 0.9, "bfloat16": 0.9}
-"""Share of rows that must be so near: in half precision a token may choose another expert, and then it is far off."""
+"""Share of rows that must be within it: in half precision a token may choose another expert, and differs more."""
 
 
 def check_models(platform: Platform) -> Iterator[Result]:
     own_runner = platform.runner != Platform.runner
     with TemporaryDirectory() as scratch:
-        for family in tiny.FAMILIES:
+        for family in known():
             folder = Path(scratch, family)
             tiny.write(family, folder)
             if own_runner:
@@ -54,13 +54,13 @@ def check_models(platform: Platform) -> Iterator[Result]:
 
 
 def dtypes(platform: Platform) -> list[str]:
-    """Those that the platform computes in, among fp32 and what it makes of bf16."""
+    """The dtypes that the platform computes fp32 and bf16 models in."""
     names = {value: name for name, value in DTYPES.items()}
     return list(dict.fromkeys(names[platform.compute_dtype(wanted)] for wanted in (torch.float32, torch.bfloat16)))
 
 
 def far(expected: torch.Tensor, folder: Path, platform: Platform, dtype: str) -> list[str]:
-    """Logits that differ too much from the expected ones."""
+    """The fault, if too many rows of logits differ too much from the expected ones."""
     found = logits(folder, platform, dtype)
     error = (found - expected).norm(dim=1) / expected.norm(dim=1)
     near = (error <= TOLERANCE[dtype]).float().mean().item()  # NaN is not near
@@ -70,7 +70,7 @@ def far(expected: torch.Tensor, folder: Path, platform: Platform, dtype: str) ->
 
 
 def logits(folder: Path, platform: Platform, dtype: str, *, reference: bool = False) -> torch.Tensor:
-    """Of every token of a sequence that is fed in STEPS; fp32, on the CPU."""
+    """Logits of every token of a sequence that is computed in STEPS; fp32, on the CPU."""
     model = load_model(folder, platform=platform, dtype=dtype)
     if reference:
         ops.bind(platform, "reference")
@@ -80,13 +80,13 @@ def logits(folder: Path, platform: Platform, dtype: str, *, reference: bool = Fa
 
 
 def other_answers(folder: Path, platform: Platform) -> list[str]:
-    """Answers of requests that join and leave, as the engine runs by default, against a CPU without graphs."""
+    """The first request whose answer differs from that of the CPU without graphs."""
     expected, found = answers(folder, CpuPlatform()), answers(folder, platform)
     return [f"request {i} got {found[i]}, not {expected[i]}" for i in expected if found[i] != expected[i]][:1]
 
 
 def answers(folder: Path, platform: Platform) -> dict[str, list[int]]:
-    """Greedy, in fp32."""
+    """Greedy answers in fp32 to requests that join and finish at different times, with the engine's defaults."""
     asked = EngineConfig(model=str(folder), dtype="float32", max_num_seqs=8, max_num_batched_tokens=128, num_pages=64)
     model = read_config(folder)
     config = resolve(replace(asked, tune="off"), model, platform)

@@ -1,4 +1,4 @@
-"""Every op on the platform: each kernel that is bound to it, and the op as the engine calls it."""
+"""Every op on the platform: each of its kernels that the platform can use, and the op as the engine calls it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from anabranch import kernels, ops
+from anabranch.conformance import Result, attempt
 from anabranch.conformance.judge import copy, faults
-from anabranch.conformance.result import Result, attempt
 from anabranch.ops.op import Op
 from anabranch.platforms import Platform
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_SHOWN = 3
-"""Faults of one kernel; it usually has one reason for all."""
+"""Faults of one kernel to report; they usually have one cause."""
 
 
 def check_ops(platform: Platform) -> Iterator[Result]:
@@ -31,20 +31,18 @@ def judged(
 ) -> Result:
     num_judged = 0
 
-    def check() -> list[str]:
+    def check() -> Iterator[str]:
         nonlocal num_judged
-        wrong: list[str] = []
         for dtype in DTYPES:
             if dtype not in op.tolerance or platform.compute_dtype(dtype) != dtype:
                 continue
             for label, arguments in op.samples(dtype, torch.Generator().manual_seed(0)):
                 if accepts is None or accepts(**copy(arguments, platform.device)):
-                    found = faults(op, function, arguments, dtype, platform.device)
-                    wrong += [f"{label}, {str(dtype).removeprefix('torch.')}: {fault}" for fault in found]
                     num_judged += 1
+                    for fault in faults(op, function, arguments, dtype, platform.device):
+                        yield f"{label}, {str(dtype).removeprefix('torch.')}: {fault}"
         if not num_judged:
-            wrong.append("it accepts none of the op's samples, so nothing was judged")
-        return wrong[:MOST_SHOWN]
+            yield "it accepts none of the op's samples, so nothing was judged"
 
     result = attempt("ops", op.name, what, check)
-    return Result("ops", op.name, f"{what}, {num_judged} samples", result.faults)
+    return Result("ops", op.name, f"{what}, {num_judged} samples", result.faults[:MOST_SHOWN])

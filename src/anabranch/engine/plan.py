@@ -5,56 +5,78 @@ The same code answers `anabranch plan` and sizes the KV pool. No torch, no devic
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from anabranch.models.config import KVGroup, LayerConfig, ModelConfig
+from anabranch import formats
+from anabranch.formats import ITEM_BYTES, Shape
+from anabranch.models.config import AttentionConfig, KVGroup, ModelConfig
 
 if TYPE_CHECKING:
     from anabranch.config import EngineConfig
 
-Kind = Literal["attention", "router", "routed experts", "shared experts", "dense feed-forward", "embeddings", "norms"]
+WeightKind = Literal[
+    "attention", "router", "routed experts", "shared experts", "dense feed-forward", "embeddings", "norms"
+]
+QUANTIZED: tuple[WeightKind, ...] = ("attention", "routed experts", "shared experts", "dense feed-forward")
+"""The kinds whose matrices have the model's format; others are plain."""
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-
-def count_weights(config: ModelConfig) -> dict[Kind, int]:
-    """Parameters by kind. A tied head is counted once."""
+def weights(config: ModelConfig) -> Iterator[tuple[WeightKind, Shape]]:
+    """Every weight of the model: its kind and its logical shape. A tied head is one with the embedding."""
     width = config.hidden_size
-    count: dict[Kind, int] = {
-        "attention": 0,
-        "router": 0,
-        "routed experts": 0,
-        "shared experts": 0,
-        "dense feed-forward": 0,
-        "embeddings": config.vocab_size * width * (1 if config.tie_embeddings else 2),
-        "norms": width,
-    }
+    for _ in range(1 if config.tie_embeddings else 2):
+        yield "embeddings", (config.vocab_size, width)
+    yield "norms", (width,)
     for layer in config.layers:
-        count["attention"] += _attention_weights(layer, width)
-        count["norms"] += 2 * width
-        if config.model_type.startswith("gemma4"):
-            # A norm before and after every part, and the layer's scale.
-            count["norms"] += (2 if layer.moe is None else 5) * width + 1
+        yield from (("attention", shape) for shape in _attention(layer.attention, width))
+        yield "norms", (layer.num_norms * width + layer.output_scale,)
         if layer.mlp_width:
-            biases = 2 * layer.mlp_width + width if config.mlp_bias else 0
-            count["dense feed-forward"] += 3 * width * layer.mlp_width + biases
+            yield from (("dense feed-forward", shape) for shape in _feed_forward(layer.mlp_width, width))
+            if config.mlp_bias:
+                yield "dense feed-forward", (2 * layer.mlp_width + width,)
         if (moe := layer.moe) is not None:
-            count["router"] += moe.num_experts * width
-            if config.model_type.startswith("gemma4"):
-                count["router"] += width + moe.num_experts
-            count["routed experts"] += moe.num_experts * 3 * width * moe.width
-            count["shared experts"] += 3 * width * moe.shared_width + (width if moe.shared_gate else 0)
+            yield "router", (moe.num_experts, width)
+            if moe.router_scales:
+                yield "router", (moe.num_experts + width,)
+            yield from (("routed experts", (moe.num_experts, *shape)) for shape in _feed_forward(moe.width, width))
+            if moe.shared_width:
+                yield from (("shared experts", shape) for shape in _feed_forward(moe.shared_width, width))
+            if moe.shared_gate:
+                yield "shared experts", (1, width)
+
+
+def _feed_forward(inner: int, width: int) -> tuple[Shape, Shape]:
+    return (2 * inner, width), (width, inner)
+
+
+def _attention(attention: AttentionConfig, width: int) -> Iterator[Shape]:
+    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    qkv = q + (1 if attention.value_is_key else 2) * kv
+    yield qkv, width
+    yield width, q
+    norms = {"none": 0, "head": 2 * attention.head_dim, "all": q + kv}[attention.qk_norm]
+    yield (norms + (qkv if attention.qkv_bias else 0) + (width if attention.output_bias else 0),)
+
+
+def count_weights(config: ModelConfig) -> dict[WeightKind, int]:
+    """Parameters by kind."""
+    count: dict[WeightKind, int] = dict.fromkeys(get_args(WeightKind), 0)
+    for kind, shape in weights(config):
+        count[kind] += math.prod(shape)
     return count
 
 
-def _attention_weights(layer: LayerConfig, width: int) -> int:
-    attention = layer.attention
-    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    qkv = q + (1 if attention.value_is_key else 2) * kv
-    norms = {"none": 0, "head": 2 * attention.head_dim, "all": q + kv}[attention.qk_norm]
-    biases = (qkv if attention.qkv_bias else 0) + (width if attention.output_bias else 0)
-    return width * qkv + q * width + biases + norms
+def weight_bytes(config: ModelConfig, dtype: str) -> dict[WeightKind, int]:
+    """Memory of the weights by kind, in the model's format."""
+    format = formats.known()[config.format]
+    total: dict[WeightKind, int] = dict.fromkeys(get_args(WeightKind), 0)
+    for kind, shape in weights(config):
+        quantized = kind in QUANTIZED and len(shape) > 1
+        total[kind] += (format if quantized else formats.PLAIN).num_bytes(shape, dtype)
+    return total
 
 
 def count_active(config: ModelConfig) -> int:
@@ -71,7 +93,7 @@ def count_active(config: ModelConfig) -> int:
 
 def page_bytes(group: KVGroup, page_size: int, dtype: str) -> int:
     """One page of every layer in the group."""
-    return group.values_per_token * page_size * DTYPE_BYTES[dtype]
+    return group.values_per_token * page_size * ITEM_BYTES[dtype]
 
 
 def pages_needed(group: KVGroup, context: int, page_size: int) -> int:
@@ -107,7 +129,7 @@ def workspace_bytes(config: ModelConfig, num_tokens: int, num_requests: int, dty
         if moe is not None:
             row = max(row, moe.top_k * (3 * moe.width + width) + 3 * moe.shared_width)
         widest = max(widest, row + 4 * width)
-    return num_tokens * widest * DTYPE_BYTES[dtype] + 2 * num_requests * config.vocab_size * 4
+    return num_tokens * widest * ITEM_BYTES[dtype] + 2 * num_requests * config.vocab_size * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +187,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """`captured_tokens`: of the largest step that is captured; graphs have memory of their own."""
     usable = int(total * fraction)
-    weights = sum(count_weights(config).values()) * DTYPE_BYTES[dtype]
+    weights = sum(weight_bytes(config, dtype).values())
     workspace = workspace_bytes(config, max_num_batched_tokens + captured_tokens, max_num_seqs, dtype)
     return MemoryPlan(
         total=total,
@@ -184,7 +206,7 @@ def check_memory(
 ) -> None:
     """ValueError if weights, workspace and KV pages do not fit into what is free, before any of it is taken. `options`
     are resolved. Where the number of pages is given, they and the weights are all that is certain to be needed."""
-    weights = sum(count_weights(config).values()) * DTYPE_BYTES[dtype]
+    weights = sum(weight_bytes(config, dtype).values())
     if options.num_pages:
         pages = pages_for(config, options.num_pages, options.max_model_len, options.page_size)
         kv = sum(n * page_bytes(group, options.page_size, dtype) for n, group in zip(pages, config.kv_groups))

@@ -6,7 +6,6 @@ here), and only then memory and weights.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from anabranch.loader import dummy, names
 from anabranch.loader.checkpoint import Checkpoint, read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.loader.read import Progress, own_head, read_weights
+from anabranch.models import family
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder
 from anabranch.moe.experts import Experts
@@ -101,10 +101,8 @@ def resolve_dtype(dtype: str, config: ModelConfig, platform: platforms.Platform)
 
 def build(config: ModelConfig, dtype: torch.dtype, moe: MoESetup | None = None) -> Decoder:
     """The model of a config, without memory (meta device)."""
-    family = importlib.import_module(f"anabranch.models.{config.model_type}")
     with torch.device("meta"), _default_dtype(dtype):
-        model: Decoder = family.Model(config, moe or MoESetup())
-    return model.eval()
+        return Decoder(config, family.known()[config.model_type], moe or MoESetup()).eval()
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from anabranch.formats import FORMATS, PLAIN, Format, Index
+from anabranch import formats
+from anabranch.formats import PLAIN, Format, Index
 from anabranch.loader.checkpoint import DTYPES, FLOATS, Checkpoint, CheckpointError, TensorInfo
 from anabranch.ops.weight import Layout, Piece, Weight
 
@@ -41,7 +42,7 @@ class Copy:
 def match(model: Decoder, checkpoint: Checkpoint) -> list[Copy]:
     """One Copy for every tensor the model needs, in file order; CheckpointError if one is missing or left over."""
     copies: list[Copy] = []
-    format = FORMATS[model.config.format]
+    format = formats.known()[model.config.format]
     for name, target, layouts in parameter_layouts(model):
         if isinstance(target, Weight):
             copies += _copies(target, name, layouts, format, checkpoint)
@@ -59,9 +60,9 @@ def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Paramet
         if not isinstance(module, Weight):
             for name, parameter in module.named_parameters(recurse=False):
                 full = f"{path}.{name}"
-                yield full, parameter, [(Piece(theirs),) for theirs in model.checkpoint_names(full)]
+                yield full, parameter, [(Piece(theirs),) for theirs in model.family.checkpoint_names(full)]
         elif not module.layouts:
-            yield path, module, [(Piece(theirs),) for theirs in model.checkpoint_names(path)]
+            yield path, module, [(Piece(theirs),) for theirs in model.family.checkpoint_names(path)]
         else:
             parent = path.rpartition(".")[0].rpartition(".")[0]
             yield path, module, [full for layout in module.layouts for full in _spellings(model, parent, layout)]
@@ -69,7 +70,7 @@ def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Paramet
 
 def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
     """The layout once for each of the model's ways to spell names."""
-    names = [model.checkpoint_names(f"{parent}.{piece.name}") for piece in layout]
+    names = [model.family.checkpoint_names(f"{parent}.{piece.name}") for piece in layout]
     return [
         tuple(Piece(name, piece.index, piece.part) for name, piece in zip(spelled, layout, strict=True))
         for spelled in zip(*names, strict=True)
@@ -132,7 +133,7 @@ def _find(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 
 def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> None:
-    ignored = (*model.ignored, "lm_head.weight") if model.config.tie_embeddings else model.ignored
+    ignored = (*model.family.ignored, *(["lm_head.weight"] if model.config.tie_embeddings else []))
     surplus = [
         tensor
         for name, tensor in checkpoint.tensors.items()

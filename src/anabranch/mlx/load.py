@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
 from anabranch.config import EngineConfig
-from anabranch.engine import plan
+from anabranch.formats import ITEM_BYTES
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.read import own_head
 from anabranch.mlx import families, memory, qwen2_moe
@@ -108,7 +108,7 @@ def weight_bytes(folder: Path, raw: dict[str, Any], model: ModelConfig, dtype: s
             f"{folder}: tensor {fused!r} holds all experts of a layer, which mlx_lm's {model.model_type} does not read;"
             " take the published checkpoint, with a tensor for each expert"
         )
-    return sum(tensor.num_elements for tensor in checkpoint.tensors.values()) * plan.DTYPE_BYTES[dtype]
+    return sum(tensor.num_elements for tensor in checkpoint.tensors.values()) * ITEM_BYTES[dtype]
 
 
 def _read(model: nn.Module, progress: Callable[[int, int], None] | None) -> int:

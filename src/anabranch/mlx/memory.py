@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from anabranch.config import EngineConfig
 from anabranch.engine import plan
+from anabranch.formats import ITEM_BYTES
 from anabranch.models.config import ModelConfig
 from anabranch.platforms import Memory
 
@@ -82,4 +83,4 @@ def working_bytes(model: ModelConfig, dtype: str, lengths: Sequence[int]) -> int
     values = sum(
         group.values_per_token * (min(longest, group.window or longest) + SPARE_TOKENS) for group in model.kv_groups
     )
-    return len(lengths) * values * plan.DTYPE_BYTES[dtype]
+    return len(lengths) * values * ITEM_BYTES[dtype]

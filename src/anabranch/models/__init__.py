@@ -1,1 +1,1 @@
-"""One file per family, named as `model_type` in config.json; `config` reads configs, `decoder` is what all share."""
+"""Models: `config` (what a model is), one file a family in `families/`, and the decoder that all of them share."""

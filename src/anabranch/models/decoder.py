@@ -1,4 +1,4 @@
-"""The decoder that all families share: embed, layers, norm, head. What differs is in ModelConfig or in a family's file.
+"""The decoder that all families share: embed, layers, norm, head. What differs is in ModelConfig and Family.
 
 T token rows, D hidden width, V vocabulary.
 """
@@ -20,6 +20,7 @@ from anabranch.layers.norm import Hidden, RMSNorm
 from anabranch.layers.rotary import Rotary
 from anabranch.layers.step import Step
 from anabranch.models.config import LayerConfig, ModelConfig
+from anabranch.models.family import Family
 from anabranch.moe.layer import MoELayer
 from anabranch.moe.setup import MoESetup
 
@@ -98,23 +99,18 @@ def run_parts(parts: Parts, mix: Callable[[Cut], torch.Tensor]) -> torch.Tensor:
 class Decoder(nn.Module):
     """Parameters are named as Hugging Face names them, but for what is packed; see `layers/packing`."""
 
-    layer_class: type[nn.Module] = DecoderLayer
     layers: Sequence[Layer]
-    prefixes: tuple[str, ...] = ("model.",)
-    """What a checkpoint may put before the names of this module."""
-    renames: tuple[tuple[str, str], ...] = ((".mlp.router.", ".mlp.gate."),)
-    """(ours, theirs): parts of names, replaced in order, where a checkpoint does not call them as we do."""
-    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    """Parts of the names of checkpoint tensors that are not needed here."""
 
-    def __init__(self, config: ModelConfig, moe: MoESetup) -> None:
+    def __init__(self, config: ModelConfig, family: Family, moe: MoESetup) -> None:
         super().__init__()
         self.config = config
+        self.family = family
+        layer_class = family.layer_class()
         group_of = {layer_id: g for g, group in enumerate(config.kv_groups) for layer_id in group.layers}
         ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
-            self.layer_class(config, layer, group_of[layer_id], moe) for layer_id, layer in enumerate(config.layers)
+            layer_class(config, layer, group_of[layer_id], moe) for layer_id, layer in enumerate(config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
@@ -145,12 +141,14 @@ class Decoder(nn.Module):
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
         ropes = [rotary(position_T) for rotary in self.rotaries]
         residual_TD = None
-        for layer_id in range(len(self.layers) if num_layers is None else num_layers):
+        layer_id, num_layers = 0, len(self.layers) if num_layers is None else num_layers
+        while layer_id < num_layers:  # torch 2.11 cannot trace a `for` loop with `yield` in it
             layer = self.layers[layer_id]
-            # One name for all: a tensor that has served its purpose must not stay in memory while a part runs.
+            # x is whatever goes from one part to the next: a second name would keep tensors in memory for too long.
             x, residual_TD = layer.before(x, residual_TD)
             x = yield Cut(layer_id, x, ropes[self.rope_of_layer[layer_id]])
             x, residual_TD = layer.after(x, residual_TD, num_tokens)
+            layer_id += 1
         return self.norm.add(x, residual_TD)[0]
 
     def write(self, cut: Cut, step: Step, caches: Sequence[Cache]) -> torch.Tensor:
@@ -166,10 +164,3 @@ class Decoder(nn.Module):
         if self.config.logit_softcap:
             logits = torch.tanh(logits.float() / self.config.logit_softcap) * self.config.logit_softcap
         return logits
-
-    @classmethod
-    def checkpoint_names(cls, name: str) -> list[str]:
-        """The names a checkpoint may use for one of ours."""
-        for ours, theirs in cls.renames:
-            name = name.replace(ours, theirs)
-        return [name] if name.startswith("lm_head.") else [prefix + name for prefix in cls.prefixes]

@@ -5,6 +5,7 @@ Which key wins and what an absent one means is as in transformers; what transfor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,10 +27,6 @@ class RopeConfig:
 
 
 KINDS = ("default", "linear", "llama3", "proportional")
-GEMMA4_ROPES: dict[str, Any] = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-}
 
 
 def read_rope(keys: Keys, head_dim: int, default_theta: float) -> RopeConfig:
@@ -39,7 +36,7 @@ def read_rope(keys: Keys, head_dim: int, default_theta: float) -> RopeConfig:
     name = "rope_scaling" if scaling else "rope_parameters"
     chosen = Keys({**(scaling or parameters)}, keys.path, name)
     if any(isinstance(value, dict) for value in chosen.raw.values()):
-        raise chosen.fail("rope parameters of their own for each type of layer are supported in gemma4 only")
+        raise chosen.fail("rope parameters for each type of layer are not supported in this family")
     if chosen.get("rope_theta") is None:
         chosen.raw["rope_theta"] = keys.get("rope_theta", default=default_theta)
     theta = chosen.number("rope_theta")
@@ -55,10 +52,11 @@ def read_rope(keys: Keys, head_dim: int, default_theta: float) -> RopeConfig:
     return _read(keys, chosen, head_dim)
 
 
-def read_rope_of_layer_type(keys: Keys, layer_type: str, head_dim: int) -> RopeConfig:
-    """Gemma 4: `rope_scaling` or `rope_parameters` hold an object for each type of layer, with nothing left out."""
+def read_rope_of_layer_type(keys: Keys, layer_type: str, head_dim: int, default: Mapping[str, Any]) -> RopeConfig:
+    """Where `rope_scaling` or `rope_parameters` hold an object for each type of layer, with nothing left out.
+    `default`: where there is neither."""
     name = "rope_scaling" if keys.get("rope_scaling") is not None else "rope_parameters"
-    found = keys.mapping(name) if keys.get(name) is not None else GEMMA4_ROPES
+    found = keys.mapping(name) if keys.get(name) is not None else default
     parameters = found.get(layer_type)
     if not isinstance(parameters, dict):
         raise keys.fail(f"{name!r} must hold an object for {layer_type!r}, not {shown(parameters)}")

@@ -115,12 +115,6 @@ class Op(Generic[P, R]):
         return register
 
     @property
-    def record(self) -> type[tuple[Any, ...]] | None:
-        """The NamedTuple that is the op's only parameter, if it has one."""
-        first: Any = next(iter(get_type_hints(self.reference).values()))
-        return first if hasattr(first, "_fields") else None
-
-    @property
     def tuner(self) -> str:
         """The module that can tune the first bound kernel; "" if it has none."""
         return self.bound[0].tuner if self.bound else ""
@@ -128,6 +122,12 @@ class Op(Generic[P, R]):
     def has_trait(self, trait: str) -> bool:
         """Whether the first bound kernel has this property."""
         return bool(self.bound) and trait in self.bound[0].traits
+
+    @property
+    def record(self) -> type[tuple[Any, ...]] | None:
+        """The NamedTuple that is the op's only parameter, if it has one."""
+        first: Any = next(iter(get_type_hints(self.reference).values()))
+        return first if hasattr(first, "_fields") else None
 
     def _check_parameters(self, function: Callable[..., object]) -> None:
         expected, given = _parameters(self.reference), _parameters(function)

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from anabranch.formats import FORMATS
+from anabranch import formats
 from anabranch.ops.op import Op
 from anabranch.ops.weight import Weight
 
@@ -94,7 +94,7 @@ def unflatten(types: Iterable[Any], flat: Sequence[Any]) -> list[Any]:
     for type in types:
         value = next(given)
         if type is Weight:
-            format, shape = FORMATS[next(given)], tuple(next(given))
+            format, shape = formats.known()[next(given)], tuple(next(given))
             value = Weight.view(format, shape, dict(zip(format.tensors(shape), value, strict=True)))
         values.append(value)
     return values

@@ -1,1 +1,1 @@
-"""HTTP: requests in the dialects clients speak, answers as they come. Knows the engine only by engine.client."""
+"""HTTP: requests and answers in the dialects of clients. Of the engine it uses engine.client only."""

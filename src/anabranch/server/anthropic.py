@@ -1,41 +1,46 @@
-"""Anthropic's dialect of a chat: its bodies become the core's, the core's parts its messages and events. No HTTP here.
+"""Anthropic's dialect: routes, bodies → ChatCompletions, parts of an answer → messages and events.
 
-Two things differ from what the names suggest. A thought is shown only to those who ask for thinking, because clients
-that do not ask take the first block for the answer. And a call's input is sent when it is complete: clients parse it as
-it comes and give up on broken JSON, which a model may write. Such arguments, and those that were cut off, are given as
-{"arguments": "the text"}, so that no tool runs on half of them.
+Two things are not obvious. A thought is shown only to clients that ask for thinking, because others take the first
+block for the answer. And a call's input is sent when it is complete: clients parse it as it comes and fail on broken
+JSON, which a model may write. Such arguments, and those that were cut off, are given as {"arguments": "the text"}, so
+that no tool runs with incomplete ones.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
 import msgspec
+from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
-from anabranch.server import protocol
+from anabranch.server import errors, protocol, stream
+from anabranch.server.body import read_json
+from anabranch.server.chat import Chat, render
 from anabranch.server.errors import ApiError, bad_request
-from anabranch.server.parsers import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
-from anabranch.server.parsers.schema import strict_json
-from anabranch.server.protocol import MAX_MESSAGES, MAX_TOOLS, Body, ChatCompletion, Name, StopTexts
+from anabranch.server.openai_answer import ChatAnswer
+from anabranch.server.parsers.json_calls import strict_json
+from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
+from anabranch.server.protocol import MAX_MESSAGES, MAX_TOOLS, ChatCompletion, Name, StopTexts, StrictObject
+from anabranch.server.service import Service
+from anabranch.server.stream import json_response
 
+router = APIRouter()
 Event = dict[str, Any]
 
-ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-ERRORS |= {408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+ERROR_TYPES = errors.TYPES | {413: "request_too_large", 503: "overloaded_error"}
 TOO_LONG = "prompt is too long"  # clients look for these words before they shorten a conversation
 
 
-# Bodies.
-
-
-class Block(Body, kw_only=True):
+class Block(StrictObject, kw_only=True):
     """A piece of content: text, a thought, a call or its result."""
 
-    KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
-    OTHER_KINDS = "cannot be read here: this model takes text"
+    TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+    OTHER_TYPES = "cannot be read here: this model takes text"
 
     type: Name
     text: str | None = None
@@ -57,14 +62,14 @@ class Block(Body, kw_only=True):
 Blocks = Annotated[list[Block], Meta(max_length=MAX_MESSAGES)]
 
 
-class Message(Body, kw_only=True):
+class AnthropicMessage(StrictObject, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
 
 
-class Tool(Body, kw_only=True):
-    KINDS = ("custom",)
-    OTHER_KINDS = "is a tool of Anthropic's servers, which does not run here"
+class AnthropicTool(StrictObject, kw_only=True):
+    TYPES = ("custom",)
+    OTHER_TYPES = "is a tool of Anthropic's servers, which does not run here"
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
     type: Name | None = None
@@ -78,36 +83,36 @@ class Tool(Body, kw_only=True):
     eager_input_streaming: Any = None
 
 
-class ToolChoice(Body, kw_only=True):
+class AnthropicToolChoice(StrictObject, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool = False
 
 
-class ThinkingConfig(Body, kw_only=True):
+class ThinkingConfig(StrictObject, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None  # no effect
     display: Literal["summarized", "omitted"] | None = None
     block_binding: Any = None  # no effect
 
 
-class OutputFormat(Body, kw_only=True):
+class OutputFormat(StrictObject, kw_only=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(Body, kw_only=True):
+class OutputConfig(StrictObject, kw_only=True):
     format: OutputFormat | None = None
     effort: Name | None = None
     task_budget: Any = None  # no effect
 
 
-class CountTokens(Body, kw_only=True):
+class CountTokens(StrictObject, kw_only=True):
     model: Name | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Blocks | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 
@@ -130,21 +135,84 @@ class Messages(CountTokens, kw_only=True):
     diagnostics: dict[str, Any] | None = None
 
 
+BODIES: dict[str, type[msgspec.Struct]] = {"/v1/messages": Messages, "/v1/messages/count_tokens": CountTokens}
+
+
+@router.post("/v1/messages", summary="Answer a conversation, in Anthropic's dialect")
+async def messages(request: Request) -> Response:
+    body = await read_json(request, Messages)
+    service: Service = request.app.state.service
+    service.check_ready()
+    service.check_model(body.model)
+    log, num_bytes = request.state.log, request.state.num_bytes
+    log["stream"] = body.stream
+    chat = ChatAnswer(service, await service.run(lambda: chat_completion(body), num_bytes), log, num_bytes)
+    reply = Reply(f"msg_{uuid4().hex}", service.names[0], shows_thinking(body))
+
+    async def whole() -> dict[str, Any]:
+        async for _ in generate(chat, reply):
+            pass
+        return reply.message
+
+    def on_error(error: ApiError) -> bytes:
+        return encode(error_body(error, request.state.request_id))
+
+    if not body.stream:
+        return await stream.whole(request, whole())
+    return await stream.events(request, generate(chat, reply), last=b"", on_error=on_error)
+
+
+@router.post("/v1/messages/count_tokens", summary="The number of tokens of a conversation, in Anthropic's dialect")
+async def count_tokens(request: Request) -> Response:
+    body = await read_json(request, CountTokens)
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+
+    def work() -> int:
+        chat = Chat(chat_completion(body))
+        chat.check()
+        rendered = render(service.model, chat)
+        return len(service.encode(rendered.text, False, "messages", rendered.plain, counting=True))
+
+    return json_response({"input_tokens": await service.prepare(work, "messages", request.state.num_bytes)})
+
+
+async def generate(chat: ChatAnswer, reply: Reply) -> AsyncGenerator[bytes, None]:
+    """The events of an answer; `reply` grows to the whole message."""
+    service, begun = chat.service, False
+    with service.admitted(1):
+        await chat.prepare()
+        output = chat.answers[0].output
+        async with aclosing(service.generate(chat.answers)) as generated:
+            async for _, delta in generated:
+                # The first event comes with the first token: what fails before it is an answer with a status.
+                some = [] if begun else [reply.start(len(output.prompt_ids), output.num_cached)]
+                begun = True
+                some += reply.feed(chat.parts(delta))
+                if some:  # text may be held back, for part of a character or of a tag
+                    yield b"".join(map(encode, some))
+    chat.log_usage()
+    (completion,) = output.completions
+    assert completion.finish_reason is not None
+    counts = len(output.prompt_ids), output.num_cached, len(completion.token_ids)
+    yield b"".join(map(encode, reply.finish(completion.finish_reason, completion.stop_reason, *counts)))
+
+
 def chat_completion(body: CountTokens) -> ChatCompletion:
-    """The same request as the core knows it; 400 for what it cannot do."""
+    """The same request in OpenAI's dialect; 400 for what that cannot express."""
     messages = [] if body.system is None else [_message("system", _text(body.system, "system"))]
     for number, message in enumerate(body.messages):
         messages += _read_message(message, f"messages[{number}].content")
     if body.messages[-1].role == "assistant":
         raise bad_request("messages: the last one is the assistant's, and answers cannot be continued", "messages")
-    choice = body.tool_choice or ToolChoice(type="auto" if body.tools else "none")
+    choice = body.tool_choice or AnthropicToolChoice(type="auto" if body.tools else "none")
     request = ChatCompletion(
         model=body.model,
         messages=messages,
         tools=[_read_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or [])] or None,
         tool_choice=_read_choice(choice),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        chat_template_kwargs=_template_options(body),
+        chat_template_kwargs={"enable_thinking": _thinks(body)},  # the name that most templates use
         include_reasoning=shows_thinking(body),
     )
     if body.output_config is not None:
@@ -158,60 +226,51 @@ def chat_completion(body: CountTokens) -> ChatCompletion:
     return request
 
 
+def _thinks(body: CountTokens) -> bool:
+    return body.thinking is not None and body.thinking.type != "disabled"
+
+
 def shows_thinking(body: CountTokens) -> bool:
-    return body.thinking is not None and body.thinking.type != "disabled" and body.thinking.display != "omitted"
+    return _thinks(body) and body.thinking is not None and body.thinking.display != "omitted"
 
 
-def _template_options(body: CountTokens) -> dict[str, Any]:
-    thinks = body.thinking is not None and body.thinking.type != "disabled"
-    return {"enable_thinking": thinks}  # the name that most templates use
-
-
-def _read_choice(choice: ToolChoice) -> protocol.ToolChoice:
-    match choice:
-        case ToolChoice(type="tool", name=str(name)):
-            return protocol.NamedTool(type="function", function=protocol.NamedFunction(name=name))
-        case ToolChoice(type="tool"):
+def _read_choice(choice: AnthropicToolChoice) -> protocol.ToolChoiceField:
+    if choice.type == "tool":
+        if choice.name is None:
             raise bad_request("tool_choice of type 'tool' needs the tool's name", "tool_choice.name")
-        case ToolChoice(type="any"):
-            return "required"
-        case ToolChoice(type="none"):
-            return "none"
-    return "auto"
+        return protocol.NamedTool(type="function", function=protocol.NamedFunction(name=choice.name))
+    return "required" if choice.type == "any" else choice.type
 
 
-def _read_tool(tool: Tool, param: str) -> protocol.Tool:
-    if tool.type not in (None, "custom"):
-        raise bad_request(f"{param}: {tool.type!r} {Tool.OTHER_KINDS}", param)
+def _read_tool(tool: AnthropicTool, param: str) -> protocol.Tool:
+    if tool.type not in (None, *AnthropicTool.TYPES):
+        raise bad_request(f"{param}: {tool.type!r} {AnthropicTool.OTHER_TYPES}", param)
     if tool.input_schema is None:
         raise bad_request(f"{param}: input_schema is missing", f"{param}.input_schema")
     function = protocol.ToolFunction(name=tool.name, description=tool.description, parameters=tool.input_schema)
     return protocol.Tool(type="function", function=function)
 
 
-def _read_message(message: Message, param: str) -> list[protocol.Message]:
-    """Results of tools are blocks of a user's message there, and messages of their own here."""
+def _read_message(message: AnthropicMessage, param: str) -> list[protocol.Message]:
+    """In Anthropic's dialect results of tools are blocks of a user's message, in OpenAI's they are messages."""
     if isinstance(message.content, str) or message.role == "system":
         return [_message(message.role, _text(message.content, param))]
     if message.role == "assistant":
         return [_read_answer(message.content, param)]
     messages: list[protocol.Message] = []
     texts: list[str] = []
-
-    def say() -> None:
-        if texts:
-            messages.append(_message("user", "\n".join(texts)))
-            texts.clear()
-
     for number, block in enumerate(message.content):
         place = f"{param}[{number}]"
-        if block.type == "tool_result":
-            say()
-            messages.append(_read_result(block, place))
-        else:
+        if block.type != "tool_result":
             texts.append(_text([block], place))
-    say()
-    return messages or [_message("user", "")]
+            continue
+        if texts:
+            messages.append(_message("user", "\n".join(texts)))
+            texts = []
+        messages.append(_read_result(block, place))
+    if texts or not messages:
+        messages.append(_message("user", "\n".join(texts)))
+    return messages
 
 
 def _read_result(block: Block, param: str) -> protocol.Message:
@@ -235,13 +294,12 @@ def _read_answer(blocks: list[Block], param: str) -> protocol.Message:
             case Block(type="thinking", thinking=str(thought)):
                 thoughts.append(thought)
             case Block(type="redacted_thinking"):
-                pass  # nobody here can read it
+                pass  # encrypted
             case _:
                 texts.append(_text([block], f"{param}[{number}]"))
-    said = _message("assistant", "\n".join(texts))
-    said.reasoning_content = "\n".join(thoughts) or None
-    said.tool_calls = calls or None
-    return said
+    message = _message("assistant", "\n".join(texts))
+    message.reasoning_content, message.tool_calls = "\n".join(thoughts) or None, calls or None
+    return message
 
 
 def _message(role: str, text: str) -> protocol.Message:
@@ -253,11 +311,8 @@ def _text(content: str | list[Block], param: str) -> str:
         return content
     for block in content:
         if block.type != "text" or block.text is None:
-            raise bad_request(f"{param}: {block.type!r} {Block.OTHER_KINDS}", param)
+            raise bad_request(f"{param}: {block.type!r} {Block.OTHER_TYPES}", param)
     return "\n".join(block.text or "" for block in content)
-
-
-# Answers.
 
 
 class Reply:
@@ -266,7 +321,7 @@ class Reply:
     def __init__(self, id: str, model: str, shows_thinking: bool) -> None:
         self._shows_thinking = shows_thinking
         self._arguments: list[str] = []
-        """Of the call that is open."""
+        """Of the call that the last block is."""
         self._open = False
         """The last block may still grow."""
         self.message: dict[str, Any] = {"id": id, "type": "message", "role": "assistant", "model": model, "content": []}
@@ -299,10 +354,8 @@ class Reply:
         """`reason` and `stop`: the completion's finish_reason and stop_reason."""
         events = self._close()
         calls = any(block["type"] == "tool_use" for block in self.message["content"])
-        by_text = isinstance(stop, str)
-        why = (
-            "max_tokens" if reason == "length" else "tool_use" if calls else "stop_sequence" if by_text else "end_turn"
-        )
+        other = "stop_sequence" if isinstance(stop, str) else "end_turn"
+        why = "max_tokens" if reason == "length" else "tool_use" if calls else other
         self.message["stop_reason"] = why
         self.message["stop_sequence"] = stop if why == "stop_sequence" else None
         self.message["usage"] = usage(num_prompt, num_cached, num_new)
@@ -313,19 +366,19 @@ class Reply:
             {"type": "message_stop"},
         ]
 
-    def _enter(self, kind: str, empty: dict[str, Any]) -> list[Event]:
-        """The last block if it is of this kind, or a new one."""
+    def _enter(self, type: str, empty: dict[str, Any]) -> list[Event]:
+        """Go on with the last block if it has this type, or begin a new one."""
         blocks = self.message["content"]
-        if self._open and blocks[-1]["type"] == kind:
+        if self._open and blocks[-1]["type"] == type:
             return []
         events = self._close()
-        blocks.append({"type": kind, **empty})
+        blocks.append({"type": type, **empty})
         self._open = True
-        return [*events, self._event("content_block_start", content_block={"type": kind, **empty})]
+        return [*events, self._event("content_block_start", content_block={"type": type, **empty})]
 
-    def _grow(self, kind: str, text: str) -> Event:
-        self.message["content"][-1][kind] += text
-        return self._event("content_block_delta", delta={"type": f"{kind}_delta", kind: text})
+    def _grow(self, type: str, text: str) -> Event:
+        self.message["content"][-1][type] += text
+        return self._event("content_block_delta", delta={"type": f"{type}_delta", type: text})
 
     def _close(self) -> list[Event]:
         if not self._open:
@@ -337,27 +390,27 @@ class Reply:
             self._arguments.clear()
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
             events.append(self._event("content_block_delta", delta=delta))
-        elif block["type"] == "thinking":  # real ones are signed, and clients wait for it
+        elif block["type"] == "thinking":  # Anthropic signs thoughts, and clients wait for the signature
             events.append(self._event("content_block_delta", delta={"type": "signature_delta", "signature": ""}))
         return [*events, self._event("content_block_stop")]
 
-    def _event(self, kind: str, **fields: Any) -> Event:
-        return {"type": kind, "index": len(self.message["content"]) - 1, **fields}
+    def _event(self, type: str, **fields: Any) -> Event:
+        return {"type": type, "index": len(self.message["content"]) - 1, **fields}
 
 
 def usage(num_prompt: int, num_cached: int, num_new: int) -> dict[str, int]:
-    """Tokens of the prompt are counted as read from the cache or not, never both."""
+    """Each token of the prompt counts either as read from the cache or as input."""
     read = {"input_tokens": num_prompt - num_cached, "cache_read_input_tokens": num_cached}
     return {**read, "cache_creation_input_tokens": 0, "output_tokens": num_new}
 
 
 def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
-    """What an error is there, with the fields of the envelope that all routes share."""
-    kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    told = {**error.body()["error"], "type": kind}
+    """An error in Anthropic's form, with the fields that errors of all routes have."""
+    name = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    fields = {**error.body()["error"], "type": name}
     if error.code == "context_length_exceeded":
-        told["message"] = f"{TOO_LONG}: {error.message}"
-    return {"type": "error", "error": told, "request_id": request_id}
+        fields["message"] = f"{TOO_LONG}: {error.message}"
+    return {"type": "error", "error": fields, "request_id": request_id}
 
 
 def encode(event: Event) -> bytes:

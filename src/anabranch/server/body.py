@@ -1,44 +1,49 @@
-"""A request's body: read within its limits, taken as strict JSON, held against a schema.
+"""A request's body: read within its limits, parsed as strict JSON, checked against a schema.
 
-Nothing is coerced: true is no number, "16" no integer, NaN no JSON. A null at the top means "not given". A field that
-the schema does not know, at the top or inside, is an error that names the nearest known one (fields.py): an option that
-is silently ignored misleads.
+Nothing is coerced: true is not a number, "16" not an integer, NaN not JSON. A null at the top means "not given". An
+unknown field, at the top or inside, is an error that names its path and the nearest known field: an option that is
+silently ignored misleads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import difflib
 import gc
 import re
-from collections.abc import Iterator
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
+from msgspec import inspect
 
 from anabranch.server.errors import ApiError, bad_request
-from anabranch.server.fields import check_fields
 
-Schema = TypeVar("Schema", bound=msgspec.Struct)
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
+LONGEST = 100  # characters of an unknown name that an error repeats
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 
 
-async def read_json(request: Request, schema: type[Schema]) -> Schema:
-    """The request's body as an object of the schema; a large one is decoded in a thread. `request.state.num_bytes` is
-    its size afterwards."""
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+async def read_json(request: Request, schema: type[Decoded]) -> Decoded:
+    """The request's body as an object of the schema; a large one is decoded in a thread. Sets `request.state.num_bytes`
+    to its size."""
     service = request.app.state.service
     body = await read_body(request, service.max_body_bytes, service.settings.body_timeout)
     request.state.num_bytes = len(body)
-    result: Schema = await service.run(lambda: decode(body, schema), len(body))
+    result: Decoded = await service.run(lambda: decode(body, schema), len(body))
     return result
 
 
 async def read_body(request: Request, limit: int, timeout: float) -> bytearray:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a web page of another origin can post anything else without asking
-        raise ApiError(415, f"Content-Type must be application/json, not {kind!r}", code="invalid_json")
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":  # a web page of another origin can post anything else without asking
+        raise ApiError(415, f"Content-Type must be application/json, not {media_type!r}", code="invalid_json")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise ApiError(415, f"Content-Encoding {encoding!r} is not supported: send plain JSON", code="invalid_json")
@@ -59,28 +64,21 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytearray:
                 if not message.get("more_body", False):
                     return body
     except TimeoutError:
-        error = ApiError(408, f"the body did not arrive within {timeout:g} s", code="request_timeout")
-        error.headers["connection"] = "close"
-        raise error from None
+        reason, headers = f"the body did not arrive within {timeout:g} s", {"connection": "close"}
+        raise ApiError(408, reason, code="request_timeout", headers=headers) from None
 
 
-class ClientGone(Exception):
-    """Nobody is left to answer."""
-
-
-@contextlib.contextmanager
-def collections_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: millions of new objects would start many, each of which looks at all of them,
-    and the interpreter's lock is held throughout."""
+def decode(body: bytes | bytearray, schema: type[Decoded]) -> Decoded:
+    """No garbage collection meanwhile: millions of new objects would start many, each of which looks at all of them
+    while it holds the interpreter's lock."""
     gc.disable()
     try:
-        yield
+        return _decode(body, schema)
     finally:
         gc.enable()
 
 
-@collections_paused()
-def decode(body: bytes | bytearray, schema: type[Schema]) -> Schema:
+def _decode(body: bytes | bytearray, schema: type[Decoded]) -> Decoded:
     try:
         raw = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.ValidationError as error:
@@ -98,19 +96,49 @@ def decode(body: bytes | bytearray, schema: type[Schema]) -> Schema:
         except msgspec.ValidationError as error:
             if "unknown field" not in str(error):
                 raise
-            check_fields(raw, schema)
-            return msgspec.convert(raw, schema, strict=True)  # without the unknown ones that are null
+            _check_fields(raw, _type_info(schema), "")
+            return msgspec.convert(raw, schema, strict=True)  # without the unknown fields that are null
     except RecursionError:
         raise bad_request("the body is too deeply nested", code="invalid_json") from None
     except (msgspec.ValidationError, OverflowError) as error:
         text = str(error)
-        found = _PATH.search(text)
-        param = found[1] if found else _named_field(text)
-        message = f"{param}: {_PATH.sub('', text)}" if found else text.replace("Object missing", "missing")
+        if path := _PATH.search(text):
+            param, message = path[1], f"{path[1]}: {_PATH.sub('', text)}"
+        else:  # a missing field is named in the message, not in a path
+            missing = re.search("required field `(.+?)`", text)
+            param, message = missing and missing[1], text.replace("Object missing", "missing")
         raise bad_request(message.replace("`", ""), param, "invalid_type") from None
 
 
-def _named_field(text: str) -> str | None:
-    """A missing field is named in the message, not in a path."""
-    found = re.search("required field `(.+?)`", text)
-    return found[1] if found else None
+_type_info = cache(inspect.type_info)
+
+
+def _check_fields(value: Any, known: inspect.Type, path: str) -> None:
+    """400 for the first unknown field, wherever it is; msgspec would not say which field was meant. Removes unknown
+    fields that are null: null means not given."""
+    match known:
+        case inspect.UnionType(types=types):
+            for one in types:
+                _check_fields(value, one, path)
+        case inspect.ListType(item_type=item) if isinstance(value, list):
+            for number, inner in enumerate(value):
+                _check_fields(inner, item, f"{path}[{number}]")
+        case inspect.StructType() if isinstance(value, dict):
+            _check_object(value, known, path)
+
+
+def _check_object(value: dict[str, Any], known: inspect.StructType, path: str) -> None:
+    fields = {field.encode_name: field.type for field in known.fields}
+    types: tuple[str, ...] = getattr(known.cls, "TYPES", ())
+    if types and value.get("type") is not None and value["type"] not in types:
+        raise bad_request(f"{path}: {str(value['type'])[:LONGEST]!r} {known.cls.OTHER_TYPES}", path)  # type: ignore[attr-defined]
+    for name in list(value):
+        place = f"{path}.{name[:LONGEST]}".lstrip(".")
+        if name in fields:
+            _check_fields(value[name], fields[name], place)
+        elif value[name] is None:
+            del value[name]
+        else:
+            near = difflib.get_close_matches(name[:LONGEST], fields, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(fields)}" if path else ""
+            raise bad_request(f"unknown field {place!r}{hint}", place, "unknown_parameter")

@@ -1,29 +1,21 @@
-"""A conversation → the tokens of its prompt, and the text of an answer → content, reasoning and tool calls.
+"""A conversation → the text and the tokens of its prompt, and the grammar of its answer.
 
-The core of every chat dialect: a dialect makes a Chat from its own bodies, and its own answers from a Turn. Templates
-come from the model folder or the operator, never from a request.
+Common to all chat dialects: each turns its bodies into a ChatCompletion. Templates come from the model folder or the
+operator, never from a request.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from anabranch.sampling_params import Grammar, SamplingParams
+import msgspec
+
+from anabranch.sampling_params import SamplingParams
 from anabranch.server.errors import bad_request
-from anabranch.server.parsers import (
-    Content,
-    Named,
-    Part,
-    Reader,
-    Reasoning,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolChoice,
-    ToolSpec,
-)
+from anabranch.server.parsers.parts import Named, ToolChoice, ToolSpec
+from anabranch.server.protocol import ChatCompletion, ContentPart, Message, NamedTool, Tokenize, ToolCall
 from anabranch.text.chat_template import NO_TOOLS
 from anabranch.text.special_text import Rendered, render_chat
 
@@ -31,24 +23,29 @@ if TYPE_CHECKING:
     from anabranch.server.service import Model, Service
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    messages: list[dict[str, Any]]
-    """As templates take them; `Conversation` makes them."""
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    """{"type": "function", "function": {"name", "description", "parameters"}}: the form templates are written for."""
-    tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
+    """The conversation in a body, in the form templates are written for; 400 for what no template can write."""
 
-    @property
-    def offered(self) -> tuple[ToolSpec, ...]:
+    def __init__(self, body: ChatCompletion | Tokenize) -> None:
+        if body.chat_template is not None:
+            message = "a chat template cannot come with a request; the operator sets one with --chat-template"
+            raise bad_request(message, "chat_template")
+        choice, self.template_options = None, dict(body.chat_template_kwargs or {})
+        self.parallel_tool_calls = True
+        if isinstance(body, ChatCompletion):
+            choice, self.parallel_tool_calls = body.tool_choice, body.parallel_tool_calls
+            if body.reasoning_effort is not None:
+                self.template_options.setdefault("reasoning_effort", body.reasoning_effort)
+        choice = choice or ("auto" if body.tools else "none")
+        self.tool_choice: ToolChoice = Named(choice.function.name) if isinstance(choice, NamedTool) else choice
+        functions = [msgspec.to_builtins(tool.function) for tool in body.tools or []]
+        self.tools = [{"type": "function", "function": function} for function in functions]
+        self.offered = tuple(ToolSpec(function["name"], function.get("parameters")) for function in functions)
         """The tools the answer may call."""
-        if self.tool_choice == "none":
-            return ()
-        functions = [tool["function"] for tool in self.tools]
-        return tuple(ToolSpec(function["name"], function.get("parameters")) for function in functions)
+        if choice == "none":
+            self.offered = ()
+        self.messages = read_messages(body.messages or [])
+        self.add_generation_prompt = body.add_generation_prompt
 
     def check(self) -> None:
         names = [tool["function"]["name"] for tool in self.tools]
@@ -60,45 +57,58 @@ class Chat:
             raise bad_request(f"tool_choice: no tool is named {self.tool_choice.name!r}", "tool_choice")
 
 
-class Conversation:
+def read_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages in the form templates are written for: plain text, arguments as objects, tool results with a name."""
+    found: list[dict[str, Any]] = []
+    called: dict[str, str] = {}  # call id → the tool's name: some templates write a result's tool and not its call
+    for number, message in enumerate(messages):
+        content, name = _text(message.content, f"messages[{number}].content"), message.name
+        read: dict[str, Any] = {"role": message.role, "content": content or ""}
+        match message.role:
+            case "system" | "developer" | "user":
+                read["role"] = "user" if message.role == "user" else "system"
+            case "assistant":
+                name = None
+                read["content"] = content if content is not None else message.refusal or ""
+                if reasoning := message.reasoning_content or message.reasoning:
+                    read |= {"reasoning_content": reasoning, "reasoning": reasoning}
+                calls = message.tool_calls or []
+                if not calls and message.function_call is not None:
+                    calls = [ToolCall(function=message.function_call)]
+                if calls:
+                    read["tool_calls"] = [
+                        tool_call(call.id or "", call.function.name, _arguments(call.function.arguments))
+                        for call in calls
+                    ]
+                    called |= {call.id or "": call.function.name for call in calls}
+            case "tool" | "function":
+                read["role"] = "tool"
+                if message.tool_call_id is not None:
+                    read["tool_call_id"] = message.tool_call_id
+                name = name or called.get(message.tool_call_id or "")
+            case _:
+                known, param = "system, developer, user, assistant, tool", f"messages[{number}].role"
+                raise bad_request(f"{param}: {message.role!r} is not one of {known}", param)
+        if content is None and message.role != "assistant":
+            raise bad_request(f"messages[{number}].content is missing", f"messages[{number}].content")
+        found.append(read if name is None else read | {"name": name})
+    return found
 
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._called: dict[str, str] = {}
-        """Call id → the tool's name: some templates write a result's tool and not its call."""
 
-    def add(self, role: str, content: str | None, name: str | None = None) -> None:
-        message: dict[str, Any] = {"role": role, "content": content or ""}
-        if name is not None:
-            message["name"] = name
-        self.messages.append(message)
-
-    def add_answer(self, content: str | None, reasoning: str | None, calls: list[tuple[str, str, Any]]) -> None:
-        """Of the assistant; `calls` are (id, name, arguments)."""
-        message: dict[str, Any] = {"role": "assistant", "content": content or ""}
-        if reasoning:
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        if calls:
-            message["tool_calls"] = [
-                {"id": id, "type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
-                for id, name, arguments in calls
-            ]
-            self._called |= {id: name for id, name, _ in calls}
-        self.messages.append(message)
-
-    def add_result(self, call_id: str | None, content: str | None, name: str | None = None) -> None:
-        """Of a tool."""
-        message: dict[str, Any] = {"role": "tool", "content": content or ""}
-        if call_id is not None:
-            message["tool_call_id"] = call_id
-        if (name := name or self._called.get(call_id or "")) is not None:
-            message["name"] = name
-        self.messages.append(message)
+def _text(content: str | list[ContentPart] | None, param: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
+        if text is None:
+            raise bad_request(f"{param}[{number}]: {part.type!r} {ContentPart.OTHER_TYPES}", param)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _arguments(arguments: Any) -> Any:
-    """An object where it is one. A model's broken JSON comes back as the text it was, rather than end the chat."""
+    """An object where possible. A model's broken JSON stays the text it was, so that the chat can continue."""
     if isinstance(arguments, str):
         try:
             value = json.loads(arguments)
@@ -108,42 +118,29 @@ def _arguments(arguments: Any) -> Any:
     return {} if arguments is None else arguments
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A chat that is ready for the engine."""
-
-    prompt: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    chat: Chat
-    model: Model
-
-    def turn(self) -> Turn:
-        """One for each of the n answers."""
-        chat = self.chat
-        reader = self.model.parsers.start(chat.offered, chat.tool_choice, reasoning=True, prompt=self.prompt)
-        return Turn(reader, chat.parallel_tool_calls)
+def tool_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call as templates take it and as clients get it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def prepare(service: Service, chat: Chat, params: SamplingParams) -> Prepared:
-    """Render, tokenise, and bind an answer that must be a tool call to its grammar. For `Service.prepare`."""
+def prepare(service: Service, chat: Chat, params: SamplingParams) -> tuple[str, list[int], SamplingParams]:
+    """For `Service.prepare`: the prompt, its tokens, and the parameters with a grammar of the whole output: of the call
+    that must come, or of the text that was asked for. A thought before either is free."""
     model = service.model
     chat.check()
     if chat.tool_choice not in ("none", "auto") and params.grammar is not None:
         raise bad_request("tool_choice asks for a tool call, response_format for other text: give one", "tool_choice")
     rendered = render(model, chat)
-    prompt, prompt_ids = rendered.text, service.encode(rendered.text, False, "messages", rendered.plain)
-    return Prepared(prompt, prompt_ids, replace(params, grammar=_grammar(model, chat, params, prompt)), chat, model)
-
-
-def _grammar(model: Model, chat: Chat, params: SamplingParams, prompt: str) -> Grammar | None:
-    """Of the whole output: the call that must come, or what was asked for, a thought before either being free."""
+    prompt_ids = service.encode(rendered.text, False, "messages", rendered.plain)
+    grammar, parsers = params.grammar, model.parsers
     try:
-        if params.grammar is not None:
-            return model.parsers.after_thought(params.grammar, prompt)
-        return model.parsers.tool_grammar(chat.offered, chat.tool_choice, prompt, chat.parallel_tool_calls)
+        if grammar is not None:
+            grammar = parsers.after_thought(grammar, rendered.text)
+        else:
+            grammar = parsers.tool_grammar(chat.offered, chat.tool_choice, rendered.text, chat.parallel_tool_calls)
     except ValueError as error:
         raise bad_request(str(error), "tool_choice" if params.grammar is None else "structured_outputs") from None
+    return rendered.text, prompt_ids, replace(params, grammar=grammar)
 
 
 def render(model: Model, chat: Chat) -> Rendered:
@@ -155,45 +152,3 @@ def render(model: Model, chat: Chat) -> Rendered:
     return render_chat(
         model.template, model.tokenizer, chat.messages, tools, chat.add_generation_prompt, **chat.template_options
     )
-
-
-@dataclass(slots=True)
-class Call:
-    id: str
-    name: str
-    arguments: str = ""
-
-
-class Turn:
-    """One answer while it grows: what each piece of text brought, and the whole."""
-
-    def __init__(self, reader: Reader, parallel_tool_calls: bool = True) -> None:
-        self._reader = reader
-        self._one_call = not parallel_tool_calls
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self.calls: list[Call] = []
-
-    def feed(self, text: str, final: bool = False) -> list[Part]:
-        parts = self._reader.feed(text, final)
-        if self._one_call:
-            parts = [part for part in parts if getattr(part, "index", 0) == 0]
-        for part in parts:
-            match part:
-                case Content(piece):
-                    self._content.append(piece)
-                case Reasoning(piece):
-                    self._reasoning.append(piece)
-                case ToolCallBegin(_, id, name):
-                    self.calls.append(Call(id, name))
-                case ToolCallArguments(index, piece):
-                    self.calls[index].arguments += piece
-        return parts
-
-    @property
-    def content(self) -> str:
-        return "".join(self._content)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self._reasoning)

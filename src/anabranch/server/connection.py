@@ -1,6 +1,5 @@
-"""uvicorn's HTTP/1.1 connection with limits: only so many are open, headers must come in time and in bounds, refused
-bodies end, and a client that takes nothing is cut off. Errors below HTTP's own level have the same envelope as all
-others.
+"""uvicorn's HTTP/1.1 connection with limits: on the number of connections, the time and size of headers, the rest of a
+refused body, and the time in which a client receives nothing. Errors of HTTP itself have the same JSON as all others.
 """
 
 from __future__ import annotations
@@ -21,15 +20,51 @@ from anabranch.server.settings import Settings
 
 log = logging.getLogger("anabranch.server")
 
-DRAIN_SECONDS = 5.0  # for a client to finish sending what was refused: cut off, it would miss the answer
-MAX_DRAIN = 256 * 2**20  # bytes of it
+DRAIN_SECONDS = 5.0  # for a client to finish sending a refused body: disconnected earlier, it would miss the answer
+MAX_DRAIN = 256 * 2**20  # bytes of that body
+LOG_SECONDS = 10.0  # between two warnings
+
+WANTED_FILES = 65536  # open files; more is of no use, and a limit of a billion makes some programs slow
+FEWER_FILES = (10240, 4096)  # tried in turn where the system refuses more: macOS does, with an unlimited hard limit
+OTHER_FILES = 64  # that the process has open in addition to its connections
+ACCEPTED_AT_ONCE = 64  # connections accepted before the first of them is counted
+MOST_CONNECTIONS = 8192  # by default
+FEWEST_CONNECTIONS = 16
 
 
-LOG_SECONDS = 10.0  # between two lines about the same trouble
+def raise_file_limit() -> int:
+    """Raise the limit of open files of this process and its children as far as allowed; return the new limit."""
+    if sys.platform == "win32":
+        return WANTED_FILES
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return WANTED_FILES
+    most = WANTED_FILES if hard == resource.RLIM_INFINITY else hard
+    for wanted in (min(most, WANTED_FILES), *FEWER_FILES):
+        if soft < wanted <= most:
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                return wanted
+    return soft
 
 
-class Seldom:
-    """Warnings that clients can cause at will: one every LOG_SECONDS, with the number of those left out."""
+def max_connections(wanted: int | None, file_limit: int) -> int:
+    """How many connections may be open at once; None: as many as fit, up to MOST_CONNECTIONS. ValueError if they do not
+    fit under the limit of open files."""
+    fitting, fewest = file_limit - OTHER_FILES - ACCEPTED_AT_ONCE, wanted or FEWEST_CONNECTIONS
+    if fitting < fewest:
+        needed = fewest + OTHER_FILES + ACCEPTED_AT_ONCE
+        raise ValueError(
+            f"{fewest} connections need {needed} open files and the limit is {file_limit}: "
+            f"raise it with `ulimit -n {needed}`" + (", or lower --max-connections" if wanted else "")
+        )
+    return wanted or min(MOST_CONNECTIONS, fitting)
+
+
+class LimitedWarning:
+    """A warning that clients can cause at will: logged once every LOG_SECONDS, with the number left out."""
 
     def __init__(self) -> None:
         self.next = 0.0
@@ -44,42 +79,42 @@ class Seldom:
 
 
 def protocol_for(settings: Settings, max_connections: int) -> type[H11Protocol]:
-    """The class of a server's connections."""
+    """The class of a server's connections: uvicorn makes the instances."""
     return type(
         "LimitedConnection",
         (Connection,),
-        {"settings": settings, "max_connections": max_connections, "full": Seldom()},
+        {"settings": settings, "max_connections": max_connections, "full": LimitedWarning()},
     )
 
 
 class Connection(H11Protocol):
     settings: Settings
     max_connections: int
-    full: Seldom
+    full: LimitedWarning
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
         self._timed = ""
-        """What the timer is for: "headers", "refused body", "refused" (the connection's end is told) or nothing."""
+        """What the timer is for: "headers", "refused body", "refused" (an error was sent; the client closes) or ""."""
         self._stall: asyncio.TimerHandle | None = None
         self._num_drained = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self.max_connections:
-            self._turn_away(transport)
+            self._refuse_connection(transport)
             return
         super().connection_made(transport)
         self._time("headers", self.settings.header_timeout)
 
-    def _turn_away(self, transport: asyncio.Transport) -> None:
+    def _refuse_connection(self, transport: asyncio.Transport) -> None:
         """Answer 503 without waiting for a request, and close."""
         error = unavailable(f"all {self.max_connections} connections are in use; try again later", "connections")
         self.full.warn(f"{error.message.partition(';')[0]} (--max-connections): new ones get 503")
         head = [f"HTTP/1.1 {error.status} {STATUS_PHRASES[error.status].decode()}"]
         headers = self._error_headers(body := error.encoded()) + list(error.headers.items())
         head += [f"{name}: {value}" for name, value in headers]
-        transport.set_protocol(asyncio.Protocol())  # nothing more that happens here is this connection's
+        transport.set_protocol(asyncio.Protocol())  # ignore all further events
         transport.write("\r\n".join([*head, "", ""]).encode() + body)
         transport.close()
 
@@ -95,20 +130,20 @@ class Connection(H11Protocol):
             self._drain(len(data))
             return
         super().data_received(data)
-        self._look(len(data))
+        self._update_timer(len(data))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look(0)
+        self._update_timer(0)
 
-    def _look(self, num_bytes: int) -> None:
-        """What do we wait for now, and how long?"""
+    def _update_timer(self, num_bytes: int) -> None:
+        """Set the timer for what the connection waits for now."""
         if self._timed == "refused":
             return
         if self.transport.is_closing():
             self._time("")
         elif self.conn.their_state is h11.IDLE:
-            # There may be nothing of the next request yet: keep-alive's business.
+            # Before the first byte of the next request uvicorn's keep-alive timeout applies.
             waiting = self.conn.trailing_data[0] != b""
             self._time("headers" if waiting else "", self.settings.header_timeout)
         elif self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
@@ -123,7 +158,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _time(self, what: str, seconds: float = 0.0) -> None:
-        """At most one timer; what is timed already goes on."""
+        """Start the timer for `what`, or stop it for ""; a timer that runs for the same thing continues."""
         if what == self._timed:
             return
         if self._timer is not None:
@@ -131,9 +166,9 @@ class Connection(H11Protocol):
             self._timer = None
         self._timed = what
         if what:
-            self._timer = self.loop.call_later(seconds, self._too_late)
+            self._timer = self.loop.call_later(seconds, self._on_timeout)
 
-    def _too_late(self) -> None:
+    def _on_timeout(self) -> None:
         if self.transport.is_closing():
             return
         if self._timed == "headers" and self.conn.trailing_data[0]:
@@ -142,7 +177,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Called where h11 has refused what came."""
+        """Called while h11's error is being handled."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if status == 431:
@@ -159,10 +194,10 @@ class Connection(H11Protocol):
             for event in (start, h11.Data(data=body), h11.EndOfMessage()):
                 if (output := self.conn.send(event)) is not None:
                     self.transport.write(output)
-            if self.cycle is not None and not self.cycle.response_complete:  # what still works on it hears of its end
+            if self.cycle is not None and not self.cycle.response_complete:  # tell the request's task
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
-            # Closed at once, with input unread, the system would reset the connection and the answer could be lost.
+            # If it closed now with input unread, the system would reset the connection and the answer could be lost.
             with contextlib.suppress(OSError):  # the client has reset it meanwhile
                 self.transport.write_eof()
             self._time("refused", DRAIN_SECONDS)

@@ -1,7 +1,7 @@
-"""What goes wrong in a request, as clients are told: one exception, one envelope, whatever the route.
+"""Errors of requests: one exception, and one JSON envelope for every route.
 
 {"error": {"message", "type", "param", "code"}} is the body of every answer that is not a success. The openai client
-repeats 408, 409, 429 and everything from 500 on: what would fail again says `x-should-retry: false`.
+repeats 408, 409, 429 and everything from 500 on: an error that would come again has the header `x-should-retry: false`.
 """
 
 from __future__ import annotations
@@ -12,29 +12,17 @@ import msgspec
 
 from anabranch.messages import INTERNAL
 
+Headers = dict[str, str]
 MAX_MESSAGE = 2000  # characters
 CONTEXT_WORDS = "This model's maximum context length is"
 
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    503: "unavailable_error",
-}
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+TYPES |= {408: "timeout_error", 429: "rate_limit_error", 503: "unavailable_error"}
 
 
 class ApiError(Exception):
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
+        self, status: int, message: str, *, code: str | None, param: str | None = None, headers: Headers | None = None
     ) -> None:
         super().__init__(message)
         # A message may quote what a client sent, and half a surrogate pair cannot be written as UTF-8.
@@ -45,8 +33,8 @@ class ApiError(Exception):
             self.headers.setdefault("x-should-retry", "false")
 
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        name = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": name, "param": self.param, "code": self.code}}
 
     def encoded(self) -> bytes:
         return msgspec.json.encode(self.body())
@@ -56,12 +44,20 @@ def bad_request(message: str, param: str | None = None, code: str | None = "inva
     return ApiError(400, message, param=param, code=code)
 
 
-def unavailable(message: str, code: str, retry_after: int = 5) -> ApiError:
-    return ApiError(503, message, code=code, headers={"retry-after": str(retry_after)})
+def context_length(message: str, param: str | None) -> ApiError:
+    return bad_request(message, param, "context_length_exceeded")
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, code=code, headers={"retry-after": "5"})
+
+
+def queue_full(message: str) -> ApiError:
+    return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
 
 
 def internal(request_id: str) -> ApiError:
-    """Says nothing of the cause: that is in the log, under the id."""
+    """Does not name the cause: that is in the log, under the id."""
     return ApiError(500, f"internal error; the server's log has the cause under {request_id}", code="internal_error")
 
 
@@ -73,7 +69,3 @@ def from_engine(message: str) -> ApiError:
         return context_length(message, None)
     param = message.partition(":")[0]
     return bad_request(message, param if param.isidentifier() else None)
-
-
-def context_length(message: str, param: str | None) -> ApiError:
-    return bad_request(message, param, "context_length_exceeded")

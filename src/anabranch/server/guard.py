@@ -1,8 +1,13 @@
-"""The check in front of every route: request id, headers, Host, key, envelope of errors, one line in the log.
+"""The check in front of every route: request id, headers, Host, key, errors as JSON, one line in the log.
 
-Denies by default: a route that is added later needs the key without being told. Health is an exception, because load
-balancers have no key, and so are the page's own files (page.PATHS): they hold nothing but what every copy of Anabranch
-holds, and the page asks a person for the key that its requests need.
+Denies by default: a route that is added later needs the key without further code. Exceptions are health, because load
+balancers have no key, and the page's own files (page.PATHS): they are the same in every installation, and the page asks
+its user for the key that its requests need.
+
+Without a key, the Host header is the defence against web pages of other sites. A page may send requests to its own host
+name only. By DNS rebinding its owner points that name to 127.0.0.1, and the page then reaches the server on its
+visitor's machine. The browser still sends the name: an unknown one is refused. An address cannot be rebound, so every
+address is allowed.
 """
 
 from __future__ import annotations
@@ -10,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import hashlib
 import hmac
 import logging
 import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,30 +31,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anabranch.server import page
 from anabranch.server.body import ClientGone
-from anabranch.server.errors import ApiError, bad_request, internal, unavailable
-from anabranch.server.hosts import Hosts
-from anabranch.server.settings import Settings
+from anabranch.server.errors import ApiError, internal, unavailable
+from anabranch.server.settings import Settings, is_loopback, parse_address
 
 log = logging.getLogger("anabranch.server.access")
 
 HEALTH = frozenset(("/health", "/health/live", "/health/ready"))
 OPEN = HEALTH | page.PATHS
-CLIENT_GONE = 499  # nobody receives it; the log and the metrics do
+CLIENT_GONE = 499  # never sent: for the log and the metrics
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+RawHeaders = list[tuple[bytes, bytes]]
+EncodeError = Callable[[ApiError, str, str], bytes]  # with the path and the request's id
+Responses = Counter[tuple[str, int]]
+"""Number by route (its pattern, not the requested path: labels must stay few) and status."""
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, settings: Settings, encode_error: Callable[[ApiError, str, str], bytes]) -> None:
-        self.app, self.encode_error = app, encode_error
+    def __init__(self, app: ASGIApp, settings: Settings, encode_error: EncodeError, responses: Responses) -> None:
+        self.app, self.encode_error, self.responses = app, encode_error, responses
         self.max_header_bytes = settings.max_header_bytes
         self.hosts = Hosts(settings)
         self.keys = [_digest(key.encode()) for key in settings.api_key]
-        self.responses: Counter[tuple[str, int]] = Counter()
-        """By route (its pattern, not the path asked for: labels must stay few) and status."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        headers: RawHeaders = scope["headers"]
         request_id = _request_id(headers)
         noted: dict[str, Any] = {}
         scope.setdefault("state", {}).update(request_id=request_id, log=noted)
@@ -65,7 +73,7 @@ class Guard:
         async def respond(error: ApiError) -> None:
             body = self.encode_error(error, scope["path"], request_id)
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+            headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
             await send_with_id({"type": "http.response.start", "status": error.status, "headers": headers})
             await send_with_id({"type": "http.response.body", "body": body})
 
@@ -83,9 +91,8 @@ class Guard:
                 await respond(unavailable("the server is shutting down", "server_draining"))
         except Exception:
             log.exception("request %s: %s %s", request_id, scope["method"], _route(scope))
-            if not status or status == 500:  # FastAPI's own handler may have answered
-                noted["error"] = "internal_error"
             if not status:
+                noted["error"] = "internal_error"
                 await respond(internal(request_id))
         finally:
             route = _route(scope)
@@ -95,61 +102,75 @@ class Guard:
             quiet = route in HEALTH or route == "/metrics" or route.startswith(("/debug/", "/page/"))
             log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": noted})
 
-    def _check(self, path: str, headers: list[tuple[bytes, bytes]]) -> None:
+    def _check(self, path: str, headers: RawHeaders) -> None:
+        close = {"connection": "close"}
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         if size > self.max_header_bytes:
             message = f"the headers have {size} bytes; the limit is {self.max_header_bytes}"
-            raise ApiError(431, message, code="headers", headers={"connection": "close"})
-        self._check_framing(headers)
-        self._check_host(path, headers)
-        if not self.keys or path in OPEN:
-            return
+            raise ApiError(431, message, code="headers", headers=close)
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            # A proxy in front may believe the other of the two lengths, and take the rest for another request.
+            message = "Content-Length and Transfer-Encoding contradict each other: send one"
+            raise ApiError(400, message, code="framing", headers=close)
+        hosts = [value.decode("latin-1") for name, value in headers if name == b"host"] if path not in HEALTH else []
+        if refused := [host for host in hosts if not self.hosts.allow(host)]:
+            message = (
+                f"the Host {refused[0][:200]!r} is not known here: reach the server by its address or as localhost, "
+                "or let the operator name it with --allowed-hosts, or set an API key"
+            )
+            raise ApiError(403, message, code="host_not_allowed")
+        if self.keys and path not in OPEN:
+            self._check_key(headers)
+
+    def _check_key(self, headers: RawHeaders) -> None:
         given = [key for name, value in headers for key in _keys(name, value)]
-        # Every key against every other, and digests of one length: the time tells nothing.
+        # Every key against every other, and digests of one length: the time reveals nothing.
         matches = [hmac.compare_digest(_digest(key), known) for key in given for known in self.keys]
         if not any(matches):
             what = "the API key is wrong" if given else "an API key is needed"
-            raise ApiError(
-                401,
-                f"{what}: send it as `Authorization: Bearer KEY`",
-                code="invalid_api_key",
-                # Not Basic, though it is taken: a browser would ask for a password before the page can ask for the key.
-                headers={"www-authenticate": 'Bearer realm="anabranch"'},
-            )
+            message = f"{what}: send it as `Authorization: Bearer KEY`"
+            # Basic is accepted but not offered: a browser would ask for a password before the page asks for the key.
+            authenticate = {"www-authenticate": 'Bearer realm="anabranch"'}
+            raise ApiError(401, message, code="invalid_api_key", headers=authenticate)
 
-    def _check_framing(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """A proxy in front may believe the other of two lengths, and take the rest for another request."""
-        names = {name for name, _ in headers}
-        if b"content-length" in names and b"transfer-encoding" in names:
-            error = bad_request("Content-Length and Transfer-Encoding contradict each other: send one", code="framing")
-            error.headers["connection"] = "close"
-            raise error
 
-    def _check_host(self, path: str, headers: list[tuple[bytes, bytes]]) -> None:
-        for name, value in headers:
-            if name == b"host" and path not in HEALTH and not self.hosts.allow(host := value.decode("latin-1")):
-                message = (
-                    f"the Host {host[:200]!r} is not known here: reach the server by its address or as localhost, "
-                )
-                message += "or let the operator name it with --allowed-hosts, or set an API key"
-                raise ApiError(403, message, code="host_not_allowed")
+class Hosts:
+    """The Host headers that are allowed."""
+
+    def __init__(self, settings: Settings) -> None:
+        names = {name.lower().rstrip(".") for name in settings.allowed_hosts}
+        self.any = "*" in names or (bool(settings.api_key) and not names)
+        """A client that has the key needs no other proof."""
+        names |= {"localhost", settings.host.lower()}
+        if not is_loopback(settings.host):  # other machines reach this one by its own name
+            own = socket.gethostname().lower()
+            names |= {own, own.partition(".")[0], f"{own.partition('.')[0]}.local"}
+        self.names = names
+
+    def allow(self, header: str) -> bool:
+        """`header` is a Host header's value: a name or an address, with a port or without."""
+        if self.any:
+            return True
+        host = header.strip().lower()
+        if host.startswith("["):
+            host = host[1:].partition("]")[0]
+        elif host.count(":") == 1:
+            host = host.partition(":")[0]
+        host = host.rstrip(".")
+        return host in self.names or host.endswith(".localhost") or parse_address(host) is not None
 
 
 def _keys(name: bytes, value: bytes) -> list[bytes]:
-    """The keys in a header: as the openai client sends them, as the anthropic client does, and as a browser asks a
-    person for a password."""
+    """The keys in a header: as the openai client sends them, as the anthropic client does, and as a browser sends a
+    password."""
     if name == b"x-api-key":
         return [value.strip()]
-    if name != b"authorization":
-        return []
-    kind, _, rest = value.strip().partition(b" ")
-    if kind.lower() == b"bearer":
+    scheme, _, rest = value.strip().partition(b" ") if name == b"authorization" else (b"", b"", b"")
+    if scheme.lower() == b"bearer":
         return [rest.strip()]
-    if kind.lower() == b"basic":
-        try:
+    if scheme.lower() == b"basic":
+        with contextlib.suppress(binascii.Error):
             return [base64.b64decode(rest.strip(), validate=True).partition(b":")[2]]
-        except binascii.Error:
-            return []
     return []
 
 
@@ -157,7 +178,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
+def _request_id(headers: RawHeaders) -> str:
     for name, value in headers:
         if name == b"x-request-id" and _ID.fullmatch(text := value.decode("latin-1")):
             return text
@@ -165,5 +186,5 @@ def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
 
 
 def _route(scope: Scope) -> str:
-    """The pattern that matched; one word for all that matched nothing."""
+    """The pattern that matched; "unknown" where none did."""
     return getattr(scope.get("route"), "path", "unknown")

@@ -1,6 +1,6 @@
-"""The last minutes in numbers, for the page: one sample of the engine's stats a second, first-token times as they come.
+"""The last minutes in numbers, for the page: a sample of the engine's stats each second, and times to first tokens.
 
-Counts and seconds only, never text. The engine's own totals (for Prometheus) are engine.metrics'.
+Counts and seconds only, never text. engine.metrics has the totals for Prometheus.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 INTERVAL = 1.0  # seconds between two samples
 KEPT = 300  # samples
 FIRST_TOKENS = 2048
-RECENT = 60.0  # seconds that percentiles look back
+RECENT = 60.0  # seconds that percentiles cover
 
 COUNTED = ["running", "waiting", "kv_usage", "preemptions", "prefix_queries", "prefix_hits"]
 COUNTED += ["prompt_tokens", "generation_tokens"]
-"""Of the engine's stats, what the page shows as it is."""
+"""The engine's stats that the page shows unchanged."""
 Counts = list[list[int]]  # [moe layer][expert]
 
 
@@ -25,9 +25,9 @@ class History:
     def __init__(self) -> None:
         self.samples: deque[dict[str, float]] = deque(maxlen=KEPT)
         self.num_refused = 0
-        """For want of a place in the queue."""
+        """Requests refused because the queue was full."""
         self.stats: dict[str, Any] = {}
-        """The engine's last."""
+        """The engine's last stats."""
         self._first: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)
         self._last_at: float | None = None
         self._last_counts = 0, 0
@@ -40,25 +40,16 @@ class History:
         self._first.append((time.monotonic(), seconds))
 
     def add(self, stats: dict[str, Any]) -> None:
-        """One sample; call it every INTERVAL or so."""
+        """Add a sample; to be called about every INTERVAL."""
         now = time.monotonic()
         counts = stats.get("generation_tokens", 0), stats.get("prompt_tokens", 0)
         if self._last_at is not None:
             seconds = max(now - self._last_at, 1e-3)
-            rates = [(new - old) / seconds for new, old in zip(counts, self._last_counts, strict=True)]
-            p50, p99 = self.percentiles(0.5, 0.99)
-            self.samples.append(
-                {
-                    "time": time.time(),
-                    "generation_tokens_per_second": rates[0],
-                    "prompt_tokens_per_second": rates[1],
-                    "ttft_p50": p50,
-                    "ttft_p99": p99,
-                    "running": stats.get("running", 0),
-                    "waiting": stats.get("waiting", 0),
-                    "kv_usage": stats.get("kv_usage", 0.0),
-                }
-            )
+            new, prompt = [(now - old) / seconds for now, old in zip(counts, self._last_counts, strict=True)]
+            sample = {"time": time.time(), "generation_tokens_per_second": new, "prompt_tokens_per_second": prompt}
+            sample["ttft_p50"], sample["ttft_p99"] = self.percentiles(0.5, 0.99)
+            sample |= {name: stats.get(name, 0) for name in ("running", "waiting", "kv_usage")}
+            self.samples.append(sample)
         self._last_at, self._last_counts = now, counts
         load = stats.get("expert_load") or []
         if load != self._load_last:  # the engine copies its histogram every few steps

@@ -1,11 +1,11 @@
-"""From a socket to an exit code: listen, load, serve, drain.
+"""The server's process: listen, load, serve, drain. Exit codes:
 
-    0    ended as told, whether all requests in flight finished in time or not
+    0    ended by a signal, whether all running requests finished in time or not
     1    the engine did not start, died, or hung
-    130  a second signal cut it short (143 for SIGTERM)
+    130  ended early by a second signal (143 for SIGTERM)
 
-The port answers from the beginning, so that probes see "loading" and not nothing. The engine is a child process that
-cannot outlive this one. Nothing here knows a route.
+The port answers from the beginning, so that probes see "loading". The engine is a child process that cannot outlive
+this one. Nothing here knows a route.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import read_config
 from anabranch.models.generation import read_sampling_defaults
-from anabranch.server import open_files
+from anabranch.server import connection
 from anabranch.server.app import make_app
-from anabranch.server.connection import Seldom, protocol_for
+from anabranch.server.connection import LimitedWarning
 from anabranch.server.history import INTERVAL
-from anabranch.server.parsers import find_parsers
+from anabranch.server.parsers.choose import find_parsers
 from anabranch.server.service import Model, Service
 from anabranch.server.settings import Settings
 from anabranch.server.tracing import traced
@@ -46,22 +46,23 @@ from anabranch.text.tokenizer import Tokenizer
 log = logging.getLogger("anabranch.server")
 
 MAKE_ENGINE = "anabranch.engine.engine:make_engine"
-GRACE = 1.0  # seconds in which answers and health still go out after the engine's death
-LAST_WRITES = 5.0  # seconds for connections to take what was written, at the end
-END = 2.0  # seconds of the shutdown timeout that are kept for ending what has not finished
-WATCH = 0.25  # seconds between two looks at the engine
+GRACE = 1.0  # seconds in which answers and health are still sent after the engine's death
+LAST_WRITES = 5.0  # seconds for clients to receive what was written, at the end
+END = 2.0  # seconds of the shutdown timeout that are reserved for ending what has not finished
+WATCH = 0.25  # seconds between two checks of the engine
 BACKLOG = 2048  # connections that the system holds until they are accepted
 
 
 def serve(settings: Settings, engine: EngineConfig, make_engine: str = MAKE_ENGINE) -> int:
-    """Until it ends; the exit code. ValueError or OSError for what the user can mend before anything is loaded."""
+    """Serve until the end and return the exit code. ValueError or OSError for mistakes of the user, before anything is
+    loaded."""
     if engine.max_num_batched_tokens == AUTO:
         engine = replace(engine, max_num_batched_tokens=SERVED_TOKENS)
     with listen(settings) as sock:
         server = Server(settings, engine, make_engine)
         code = asyncio.run(server.run(sock))
     if num_busy := server.service.num_busy_threads:
-        log.warning("ending without %d threads that do not finish", num_busy)
+        log.warning("ending although %d threads have not finished", num_busy)
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)  # a thread that comes back from a library while the interpreter goes down can abort the process
@@ -70,7 +71,7 @@ def serve(settings: Settings, engine: EngineConfig, make_engine: str = MAKE_ENGI
 
 @contextlib.contextmanager
 def listen(settings: Settings) -> Iterator[socket.socket]:
-    """The listening socket, bound."""
+    """The socket, bound to the address."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio sets TCP_NODELAY on accepted connections only where the socket names its protocol. Without it the last
     # bytes of a reply wait for the client's delayed acknowledgement, about 40 ms.
@@ -89,13 +90,13 @@ def listen(settings: Settings) -> Iterator[socket.socket]:
 class Server:
     def __init__(self, settings: Settings, engine: EngineConfig, make_engine: str) -> None:
         self.settings, self.engine, self.make_engine = settings, engine, make_engine
-        self.max_connections = open_files.max_connections(settings.max_connections, open_files.raise_limit())
+        self.max_connections = connection.max_connections(settings.max_connections, connection.raise_file_limit())
         self.service = Service(settings, engine, settings.served_model_name or (model_name(engine.model),))
         self.http = _Http(
             uvicorn.Config(
                 traced(make_app(self.service)),
-                http=protocol_for(settings, self.max_connections),
-                backlog=open_files.AT_ONCE,
+                http=connection.protocol_for(settings, self.max_connections),
+                backlog=connection.ACCEPTED_AT_ONCE,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -106,13 +107,11 @@ class Server:
             )
         )
         self.client: EngineClient | None = None
-        self.socket_errors = Seldom()
+        self.socket_errors = LimitedWarning()
         self.signals: list[int] = []
+        self.first_signal, self.second_signal = asyncio.Event(), asyncio.Event()
         self.deadline = float("inf")
         """time.monotonic() when the process must have ended."""
-        self.told = asyncio.Event()
-        """A signal has come."""
-        self.told_again = asyncio.Event()
         self.stages: list[tuple[str, float]] = []
         self.address = ""
 
@@ -122,9 +121,9 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         http = asyncio.create_task(self.http.serve(sockets=[sock]))
-        self._say_where(sock)
+        self._log_address(sock)
         try:
-            return await self._live()
+            return await self._run()
         finally:
             self.http.config.timeout_graceful_shutdown = min(LAST_WRITES, self._left() / 2)  # type: ignore[assignment]
             self.http.should_exit = True
@@ -135,27 +134,27 @@ class Server:
                 loop.remove_signal_handler(number)
 
     def _left(self) -> float:
-        """Seconds for the next thing to end by itself."""
+        """Seconds until the deadline, for what is still to end."""
         return max(END / 2, self.deadline - time.monotonic())
 
     def _on_signal(self, number: int) -> None:
         self.signals.append(number)
         timeout = self.settings.shutdown_timeout if len(self.signals) == 1 else END
         self.deadline = min(self.deadline, time.monotonic() + timeout)
-        (self.told_again if self.told.is_set() else self.told).set()
+        (self.second_signal if self.first_signal.is_set() else self.first_signal).set()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What no task waits for. Sockets fail because of clients and of limits: one line and seldom, no traceback."""
+        """Errors outside of all tasks. Those of sockets come from clients and limits: few lines, no traceback."""
         error = context.get("exception")
         if isinstance(error, OSError):
             self.socket_errors.warn(f"{context.get('message')}: {error.strerror or error}")
         else:
             loop.default_exception_handler(context)
 
-    async def _live(self) -> int:
+    async def _run(self) -> int:
         loading = asyncio.create_task(self._load())
-        told = asyncio.create_task(self.told.wait())
-        await asyncio.wait((loading, told), return_when=asyncio.FIRST_COMPLETED)
+        signalled = asyncio.create_task(self.first_signal.wait())
+        await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             log.info("%s while loading: ending", signal.Signals(self.signals[0]).name)
             self.service.leave("draining", "the server is shutting down")
@@ -163,30 +162,26 @@ class Server:
             await asyncio.gather(loading, return_exceptions=True)
             return 0
         try:
-            self.client = loading.result()
+            client = self.client = loading.result()
         except (EngineDead, ValueError, OSError) as error:
             reason = error.reason if isinstance(error, EngineDead) else str(error)
             self.service.leave("dead", reason)
             print(f"anabranch serve: {reason}", file=sys.stderr)
             return 1
-        return await self._serve(told)
-
-    # -- start ---------------------------------------------------------------------------------------------------------
+        return await self._serve(client, signalled)
 
     async def _load(self) -> EngineClient:
-        """The model folder's small files here, the weights in the engine's process."""
-        began = time.monotonic()
-        self.stages.append(("reading the model folder", began))
-        model = await asyncio.get_running_loop().run_in_executor(
-            self.service.threads, read_model, self.engine, self.settings
-        )
+        """Read the model folder's small files here, the weights in the engine's process."""
+        self.stages.append(("reading the model folder", time.monotonic()))
+        loop, threads = asyncio.get_running_loop(), self.service.threads
+        model = await loop.run_in_executor(threads, read_model, self.engine, self.settings)
         self.stages.append(("starting the engine's process", time.monotonic()))
         client = await EngineClient.start(
             self.engine, self.make_engine, timeout=self.settings.start_timeout, on_stage=self._on_stage
         )
         self.stages.append(("ready", time.monotonic()))
         self.service.become_ready(model, client)
-        self._say_ready()
+        self._log_ready()
         return client
 
     def _on_stage(self, stage: messages.Stage) -> None:
@@ -196,14 +191,14 @@ class Server:
             part = f" {stage.done / stage.total:.0%}" if stage.total else ""
             self.service.reason = f"the model is loading ({stage.name}{part})"
 
-    def _say_where(self, sock: socket.socket) -> None:
+    def _log_address(self, sock: socket.socket) -> None:
         host, port = sock.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         self.address = f"http://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
         key = "key needed" if self.settings.api_key else "no key"
         log.info("listening on http://%s:%d (%s); model %s", host, port, key, ", ".join(self.service.names))
 
-    def _say_ready(self) -> None:
+    def _log_ready(self) -> None:
         for (name, at), (_, until) in zip(self.stages, self.stages[1:]):
             log.info("  %-30s %7.2f s", name, until - at)
         total = self.stages[-1][1] - self.stages[0][1]
@@ -219,111 +214,102 @@ class Server:
         log.info("open %s in a browser, or: %s", self.address, self._example())
 
     def _example(self) -> str:
-        """A command that asks this server something."""
+        """A command that sends a request to this server."""
         route, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 64}'
         if self.service.model.template.templates:
             route, body = "chat/completions", '{"messages": [{"role": "user", "content": "Tell me a story."}]}'
         key = " -H 'authorization: Bearer KEY'" if self.settings.api_key else ""
         return f"curl {self.address}/v1/{route}{key} -H 'content-type: application/json' -d '{body}'"
 
-    # -- serve and end -------------------------------------------------------------------------------------------------
-
-    async def _serve(self, told: asyncio.Task[bool]) -> int:
-        assert self.client is not None
-        death = asyncio.create_task(self.client.wait())
-        watching = [asyncio.create_task(self._watch_steps()), asyncio.create_task(self._sample())]
+    async def _serve(self, client: EngineClient, signalled: asyncio.Task[bool]) -> int:
+        death = asyncio.create_task(client.wait())
+        watching = [asyncio.create_task(self._watch_steps(client)), asyncio.create_task(self._sample(client))]
         try:
-            await asyncio.wait((death, told), return_when=asyncio.FIRST_COMPLETED)
-            if not death.done():
-                return await self._drain(death)
-            return await self._mourn()
+            await asyncio.wait((death, signalled), return_when=asyncio.FIRST_COMPLETED)
+            return await (self._end_after_death(client) if death.done() else self._drain(client, death))
         finally:
             for task in (death, *watching):
                 task.cancel()
             await asyncio.gather(death, *watching, return_exceptions=True)
 
-    async def _drain(self, death: asyncio.Task[str]) -> int:
-        """Nothing new is taken; what runs may finish."""
+    async def _drain(self, client: EngineClient, death: asyncio.Task[str]) -> int:
+        """Refuse new requests and let the running ones finish."""
         name, timeout = signal.Signals(self.signals[0]).name, self.settings.shutdown_timeout
         timeout = max(timeout - END, timeout / 2)
         log.info("%s: waiting up to %g s for %d sequences", name, timeout, self.service.num_admitted)
         self.service.leave("draining", "the server is shutting down")
         drained = asyncio.create_task(self._until_idle())
-        again = asyncio.create_task(self.told_again.wait())
+        again = asyncio.create_task(self.second_signal.wait())
         try:
             await asyncio.wait((drained, again, death), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
-                return await self._mourn()
+                return await self._end_after_death(client)
             if again.done():
-                log.warning("a second signal: %d sequences are cut off", self.service.num_admitted)
+                log.warning("a second signal: %d sequences are aborted", self.service.num_admitted)
             elif not drained.done():
-                log.warning("not finished within %g s: %d sequences are cut off", timeout, self.service.num_admitted)
+                log.warning("not finished within %g s: %d sequences are aborted", timeout, self.service.num_admitted)
         finally:
             for task in (drained, again):
                 task.cancel()
-        assert self.client is not None
-        self.service.cut_off()
-        await self.client.close(patience=self._left() / 2)  # what still runs ends with an error that says so
+        self.service.cancel_work()
+        await client.close(patience=self._left() / 2)  # sequences that still run end with an error
         return 128 + self.signals[1] if len(self.signals) > 1 else 0
 
     async def _until_idle(self) -> None:
         while self.service.num_admitted:
             await asyncio.sleep(0.02)
 
-    async def _mourn(self) -> int:
-        """The engine is gone and nobody asked it to: those who wait hear of it, then we go too."""
-        assert self.client is not None
-        found = self.service.reason if self.service.phase == "dead" else self.client.dead_reason
+    async def _end_after_death(self, client: EngineClient) -> int:
+        """The engine has died: requests get an error with the reason, then this process ends too."""
+        found = self.service.reason if self.service.phase == "dead" else client.dead_reason
         reason = found or "the engine has ended"
         self.service.leave("dead", reason)
         log.error("%s; ending with exit code 1", reason)
         await asyncio.sleep(GRACE)
         return 1
 
-    async def _watch_steps(self) -> None:
-        """A step that takes too long is a hang: the engine is killed, and the rest follows from its death."""
-        assert self.client is not None
+    async def _watch_steps(self, client: EngineClient) -> None:
+        """Kill an engine whose step takes too long; then the server ends as after any death of the engine."""
         while True:
             await asyncio.sleep(WATCH)
-            if self.client.hanging_for > self.settings.step_timeout:
+            if client.hanging_for > self.settings.step_timeout:
                 reason = f"the engine has been in one step for more than {self.settings.step_timeout:g} s"
                 self.service.leave("dead", reason)
-                log.error("%s: killing process %d", reason, self.client.pid)
+                log.error("%s: killing process %d", reason, client.pid)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.client.pid, signal.SIGKILL)
+                    os.kill(client.pid, signal.SIGKILL)
                 return
 
-    async def _sample(self) -> None:
-        assert self.client is not None
+    async def _sample(self, client: EngineClient) -> None:
         while True:
             await asyncio.sleep(INTERVAL)
-            with contextlib.suppress(TimeoutError, RuntimeError):  # hanging or dead: others see to that
-                self.service.history.add(await self.client.stats(timeout=10 * INTERVAL))
+            with contextlib.suppress(TimeoutError, RuntimeError):  # hanging or dead: handled elsewhere
+                self.service.history.add(await client.stats(timeout=10 * INTERVAL))
 
 
 class _Http(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours: uvicorn would close the port before the drain."""
+        """Leave signals to Server: uvicorn would close the port before the drain."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for sock in sockets or ():
-            sock.listen(BACKLOG)  # uvicorn's one number is both this and how many are accepted in a row
+            sock.listen(BACKLOG)  # uvicorn has one number for this and for how many it accepts in a row
 
 
 def read_model(engine: EngineConfig, settings: Settings) -> Model:
-    """What the server needs of the model folder; ValueError for what is wrong with its files."""
+    """Read what the server needs from the model folder; ValueError if its files are wrong."""
     has_weights = engine.load_format != "dummy"
     folder = locate(engine.model, weights=has_weights)
     try:
         config = read_config(folder)
-    except ValueError:  # of packed weights: whether they can be read is for the platform's runner to say
+    except ValueError:  # packed weights: the platform's runner decides whether it can read them
         config = read_config(folder, quantized=True)
         has_weights = False
     if has_weights:
-        read_checkpoint(folder)  # headers only: a file that is not whole is told before a process is started
+        read_checkpoint(folder)  # headers only: an incomplete file is an error before a process is started
     template = ChatTemplate(folder, settings.chat_template)
     tokenizer = Tokenizer(folder)
     added = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
@@ -334,5 +320,5 @@ def read_model(engine: EngineConfig, settings: Settings) -> Model:
 
 
 def model_name(model: str) -> str:
-    """What clients call it: a hub id as it is, of a folder the last part."""
+    """The name for clients: a hub id as it is, the last part of a folder's path."""
     return Path(model).resolve().name if Path(model).is_dir() else model

@@ -1,4 +1,4 @@
-"""An answer in OpenAI's dialect, whole or in chunks: what chats and completions share, from a body to its bytes."""
+"""Answers in OpenAI's dialect, whole or in chunks: of chats, and of completions as lm-eval asks for them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,34 @@ from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
 from anabranch import __version__
-from anabranch.request import Completion
+from anabranch.request import TokenLogprobs
 from anabranch.sampling_params import SamplingParams
-from anabranch.server.logprobs import TokenTexts
-from anabranch.server.protocol import Sampling
+from anabranch.server import protocol
+from anabranch.server.chat import Chat, prepare, tool_call
+from anabranch.server.errors import bad_request
+from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
+from anabranch.server.protocol import MAX_PROMPTS, ChatCompletion, grammar, sampling_params
 from anabranch.server.service import Service
 from anabranch.server.stream import event
 from anabranch.text.output import Answer, Delta
 from anabranch.text.tokenizer import Tokenizer
 
-Body = TypeVar("Body", bound=Sampling)
+Body = TypeVar("Body", bound=protocol.Sampling)
 Choice = dict[str, Any]
+
+MAX_TOP_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
+LOWEST = -9999.0  # JSON has no -Infinity
 
 
 class OpenAIAnswer(ABC, Generic[Body]):
-    """One request's way from body to answer. Choice p × n + i is the i-th of prompt p."""
+    """The answer to one request. Choice p × n + i is the i-th of prompt p."""
 
     id_prefix: ClassVar[str]
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_object_name: ClassVar[str]
     prompt_field: ClassVar[str]
-    """Of the body: what errors about the prompt name."""
+    """The body's field that errors about the prompt name."""
     num_prompts = 1
 
     def __init__(self, service: Service, body: Body, log: dict[str, Any], num_bytes: int = 0) -> None:
@@ -47,27 +54,19 @@ class OpenAIAnswer(ABC, Generic[Body]):
 
     @abstractmethod
     async def prepare(self) -> None:
-        """Add the answers that are to grow."""
+        """Add the answers to be generated."""
 
     @abstractmethod
-    def choice(self, number: int, completion: Completion) -> Choice:
-        """Of an answer that has ended."""
+    def choice(self, number: int, delta: Delta, first: bool, whole: bool = False) -> Choice:
+        """What a delta adds to a choice, or begins it with; `whole`: the delta is all of it."""
 
-    @abstractmethod
-    def chunk_choice(self, number: int, delta: Delta, first: bool) -> Choice | None:
-        """What a delta adds to a choice, or begins it with; None if there is nothing to tell."""
+    def extras(self, whole: bool) -> dict[str, Any]:
+        """Fields next to the choices, of a whole answer or of the first chunk."""
+        return {}
 
     def add(self, id: str, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer) -> None:
-        options = {
-            "priority": self.body.priority,
-            "cache_salt": self.body.cache_salt or "",
-            "arrival": time.monotonic(),
-        }
+        options = {"priority": self.body.priority, "cache_salt": self.body.cache_salt or ""}
         self.answers.append(self.service.answer(id, prompt_ids, params, tokenizer, self.prompt_field, **options))
-
-    def beside(self) -> dict[str, Any]:
-        """What stands beside the choices, of the whole answer or of its first chunk."""
-        return {}
 
     async def whole(self) -> dict[str, Any]:
         with self.service.admitted(self.num_prompts * max(1, self.n)):
@@ -75,12 +74,13 @@ class OpenAIAnswer(ABC, Generic[Body]):
             async with aclosing(self.service.generate(self.answers)) as generated:
                 async for _ in generated:
                     pass
-        choices = [
-            self.choice(number, completion)
-            for number, answer in enumerate(self.answers)
-            for completion in answer.output.completions
-        ]
-        return self.head(self.kind) | {"choices": choices, "usage": self.end()} | self.beside()
+        choices = []
+        for number, answer in enumerate(self.answers):
+            for one in answer.output.completions:
+                delta = Delta(one.index, one.text, one.token_ids, one)
+                choice = self.choice(number, delta, first=True, whole=True)
+                choices.append({"index": number * self.n + one.index, **choice})
+        return self.head(self.object_name) | {"choices": choices, "usage": self.log_usage()} | self.extras(whole=True)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
@@ -89,38 +89,201 @@ class OpenAIAnswer(ABC, Generic[Body]):
         begun: set[int] = set()
         with self.service.admitted(self.num_prompts * max(1, self.n)):
             await self.prepare()
-            head = self.head(self.chunk_kind)
+            head = self.head(self.chunk_object_name)
             async with aclosing(self.service.generate(self.answers)) as generated:
                 async for number, delta in generated:
                     index = number * self.n + delta.index
-                    choice = self.chunk_choice(number, delta, first=index not in begun)
-                    if choice is None:
+                    first = index not in begun
+                    choice = self.choice(number, delta, first)
+                    if not first and not any(choice.values()):  # text is held back, for part of a character or of a tag
                         continue
                     chunk = head | {"choices": [{"index": index, **choice}]}
                     if counted:
                         chunk["usage"] = usage(self.answers) if always else None
-                    yield event(chunk if begun else chunk | self.beside())
+                    yield event(chunk if begun else chunk | self.extras(whole=False))
                     begun.add(index)
-        found = self.end()
+        found = self.log_usage()
         if counted:
             yield event(head | {"choices": [], "usage": found})
 
-    def head(self, kind: str) -> dict[str, Any]:
+    def head(self, object_name: str) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": kind,
+            "object": object_name,
             "created": self.created,
             "model": self.service.names[0],
             "system_fingerprint": f"anabranch-{__version__}",
         }
 
-    def end(self) -> dict[str, Any]:
-        """The usage of all, noted in the log."""
+    def ending(self, delta: Delta, finish_reason: str | None) -> Choice:
+        """A choice's new tokens if the request wants them, and how the choice ended if it has."""
+        choice: Choice = {"logprobs": None, "finish_reason": finish_reason}
+        if finish_reason is not None:
+            choice["stop_reason"] = delta.completion.stop_reason
+            if delta.completion.routed_experts is not None:
+                choice["routed_experts"] = npy_base64(delta.completion.routed_experts)
+        if self.body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def log_usage(self) -> dict[str, Any]:
+        """The usage of all answers, which have ended."""
         found = usage(self.answers)
         completions = [completion for answer in self.answers for completion in answer.output.completions]
         self.log |= {name: found[name] for name in ("prompt_tokens", "completion_tokens")}
         self.log["finish"] = ",".join(sorted({str(completion.finish_reason) for completion in completions}))
         return found
+
+
+class ChatAnswer(OpenAIAnswer[ChatCompletion]):
+    id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_field = "messages"
+
+    async def prepare(self) -> None:
+        body, service, model = self.body, self.service, self.service.model
+        if body.top_logprobs is not None:
+            if not body.logprobs:
+                raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+            if not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+                raise bad_request(f"top_logprobs must lie in [0, {MAX_TOP_LOGPROBS}]", "top_logprobs")
+
+        def work() -> tuple[Chat, str, list[int], SamplingParams]:
+            params = sampling_params(
+                body,
+                model.sampling_defaults,
+                max_tokens=service.max_model_len,
+                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                grammar=grammar(body),
+            )
+            chat = Chat(body)
+            return chat, *prepare(service, chat, params)
+
+        chat, prompt, self.prompt_ids, params = await service.prepare(work, "messages", self.num_bytes)
+        self.add(self.id, self.prompt_ids, params, model.chat_tokenizer)
+        self.readers = [
+            model.parsers.start(chat.offered, chat.tool_choice, True, prompt, chat.parallel_tool_calls)
+            for _ in self.answers[0].requests
+        ]
+        self.log["prompt_tokens"] = len(self.prompt_ids)
+
+    def extras(self, whole: bool) -> dict[str, Any]:
+        extras: dict[str, Any] = {"prompt_token_ids": self.prompt_ids} if self.body.return_token_ids else {}
+        if whole and (found := self.answers[0].output.prompt_logprobs) is not None:
+            extras["prompt_logprobs"] = prompt_logprobs(found, self.texts)
+        return extras
+
+    def parts(self, delta: Delta) -> list[Part]:
+        """The parts in a delta's text; to be called once for each delta, in order."""
+        return self.readers[delta.index].feed(delta.text, delta.completion.finish_reason is not None)
+
+    def choice(self, number: int, delta: Delta, first: bool, whole: bool = False) -> Choice:
+        message = self.message(self.parts(delta))
+        finish_reason: str | None = delta.completion.finish_reason
+        if whole:
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+            content = message.pop("content", None if "tool_calls" in message else "")
+            message = {"role": "assistant", "content": content, "refusal": None, **message}
+        elif first:  # the role comes with the first token, whether it has text already or not
+            message = {"role": "assistant", "content": message.pop("content", ""), **message}
+        if finish_reason == "stop" and self.readers[delta.index].num_calls:
+            finish_reason = "tool_calls"
+        choice: Choice = {"message" if whole else "delta": message, **self.ending(delta, finish_reason)}
+        if self.body.logprobs and (whole or delta.token_ids):
+            choice["logprobs"] = {"content": chat_logprobs(new_logprobs(delta), self.texts)}
+        return choice
+
+    def message(self, parts: list[Part]) -> dict[str, Any]:
+        """Parts as one delta: text of the same type joined, pieces of a call's arguments too."""
+        message: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            match part:
+                case Content(text) if text:
+                    message["content"] = message.get("content", "") + text
+                case Reasoning(text) if text and self.body.include_reasoning:
+                    message["reasoning_content"] = message["reasoning"] = message.get("reasoning", "") + text
+                case ToolCallBegin(index, id, name):
+                    calls[index] = {"index": index, **tool_call(id, name, "")}
+                case ToolCallArguments(index, text) if text:
+                    call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                    call["function"]["arguments"] += text
+        if calls:
+            message["tool_calls"] = list(calls.values())
+        return message
+
+
+class CompletionAnswer(OpenAIAnswer[protocol.Completion]):
+    """Prompts are texts or lists of token ids."""
+
+    id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
+    prompt_field = "prompt"
+
+    def __init__(self, service: Service, body: protocol.Completion, log: dict[str, Any], num_bytes: int = 0) -> None:
+        super().__init__(service, body, log, num_bytes)
+        self.logprobs: dict[int, CompletionLogprobs] = {}
+        prompt: Any = body.prompt
+        is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | float)
+        self.prompts: list[Any] = [prompt] if is_one else prompt
+        self.num_prompts = number = len(self.prompts)
+        if number > MAX_PROMPTS:
+            raise bad_request(f"prompt: {number} prompts; at most {MAX_PROMPTS} go into one request", "prompt")
+
+    async def prepare(self) -> None:
+        body, service = self.body, self.service
+
+        def work() -> tuple[SamplingParams, list[list[int]]]:
+            params = sampling_params(
+                body,
+                service.model.sampling_defaults,
+                max_tokens=DEFAULT_MAX_TOKENS,
+                logprobs=body.logprobs,
+                grammar=grammar(body),
+                **({"prompt_logprobs": body.logprobs} if body.echo and body.prompt_logprobs is None else {}),
+            )
+            self.check_prompts()
+            return params, [
+                service.encode(one, body.add_special_tokens, "prompt") if isinstance(one, str) else one
+                for one in self.prompts
+            ]
+
+        params, prompts = await service.prepare(work, "prompt", self.num_bytes)
+        for number, ids in enumerate(prompts):
+            self.add(f"{self.id}-{number}", ids, params, service.model.tokenizer)
+
+    def check_prompts(self) -> None:
+        """400 for what is neither text nor token ids; takes time in proportion to the number of tokens."""
+        for number, one in enumerate(self.prompts):
+            if isinstance(one, str) and one:
+                continue
+            if not isinstance(one, list) or not one:
+                empty = "is empty: give at least one token" if one in ("", []) else "must be text or token ids"
+                raise bad_request(f"prompt[{number}] {empty}", "prompt")
+            self.service.check_length(len(one), "prompt")
+            if not all(type(token) is int and 0 <= token < 2**31 for token in one):
+                raise bad_request(f"prompt[{number}]: token ids must be integers from 0 on", "prompt")
+
+    def choice(self, number: int, delta: Delta, first: bool, whole: bool = False) -> Choice:
+        output, body, text = self.answers[number].output, self.body, delta.text
+        if first and body.echo:
+            prompt = self.prompts[number]
+            if not isinstance(prompt, str):
+                prompt = self.service.model.tokenizer.decode(prompt, skip_special_tokens=False)
+            text = prompt + text
+        choice: Choice = {"text": text, **self.ending(delta, delta.completion.finish_reason)}
+        if body.logprobs is not None and (whole or delta.token_ids):
+            index, token_ids, found = number * self.n + delta.index, delta.token_ids, new_logprobs(delta)
+            if index not in self.logprobs:
+                self.logprobs[index] = CompletionLogprobs(self.texts)
+                if body.echo:
+                    token_ids = output.prompt_ids + token_ids
+                    found = [*(output.prompt_logprobs or [None] * len(output.prompt_ids)), *found]
+            choice["logprobs"] = self.logprobs[index].chunk(token_ids, found)
+        if whole and body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [], self.texts)
+        if body.return_token_ids and first:
+            choice["prompt_token_ids"] = output.prompt_ids
+        return choice
 
 
 def usage(answers: list[Answer]) -> dict[str, Any]:
@@ -135,13 +298,86 @@ def usage(answers: list[Answer]) -> dict[str, Any]:
     }
 
 
-def routed_experts(completion: Completion) -> dict[str, str]:
-    """As vLLM sends them: the ids of every token but the last, a base64 .npy of shape [token, layer, k]."""
-    routed = completion.routed_experts
-    return {} if routed is None else {"routed_experts": npy_base64(routed)}
+def new_logprobs(delta: Delta) -> list[Any]:
+    return (delta.completion.logprobs or [])[-len(delta.token_ids) :]
+
+
+class TokenTexts:
+    """Tokens as text and as bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.spellings = tokenizer.spellings[False]
+
+    def bytes(self, token_id: int) -> bytes:
+        return self.spellings[token_id] or b""
+
+    def text(self, token_id: int) -> str:
+        """Part of a character has no text: its bytes are written out, so that different tokens look different."""
+        spelling = self.bytes(token_id)
+        try:
+            return spelling.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+
+
+def finite(logprob: float) -> float:
+    """All others stay unchanged: lm-eval recognizes greedy tokens by equal floats."""
+    return max(logprob, LOWEST)
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any]]:
+    def one(token_id: int, logprob: float) -> dict[str, Any]:
+        spelling = list(texts.bytes(token_id))
+        return {"token": texts.text(token_id), "logprob": finite(logprob), "bytes": spelling}
+
+    return [
+        one(item.token_id, item.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in item.top]}
+        for item in logprobs
+    ]
+
+
+class CompletionLogprobs:
+    """The four lists of a choice's log probabilities, as tokens come."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self.texts = texts
+        self.offset = 0
+
+    def chunk(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token_id, item in zip(token_ids, logprobs, strict=True):
+            text = self.texts.text(token_id)
+            found["text_offset"].append(self.offset)
+            found["tokens"].append(text)
+            found["token_logprobs"].append(None if item is None else finite(item.logprob))
+            found["top_logprobs"].append(None if item is None else self._top(item))
+            self.offset += len(text)
+        return found
+
+    def _top(self, item: TokenLogprobs) -> dict[str, float]:
+        """Best first; of two tokens with the same text the better one. The token itself is always among them."""
+        top: dict[str, float] = {}
+        for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
+            top.setdefault(self.texts.text(token_id), finite(logprob))
+        return top
+
+
+def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
+    """In vLLM's form: by token id, with rank and text."""
+
+    def one(item: TokenLogprobs) -> dict[str, Any]:
+        ranked = [(item.token_id, item.logprob, item.rank)]
+        ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(item.top, 1)]
+        return {
+            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": texts.text(token)}
+            for token, logprob, rank in ranked
+        }
+
+    return [None if item is None else one(item) for item in logprobs]
 
 
 def npy_base64(routed: Sequence[Sequence[Sequence[int]]]) -> str:
+    """Routed experts as vLLM sends them: the ids of every token but the last, a .npy of shape [token, layer, k]."""
     num_layers = len(routed[0]) if routed else 0
     top_k = len(routed[0][0]) if num_layers else 0
     shape = (len(routed), num_layers, top_k)

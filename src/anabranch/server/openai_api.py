@@ -1,7 +1,8 @@
-"""The routes of OpenAI's dialect, and /tokenize and /detokenize as vLLM has them."""
+"""The routes of OpenAI's dialect, and vLLM's /tokenize and /detokenize."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -9,10 +10,9 @@ from fastapi import APIRouter, Request, Response
 
 from anabranch.server import protocol, stream
 from anabranch.server.body import read_json
-from anabranch.server.chat import render
+from anabranch.server.chat import Chat, render
 from anabranch.server.errors import bad_request
-from anabranch.server.openai_chat import ChatAnswer, read_chat
-from anabranch.server.openai_completions import CompletionAnswer
+from anabranch.server.openai_answer import ChatAnswer, CompletionAnswer
 from anabranch.server.service import Service
 from anabranch.server.stream import json_response
 
@@ -40,15 +40,14 @@ async def completions(request: Request) -> Response:
     return await _answer(request, body, CompletionAnswer)
 
 
-async def _answer(request: Request, body: Any, kind: type[ChatAnswer] | type[CompletionAnswer]) -> Response:
+async def _answer(request: Request, body: Any, answer_type: type[ChatAnswer] | type[CompletionAnswer]) -> Response:
     service: Service = request.app.state.service
     service.check_ready()
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", "stream_options")
-    log = request.state.log
-    log["stream"] = body.stream
-    answer = kind(service, body, log, request.state.num_bytes)
+    request.state.log["stream"] = body.stream
+    answer = answer_type(service, body, request.state.log, request.state.num_bytes)
     if body.stream:
         return await stream.events(request, answer.chunks())
     return await stream.whole(request, answer.whole())
@@ -85,19 +84,20 @@ async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise bad_request("give a prompt or messages, one of them", "prompt")
+        raise bad_request("give either prompt or messages", "prompt")
+    where = "prompt" if body.messages is None else "messages"
 
     def work() -> dict[str, Any]:
         if body.messages is not None:
-            rendered = render(service.model, read_chat(body))
-            tokens = service.count(rendered.text, bool(body.add_special_tokens), "messages", rendered.plain)
+            rendered = render(service.model, Chat(body))
+            text, special, plain = rendered.text, bool(body.add_special_tokens), rendered.plain
         else:
-            tokens = service.count(body.prompt or "", body.add_special_tokens is not False, "prompt")
+            text, special, plain = body.prompt or "", body.add_special_tokens is not False, ()
+        tokens = service.encode(text, special, where, plain, counting=True)
         tokenizer = service.model.tokenizer
         texts = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
 
-    where = "prompt" if body.messages is None else "messages"
     return json_response(await service.prepare(work, where, request.state.num_bytes))
 
 
@@ -106,14 +106,10 @@ async def detokenize(request: Request) -> Response:
     body = await read_json(request, protocol.Detokenize)
     service: Service = request.app.state.service
     service.check_model(body.model)
-    model = service.model
-    vocabulary = model.config.vocab_size
+    model, vocabulary = service.model, service.model.config.vocab_size
     if len(body.tokens) > (limit := max(service.max_model_len, MAX_DETOKENIZED)):
         raise bad_request(f"tokens: {len(body.tokens)} tokens; at most {limit} go into one request", "tokens")
     if body.tokens and (largest := max(body.tokens)) >= vocabulary:
         raise bad_request(f"tokens: {largest} is not in the vocabulary [0, {vocabulary})", "tokens")
-
-    def work() -> str:
-        return model.tokenizer.decode(body.tokens, body.skip_special_tokens)
-
+    work = partial(model.tokenizer.decode, body.tokens, body.skip_special_tokens)
     return json_response({"prompt": await service.prepare(work, "tokens", request.state.num_bytes)})

@@ -1,23 +1,56 @@
-"""Routes for those who run the server: health, metrics, version, a look inside."""
+"""Routes for operators: health, version, Prometheus metrics, recent history, load of experts.
+
+Metrics are `anabranch:…`, on request also `vllm:…`. Their labels are few and bounded: the model's name, a finish
+reason, a route's pattern, a status.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from anabranch import __version__
-from anabranch.server import metrics
 from anabranch.server.errors import ApiError, bad_request
+from anabranch.server.guard import Responses
 from anabranch.server.service import Service
 from anabranch.server.stream import json_response
 
 router = APIRouter()
+MetricType = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 STATS_SECONDS = 2.0  # to wait for fresh numbers of a busy engine before the last ones are shown
+
+GAUGES = {
+    "num_requests_running": ("running", "Sequences in the running batch."),
+    "num_requests_waiting": ("waiting", "Sequences that wait to run."),
+    "kv_cache_usage_perc": ("kv_usage", "Share of KV pages that requests hold, 0 to 1."),
+}
+COUNTERS = {
+    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that were started."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "num_preemptions": ("preemptions", "Sequences that gave up their KV pages to be computed again."),
+}
+OWN_COUNTERS = {
+    "steps": ("steps", "Steps the engine made."),
+    "nonfinite_logits": ("nonfinite_logits", "Sequences that ended with an error: their logits were NaN or infinite."),
+}
+"""Without a name of vLLM's."""
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("time_to_first_token_seconds", "From arrival to the first token."),
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "Between two tokens of a sequence."),
+    "e2e_request_latency_seconds": ("e2e_request_latency_seconds", "From arrival to the last token."),
+    "request_queue_time_seconds": ("queue_time_seconds", "From arrival to the first computation."),
+}
 
 
 @router.get("/health/live", summary="The process answers")
@@ -39,9 +72,9 @@ async def version() -> Response:
 
 @router.get("/metrics", summary="Prometheus metrics")
 async def show_metrics(request: Request) -> Response:
-    state = request.app.state
-    text = metrics.render(state.service, state.guard, await fresh_stats(state.service))
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    state, registry = request.app.state, CollectorRegistry()  # a new one: nothing is kept between two calls
+    registry.register(Metrics(state.service, state.responses, await fresh_stats(state.service)))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get(
@@ -52,7 +85,7 @@ async def show_stats(request: Request) -> Response:
     try:
         since = float(request.query_params.get("since", 0))
     except ValueError:
-        raise bad_request("since: seconds of a sample's own `time`, a number", "since") from None
+        raise bad_request("since must be a number: the `time` of a sample, in seconds", "since") from None
     await fresh_stats(service)
     about = {
         "phase": service.phase,
@@ -70,7 +103,7 @@ async def show_stats(request: Request) -> Response:
 )
 async def show_experts(request: Request) -> Response:
     service: Service = request.app.state.service
-    # Up to some hundred kB, asked for once a second, and the same while nothing runs.
+    # Up to some hundred kB, requested once a second, and unchanged while nothing runs.
     tag = f'"{service.started:.3f}-{service.history.num_loads}"'
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers={"etag": tag})
@@ -78,7 +111,61 @@ async def show_experts(request: Request) -> Response:
 
 
 async def fresh_stats(service: Service) -> dict[str, Any]:
-    """The engine's stats now; the last known ones where it does not tell."""
+    """The engine's stats now; the last known ones where it does not answer."""
     with contextlib.suppress(ApiError, TimeoutError, RuntimeError):  # loading, hanging, dead
         service.history.stats = await service.client.stats(STATS_SECONDS)
     return service.history.stats
+
+
+class Metrics(Collector):
+    def __init__(self, service: Service, responses: Responses, stats: dict[str, Any]) -> None:
+        self.service, self.responses, self.stats = service, responses, stats
+        self.model = service.names[0]
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_engine("anabranch:")
+        if compat := self.service.settings.metrics_compat:
+            yield from self._of_engine(f"{compat}:")
+        yield from self._simple(CounterMetricFamily, "anabranch:", OWN_COUNTERS)
+        responses = {(route, str(status)): count for (route, status), count in sorted(self.responses.items())}
+        about = "HTTP responses; 499: the client disconnected."
+        yield family(CounterMetricFamily, "anabranch:http_responses", about, responses, "route", "status")
+        refused = {(self.model,): self.service.history.num_refused}
+        about = "Requests refused because the queue was full."
+        yield family(CounterMetricFamily, "anabranch:requests_refused", about, refused)
+        ready = {(self.model,): self.service.phase == "ready"}
+        yield family(GaugeMetricFamily, "anabranch:ready", "1 while requests are taken.", ready)
+        balances = enumerate(self.service.history.experts()["balance_total"])
+        balance = {(self.model, str(layer)): value for layer, value in balances}
+        about = "Mean over maximum load of a layer's experts."
+        yield family(GaugeMetricFamily, "anabranch:expert_balance", about, balance, "model_name", "layer")
+
+    def _of_engine(self, prefix: str) -> Iterator[Metric]:
+        yield from self._simple(GaugeMetricFamily, prefix, GAUGES)
+        yield from self._simple(CounterMetricFamily, prefix, COUNTERS)
+        finished = {(self.model, reason): count for reason, count in sorted(self.stats.get("finished", {}).items())}
+        about = "Sequences that ended, by reason."
+        yield family(CounterMetricFamily, prefix + "request_success", about, finished, "model_name", "finished_reason")
+        for name, (key, about) in HISTOGRAMS.items():
+            if found := self.stats.get(key):
+                histogram = HistogramMetricFamily(prefix + name, about, labels=["model_name"])
+                histogram.add_metric([self.model], _cumulative(found), sum_value=found["sum"])
+                yield histogram
+
+    def _simple(self, type: MetricType, prefix: str, known: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
+        for name, (key, about) in known.items():
+            yield family(type, prefix + name, about, {(self.model,): self.stats.get(key, 0)})
+
+
+def family(type: MetricType, name: str, about: str, values: Mapping[Any, float], *labels: str) -> Metric:
+    """A metric with a value for each tuple of labels."""
+    metric = type(name, about, labels=labels or ["model_name"])
+    for given, value in values.items():
+        metric.add_metric(given, value)
+    return metric
+
+
+def _cumulative(histogram: dict[str, Any]) -> list[tuple[str, float]]:
+    """Prometheus counts values up to a bound, the engine those between two bounds."""
+    bounds = [*map(str, histogram["bounds"]), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(histogram["counts"])), strict=True))

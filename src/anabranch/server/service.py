@@ -1,9 +1,9 @@
-"""What every route shares: the model as the server knows it, the engine's client, who is let in, and the phase of life.
+"""What all routes share: the model's files, the engine's client, admission, work in threads, and the server's phase.
 
     loading → ready → draining
                    ↘ dead
 
-Dialect-free: token ids go in, Deltas come out. Nothing here knows HTTP but the status of an error.
+Knows no dialect: token ids go in, Deltas come out. Of HTTP it knows the status of an error.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from anabranch.engine.client import EngineBusy, EngineClient, EngineDead
 from anabranch.models.config import ModelConfig
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
-from anabranch.server.errors import CONTEXT_WORDS, ApiError, bad_request, context_length, from_engine, unavailable
+from anabranch.server import errors
+from anabranch.server.errors import CONTEXT_WORDS, ApiError, bad_request, context_length, unavailable
 from anabranch.server.history import History
-from anabranch.server.parsers import Parsers
+from anabranch.server.parsers.choose import Parsers
 from anabranch.server.settings import Settings
 from anabranch.server.threads import Threads, release_memory
 from anabranch.text.chat_template import ChatTemplate
@@ -37,17 +38,18 @@ from anabranch.text.tokenizer import Spellings, Tokenizer
 
 Result = TypeVar("Result")
 Phase = Literal["loading", "ready", "draining", "dead"]
+Updates = AsyncGenerator[tuple[int, Update], None]
 
-THREADS = 4  # that render and tokenise; the second mostly lets go of the interpreter
+THREADS = 4  # that render and tokenise; the tokenizer mostly releases the interpreter's lock
 SMALL = 65_536  # bytes of a body: decoding these takes a few ms at most
 MAX_COUNTED = 500_000  # characters whose tokens are counted even if no context could hold them
-LARGE = 200_000  # bytes: what has more waits for a thread of its own kind, and does not delay smaller requests
+LARGE = 200_000  # bytes: larger requests wait for a thread of their own, and do not delay smaller ones
 BUSY = "all threads are busy with other large requests; try again later"
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the server reads of the model folder."""
+    """What the server reads from the model folder."""
 
     folder: Path
     config: ModelConfig
@@ -59,7 +61,7 @@ class Model:
 
     @cached_property
     def chat_tokenizer(self) -> Tokenizer:
-        """The same, but tags of calls and thoughts stay in the text where special tokens are skipped."""
+        """The same, but tags of calls and thoughts stay in the text even where special tokens are skipped."""
         tokenizer = copy(self.tokenizer)
         tokenizer.spellings = {skip: Spellings(tokenizer, skip) for skip in (False, True)}
         tokenizer.spellings[True].skipped -= self.parsers.kept_tokens
@@ -67,9 +69,8 @@ class Model:
 
     @cached_property
     def longest_token(self) -> int:
-        """In characters of text, at most."""
-        backend = self.tokenizer.backend
-        return max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        """An upper bound of its characters of text."""
+        return max(map(len, self.tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
 
 
 class Service:
@@ -77,19 +78,17 @@ class Service:
         self.settings, self.engine, self.names = settings, engine, names
         self.phase: Phase = "loading"
         self.reason = "the model is loading"
-        """Of not being ready."""
+        """Why the server is not ready."""
         self.started = time.time()
         self.num_admitted = 0
-        """Sequences on their way: being prepared, waiting or running."""
+        """Sequences that are being prepared, waiting or running."""
         self.history = History()
         self.threads = Threads(THREADS, "prepare")
         self.large_threads = Threads(1, "prepare-large")
         self._working: set[asyncio.Future[Any]] = set()
-        self._cut_off = False
+        self._cancelled = False
         self._model: Model | None = None
         self._client: EngineClient | None = None
-
-    # -- phases --------------------------------------------------------------------------------------------------------
 
     def become_ready(self, model: Model, client: EngineClient) -> None:
         self._model, self._client = model, client
@@ -99,9 +98,9 @@ class Service:
     def leave(self, phase: Literal["draining", "dead"], reason: str) -> None:
         self.phase, self.reason = phase, reason
 
-    def cut_off(self) -> None:
-        """End what waits for a thread: 503 for its request. The thread itself cannot be stopped."""
-        self._cut_off = True
+    def cancel_work(self) -> None:
+        """Answer requests that wait for a thread with 503. The thread itself cannot be stopped."""
+        self._cancelled = True
         for future in list(self._working):
             future.cancel()
 
@@ -109,22 +108,25 @@ class Service:
     def num_busy_threads(self) -> int:
         return self.threads.num_busy + self.large_threads.num_busy
 
+    def _not_ready(self) -> ApiError:
+        return unavailable(f"not ready: {self.reason}", f"server_{self.phase}")
+
     def check_ready(self) -> None:
         if self.phase != "ready":
-            raise unavailable(f"not ready: {self.reason}", f"server_{self.phase}")
+            raise self._not_ready()
         if not self.client.alive:  # before the watchdog has noticed
             raise unavailable(f"not ready: {self.client.dead_reason}", "server_dead")
 
     @property
     def model(self) -> Model:
         if self._model is None:
-            raise unavailable(f"not ready: {self.reason}", f"server_{self.phase}")
+            raise self._not_ready()
         return self._model
 
     @property
     def client(self) -> EngineClient:
         if self._client is None:
-            raise unavailable(f"not ready: {self.reason}", f"server_{self.phase}")
+            raise self._not_ready()
         return self._client
 
     @property
@@ -135,8 +137,6 @@ class Service:
     def max_body_bytes(self) -> int:
         return self.settings.body_limit(0 if self._client is None else self.max_model_len)
 
-    # -- who is let in -------------------------------------------------------------------------------------------------
-
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             known = ", ".join(self.names)
@@ -145,92 +145,71 @@ class Service:
     @contextlib.contextmanager
     def admitted(self, num_sequences: int) -> Iterator[None]:
         """Hold places in the queue; 429 if they are taken."""
-        num_sequences = max(1, num_sequences)  # what is no number of sequences is refused later, by name
+        num_sequences = max(1, num_sequences)  # a number below 1 is refused later, with the field's name
         places = self.engine.max_num_seqs + self.settings.max_queue
         if num_sequences > places:
             raise bad_request(f"prompts × n is {num_sequences}; this server takes {places} sequences at once", "n")
         if self.num_admitted + num_sequences > places:
             self.history.num_refused += 1
-            raise ApiError(
-                429,
-                f"the queue is full: {self.num_admitted} of {places} places are taken; try again later",
-                code="queue_full",
-                headers={"retry-after": "1"},
-            )
+            message = f"the queue is full: {self.num_admitted} of {places} places are taken; try again later"
+            raise errors.queue_full(message)
         self.num_admitted += num_sequences
         try:
             yield
         finally:
             self.num_admitted -= num_sequences
 
-    # -- before the engine ---------------------------------------------------------------------------------------------
-
     async def run(self, work: Callable[[], Result], num_bytes: int) -> Result:
-        """Work in proportion to a request's size: here if that is small, else in a thread, off the event loop."""
-        if num_bytes <= SMALL:
-            return work()
-        try:
-            async with asyncio.timeout(self.settings.prepare_timeout):
-                return await self._in_thread(work, num_bytes)
-        except TimeoutError:
-            raise unavailable(BUSY, "busy") from None
+        """Do work that takes time in proportion to a request's size: at once if that is small, else in a thread."""
+        return work() if num_bytes <= SMALL else await self.prepare(work, None, num_bytes)
 
-    async def prepare(self, work: Callable[[], Result], param: str, num_bytes: int) -> Result:
-        """Read, render and tokenise, in a thread and within a deadline. ValueError is the request's fault."""
-        timeout, started = self.settings.prepare_timeout, threading.Event()
+    async def prepare(self, work: Callable[[], Result], param: str | None, num_bytes: int) -> Result:
+        """Read, render and tokenise, in a thread and within a deadline. ValueError means that the request is wrong."""
+        timeout, started, is_large = self.settings.prepare_timeout, threading.Event(), num_bytes > LARGE
 
-        def begin() -> Result:
+        def job() -> Result:
             started.set()
-            return work()
+            try:
+                return work()
+            finally:
+                if is_large:
+                    release_memory()
 
+        threads = self.large_threads if is_large else self.threads
+        future = asyncio.get_running_loop().run_in_executor(threads, job)
+        self._working.add(future)
         try:
             async with asyncio.timeout(timeout):
-                return await self._in_thread(begin, num_bytes)
+                return await future
         except TimeoutError:
             if not started.is_set():
                 raise unavailable(BUSY, "busy") from None
             raise bad_request(f"the prompt could not be prepared within {timeout:g} s; shorten it", param) from None
         except ValueError as error:
             raise bad_request(str(error), param) from None
-
-    async def _in_thread(self, work: Callable[[], Result], num_bytes: int) -> Result:
-        loop = asyncio.get_running_loop()
-        if num_bytes > LARGE:
-            future = loop.run_in_executor(self.large_threads, _do_large, work)
-        else:
-            future = loop.run_in_executor(self.threads, work)
-        self._working.add(future)
-        try:
-            return await future
         except asyncio.CancelledError:
-            if self._cut_off:
+            if self._cancelled:
                 raise unavailable("the server is shutting down", "server_draining") from None
             raise
         finally:
             self._working.discard(future)
 
-    def encode(self, text: str, add_special_tokens: bool, param: str, plain: Spans = ()) -> list[int]:
-        """For `prepare`; `param` is the field that errors name. Text that cannot fit, however it is cut into tokens, is
-        refused without cutting it."""
-        self.check_characters(len(text), param)
-        ids = self.model.tokenizer.encode(text, add_special_tokens, plain)
-        self.check_length(len(ids), param)
-        return ids
-
-    def count(self, text: str, add_special_tokens: bool, param: str, plain: Spans = ()) -> list[int]:
-        """`encode` for those who want to know how long a text is: it may be longer than the context, to a degree."""
-        if len(text) > MAX_COUNTED:
-            self.check_characters(len(text), param)
-        return self.model.tokenizer.encode(text, add_special_tokens, plain)
-
-    def check_characters(self, num_characters: int, param: str) -> None:
+    def encode(
+        self, text: str, add_special_tokens: bool, param: str, plain: Spans = (), counting: bool = False
+    ) -> list[int]:
+        """For `prepare`; `param` is the field that errors name. Text that cannot fit, however it is tokenised, is
+        refused without tokenising it. `counting`: up to MAX_COUNTED characters may be longer than the context."""
         limit = self.max_model_len
-        if num_characters > limit * self.model.longest_token:
+        if len(text) > max(limit * self.model.longest_token, MAX_COUNTED if counting else 0):
             raise context_length(
-                f"{CONTEXT_WORDS} {limit} tokens. However, the prompt has {num_characters} characters, which are more "
+                f"{CONTEXT_WORDS} {limit} tokens. However, the prompt has {len(text)} characters, which are more "
                 "tokens than that in any case. Shorten the prompt.",
                 param,
             )
+        ids = self.model.tokenizer.encode(text, add_special_tokens, plain)
+        if not counting:
+            self.check_length(len(ids), param)
+        return ids
 
     def check_length(self, num_tokens: int, param: str) -> None:
         limit = self.max_model_len
@@ -243,72 +222,63 @@ class Service:
                 param,
             )
 
-    # -- generation ----------------------------------------------------------------------------------------------------
-
     def answer(
         self, id: str, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer, param: str, **options: Any
     ) -> Answer:
-        """A prompt that was checked becomes an Answer; `generate` makes it grow. Errors name the field `param`."""
+        """Check a prompt and make its Answer, for `generate`. Errors name the field `param`."""
         if not prompt_ids:
             raise bad_request("the prompt is empty: give at least one token", param)
         vocabulary = self.model.config.vocab_size
         if (largest := max(prompt_ids)) >= vocabulary:
             raise bad_request(f"{param}: token id {largest} is not in the vocabulary [0, {vocabulary})", param)
         self.check_length(len(prompt_ids), param)
-        return Answer(id, prompt_ids, params, tokenizer, **options)
+        return Answer(id, prompt_ids, params, tokenizer, arrival=time.monotonic(), **options)
 
     async def generate(self, answers: list[Answer]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(answer, delta) until all have finished. However it is left, what still runs is aborted at once."""
+        """Pairs of an answer's index and a delta until all have finished. When it is closed early, the sequences that
+        still run are aborted."""
         began = time.monotonic()
         if len(answers) == 1 and len(answers[0].requests) == 1:
-            updates = self._updates(answers[0], answers[0].requests[0])
-            async with aclosing(updates):
-                async for update in updates:
-                    if began and update.token_ids:
-                        self.history.first_token(time.monotonic() - began)
-                        began = 0.0
-                    yield 0, self._delta(answers[0], update)
-            return
-        async with aclosing(self._merged(answers)) as merged:
-            async for number, update in merged:
-                delta = self._delta(answers[number], update)
+            updates = self._updates(0, answers[0], answers[0].requests[0])
+        else:
+            updates = self._merged(answers)
+        async with aclosing(updates):
+            async for number, update in updates:
+                answer = answers[number]
+                delta = answer.add(update)
+                if answer.errors:
+                    raise errors.from_engine(answer.errors[0])
+                if update.finish_reason == "abort":
+                    raise unavailable("the server is shutting down; the answer is not complete", "server_draining")
                 if len(delta.completion.token_ids) == len(delta.token_ids) > 0:
                     self.history.first_token(time.monotonic() - began)
                 yield number, delta
 
-    def _delta(self, answer: Answer, update: Update) -> Delta:
-        delta = answer.add(update)
-        if answer.errors:
-            raise from_engine(answer.errors[0])
-        if update.finish_reason == "abort":
-            raise unavailable("the server is shutting down; the answer is not complete", "server_draining")
-        return delta
-
-    async def _updates(self, answer: Answer, request: Request) -> AsyncGenerator[Update, None]:
-        """One sequence's updates; leaving it early, as a stop string makes us do, aborts it in the engine."""
+    async def _updates(self, number: int, answer: Answer, request: Request) -> Updates:
+        """One sequence's updates with the answer's index. Ending early, as after a stop string, aborts the sequence."""
         try:
             async with aclosing(self.client.generate(request)) as updates:
                 async for update in updates:
-                    yield update
+                    yield number, update
                     if answer.to_abort(update):
                         return
         except EngineDead as error:
             raise unavailable(f"the engine has ended: {error.reason}", "server_dead") from None
         except EngineBusy as error:
-            raise ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"}) from None
+            raise errors.queue_full(str(error)) from None
         except ValueError as error:
             raise bad_request(str(error)) from None
 
-    async def _merged(self, answers: list[Answer]) -> AsyncGenerator[tuple[int, Update], None]:
-        """Updates of many sequences, each pumped by a task of its own, one at a time: while the consumer is slow, the
-        client merges what arrives."""
+    async def _merged(self, answers: list[Answer]) -> Updates:
+        """Updates of many sequences. A task for each reads one update at a time: while the consumer is slow, the client
+        merges what arrives."""
         queue: asyncio.Queue[tuple[int, Update | ApiError | None, asyncio.Event]] = asyncio.Queue()
 
-        async def pump(number: int, request: Request) -> None:
+        async def read(number: int, request: Request) -> None:
             applied = asyncio.Event()
             try:
-                async with aclosing(self._updates(answers[number], request)) as updates:
-                    async for update in updates:
+                async with aclosing(self._updates(number, answers[number], request)) as updates:
+                    async for _, update in updates:
                         queue.put_nowait((number, update, applied))
                         await applied.wait()
                         applied.clear()
@@ -317,7 +287,7 @@ class Service:
                 queue.put_nowait((number, error, applied))
 
         tasks = [
-            asyncio.create_task(pump(number, request))
+            asyncio.create_task(read(number, request))
             for number, answer in enumerate(answers)
             for request in answer.requests
         ]
@@ -336,11 +306,3 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _do_large(work: Callable[[], Result]) -> Result:
-    """In a thread."""
-    try:
-        return work()
-    finally:
-        release_memory()

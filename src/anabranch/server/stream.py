@@ -1,7 +1,7 @@
-"""Answers that take their time: whole or as server-sent events, given up the moment the client leaves.
+"""Answers whole or as server-sent events; the work is cancelled as soon as the client disconnects.
 
-Knows bytes and connections, no dialect. An answer's status is decided by its first event: what fails before it is an
-ordinary error, what fails after it is an `error` event, and then the stream ends.
+Knows bytes and connections, no dialect. An answer's status is decided by its first event: a failure before it is an
+ordinary error, a failure after it is an `error` event that ends the stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ encode = msgspec.json.encode
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events
 ]
 DONE = b"data: [DONE]\n\n"
 
@@ -40,9 +40,13 @@ def error_event(error: ApiError) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The work's result. ClientGone as soon as the client has left, the work being cancelled and cleaned up."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(receive))
+    """The work's result. ClientGone as soon as the client has disconnected, after the work was cancelled."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -54,17 +58,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def json_response(data: Any, headers: dict[str, str] | None = None) -> Response:
     return Response(encode(data), media_type="application/json", headers=headers)
 
 
 async def whole(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
-    """The answer at once, when there is all of it."""
+    """The answer when it is complete."""
     return json_response(await while_connected(request.receive, work))
 
 
@@ -74,26 +73,22 @@ async def events(
     last: bytes = DONE,
     on_error: Callable[[ApiError], bytes] = error_event,
 ) -> Response:
-    """The answer as it comes."""
+    """The answer as a stream of events."""
+
+    async def first_chunk() -> bytes:
+        return await anext(chunks)
+
     try:
-        first = await while_connected(request.receive, _next(chunks))
+        first = await while_connected(request.receive, first_chunk())
     except BaseException:
         await chunks.aclose()
         raise
     return EventStream(first, chunks, last, on_error)
 
 
-async def _next(chunks: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(chunks)
-
-
 class EventStream(Response):
     def __init__(
-        self,
-        first: bytes,
-        chunks: AsyncGenerator[bytes, None],
-        last: bytes,
-        on_error: Callable[[ApiError], bytes],
+        self, first: bytes, chunks: AsyncGenerator[bytes, None], last: bytes, on_error: Callable[[ApiError], bytes]
     ) -> None:
         super().__init__()
         self.first, self.chunks, self.last, self.on_error = first, chunks, last, on_error
@@ -118,6 +113,6 @@ class EventStream(Response):
             end = self.on_error(error)
         except Exception:
             request_id = scope["state"]["request_id"]
-            log.exception("request %s failed in mid-stream", request_id)
+            log.exception("request %s failed in the middle of its stream", request_id)
             end = self.on_error(internal(request_id))
         await send({"type": "http.response.body", "body": end, "more_body": False})

@@ -1,4 +1,4 @@
-"""A pool of daemon threads: work that never ends cannot hold up the end of the process.
+"""A pool of daemon threads: work that never ends cannot delay the end of the process.
 
 `concurrent.futures.ThreadPoolExecutor` waits for its threads when the interpreter exits, and asyncio for those of its
 default executor. A chat template that loops and a read from a pipe cannot be stopped, so here nothing waits for them.
@@ -23,7 +23,7 @@ class Threads(Executor):
         self.num_threads, self.name = num_threads, name
         self.num_started = 0
         self.num_busy = 0
-        """Threads that work; at the end of the process, those that do not finish."""
+        """Threads that are working; at the end of the process, those that do not finish."""
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._lock = threading.Lock()
 
@@ -35,7 +35,7 @@ class Threads(Executor):
                 try:
                     threading.Thread(target=self._run, name=name, daemon=True).start()
                     self.num_started += 1
-                except RuntimeError:  # the system has no more threads to give, now
+                except RuntimeError:  # the system refuses more threads now
                     if not self.num_started:
                         raise
         self._jobs.put((future, lambda: fn(*args, **kwargs)))
@@ -46,7 +46,7 @@ class Threads(Executor):
             self._do(*self._jobs.get())
 
     def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:
-        """A function of its own: nothing of a job is kept until the next one comes."""
+        """A separate function, so that no reference to a job is kept until the next one comes."""
         if not future.set_running_or_notify_cancel():
             return
         with self._lock:
@@ -63,8 +63,8 @@ class Threads(Executor):
 
 
 def release_memory() -> None:
-    """Give back to the system what was freed: glibc keeps what a thread has freed for that thread."""
+    """Return freed memory to the system: glibc keeps what a thread has freed for that thread."""
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries give it back themselves
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries return it themselves
         if trim is not None:
             trim(0)

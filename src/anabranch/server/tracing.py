@@ -1,8 +1,8 @@
-"""A trace span a request, sent to an OpenTelemetry collector: counts and times, never text.
+"""A trace span for each request, sent to an OpenTelemetry collector: counts and times, never text.
 
-On where the environment names a collector, as OpenTelemetry's own variables do (OTEL_EXPORTER_OTLP_ENDPOINT or
+Active where OpenTelemetry's own variables name a collector (OTEL_EXPORTER_OTLP_ENDPOINT or
 OTEL_EXPORTER_OTLP_TRACES_ENDPOINT); needs the extra `otel`. A caller's `traceparent` header makes the span part of its
-trace. Stands in front of the guard, so that refusals are seen too, and knows of a request what the guard's log knows.
+trace. Wraps the guard, so that refused requests have spans too; attributes are what the guard logs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from anabranch import __version__
+
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-UNSEEN = ("/health", "/metrics", "/debug/", "/page/")
-"""What is asked for every second or so, and says nothing."""
-NOTED = {
+UNTRACED = ("/health", "/metrics", "/debug/", "/page/")
+"""Requested every second or so, and without interest."""
+ATTRIBUTES = {
     "id": "anabranch.request_id",
     "route": "http.route",
     "status": "http.response.status_code",
@@ -26,11 +28,11 @@ NOTED = {
     "stream": "gen_ai.request.stream",
     "error": "error.type",
 }
-"""What the guard's log calls it, and what OpenTelemetry does."""
+"""Name in the guard's log → name in OpenTelemetry."""
 
 
 def traced(app: ASGIApp, environment: Mapping[str, str] = os.environ) -> ASGIApp:
-    """The app itself where nobody collects traces."""
+    """The app with traces; the app itself where no collector is named."""
     wanted = any(environment.get(name) for name in ENDPOINTS)
     if not wanted or environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return app
@@ -46,7 +48,7 @@ def traced(app: ASGIApp, environment: Mapping[str, str] = os.environ) -> ASGIApp
             f"or unset {name}"
         ) from None
     resource = Resource.create({"service.name": environment.get("OTEL_SERVICE_NAME") or "anabranch"})
-    # Not the process's global provider: FastAPI would add spans of its own to that. What is left is sent at exit.
+    # Not the process's global provider: FastAPI would add its own spans to that. The last spans are sent at exit.
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Traced(app, provider)
@@ -54,8 +56,6 @@ def traced(app: ASGIApp, environment: Mapping[str, str] = os.environ) -> ASGIApp
 
 class Traced:
     def __init__(self, app: ASGIApp, provider: Any) -> None:
-        from anabranch import __version__
-
         self.app = app
         self.tracer = provider.get_tracer("anabranch", __version__)
 
@@ -63,7 +63,7 @@ class Traced:
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        if scope["type"] != "http" or scope["path"].startswith(UNSEEN):
+        if scope["type"] != "http" or scope["path"].startswith(UNTRACED):
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -72,17 +72,17 @@ class Traced:
         span = self.tracer.start_span(scope["method"], parent, SpanKind.SERVER, attributes)
         began, first = time.monotonic(), 0.0
 
-        async def send_and_look(message: Message) -> None:
+        async def timed_send(message: Message) -> None:
             nonlocal first
             if not first and message["type"] == "http.response.body":
                 first = time.monotonic() - began
             await send(message)
 
         try:
-            await self.app(scope, receive, send_and_look)
+            await self.app(scope, receive, timed_send)
         finally:
             noted = scope.get("state", {}).get("log", {})
-            for name, attribute in NOTED.items():
+            for name, attribute in ATTRIBUTES.items():
                 if name in noted:
                     span.set_attribute(attribute, noted[name])
             if finish := noted.get("finish"):

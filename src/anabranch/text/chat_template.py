@@ -1,9 +1,9 @@
-"""A chat to the text that the model was trained on: Jinja templates, rendered as transformers renders them.
+"""Chat templates: Jinja programs that turn messages into a prompt, rendered as transformers renders them.
 
-A template is a program. It comes from the model folder or from a file the operator names, never from a request: the
-sandbox keeps it from the machine, but not from filling the memory. All templates share one environment. Its text has
-its special tokens written out: encode it with add_special_tokens=False. special_text.render_chat also keeps special
-tokens that a message spells apart from the template's own.
+A template comes from the model folder or from a file that the operator names, never from a request: the sandbox keeps
+it from the machine, but not from filling the memory. All templates share one environment. The prompt contains its
+special tokens: encode it with add_special_tokens=False. special_text.render_chat also keeps special tokens that a
+message spells apart from the template's own.
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ RESERVED = frozenset(
     + ("padding", "truncation", "max_length", "self")
     + ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 )
-"""Not for a user to set: what `render` sets itself, and the parameters of transformers' apply_chat_template."""
+"""Users cannot set what `render` sets itself, nor the parameters of transformers' apply_chat_template."""
 
 NO_TOOLS = (
     "the model's chat template does not write tools, so the model would not see them; serve it with a template that "
     'does (--chat-template FILE), or leave tools out (in a request also: tool_choice "none")'
 )
 SEARCHES = ("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "replace")
-"""Methods of strings whose arguments are looked for in them."""
+"""Methods of strings that search for their arguments."""
 
 
 class ChatTemplate:
     def __init__(self, folder: str | Path, template: str | None = None) -> None:
-        """The folder's own template, or an explicit one: a file's name, or the text of a template.
+        """`template`: None for the folder's own, or a file's name, or the text of a template.
 
         A folder may have several by name: `tool_use` renders chats with tools, `default` all others. A folder without
-        any is no mistake until a chat is to be rendered.
+        a template is an error only when a chat is rendered.
         """
         self.folder = Path(folder)
         self.special_tokens = named_special_tokens(config := read_tokenizer_config(self.folder))
-        sources = _find_templates(self.folder, config) if template is None else {"default": _explicit(template)}
-        self.sources: Mapping[str, str] = sources
-        """The templates' own text by name: it tells how the model writes tool calls and thoughts."""
-        self.templates = {name: _compile(name, text) for name, text in sources.items()}
+        if template is None:
+            self.sources = _find_templates(self.folder, config)
+            """Text of the templates by name: it tells how the model writes tool calls and thoughts."""
+        else:  # every template has a brace; a path with one would be odd
+            self.sources = {"default": template if "{" in template else _read(Path(template))}
+        self.templates = {name: _compile(name, text) for name, text in self.sources.items()}
 
     def render(
         self,
@@ -55,7 +57,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The text of the chat, up to the beginning of the assistant's answer with `add_generation_prompt`.
+        """The text of the chat; `add_generation_prompt` adds the beginning of the assistant's answer.
 
         `kwargs` are the template's own variables, such as enable_thinking or documents.
         """
@@ -67,27 +69,26 @@ class ChatTemplate:
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             text: str = template.render(self.special_tokens | {"documents": None} | kwargs | given)
-        except TemplateError as error:  # what templates say themselves: "roles must alternate"
+        except TemplateError as error:  # raised by the template itself: "roles must alternate"
             raise ValueError(f"the chat template refuses these messages: {_one_line(error)}") from None
-        except Exception as error:
-            # A template is a program, and messages it was not written for make it fail in any of a program's ways.
+        except Exception as error:  # a template is a program and can fail like one
             reason = f"{type(error).__name__}: {_one_line(error)}"
             raise ValueError(f"the chat template cannot render these messages: {reason}") from None
         return text
 
     @cached_property
     def writes_tools(self) -> bool:
-        """Whether tools get into the prompt: a template may never read the variable."""
+        """Whether the template writes tools into the prompt, that is, reads the variable."""
         from jinja2 import nodes
 
         if not self.templates:
-            return True  # `render` says what is missing
+            return True  # `render` reports what is missing
         names = _environment().parse(self.sources[self._choose(tools=())]).find_all(nodes.Name)
         return any(node.name == "tools" and node.ctx == "load" for node in names)
 
     @cached_property
     def sought(self) -> frozenset[str]:
-        """Text that the templates look for in messages, or cut them at, such as </think>."""
+        """Text that the templates search for in messages, such as </think>."""
         from jinja2 import nodes
 
         found: list[nodes.Expr] = []
@@ -101,16 +102,15 @@ class ChatTemplate:
         return frozenset(node.value for node in found if isinstance(node, nodes.Const) and isinstance(node.value, str))
 
     def check_variables(self, names: Iterable[str]) -> None:
-        """Refuse variables that are not the user's; for requests, before `render` meets a name twice."""
+        """Refuse variables that users cannot set; for requests, before `render` gets a name twice."""
         for name in names:
             if name in RESERVED or name in self.special_tokens or name in _environment().globals:
                 raise ValueError(f"the chat template variable {name!r} is reserved and cannot be set")
 
     def _choose(self, tools: object) -> str:
-        if tools is not None and "tool_use" in self.templates:
-            return "tool_use"
-        if "default" in self.templates:
-            return "default"
+        for name in ("tool_use", "default") if tools is not None else ("default",):
+            if name in self.templates:
+                return name
         if not self.templates:
             raise ValueError(f"{self.folder}: no chat template; name a file with one, or give a prompt, not messages")
         names = ", ".join(sorted(self.templates))
@@ -126,7 +126,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} … {% endgeneration %} marks text to train on. To us it is the text alone."""
+        """{% generation %} … {% endgeneration %} marks text to train on; here it is only the text."""
 
         tags = {"generation"}
 
@@ -139,11 +139,7 @@ def _environment() -> Any:
         raise TemplateError(message)
 
     def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | str | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
         """Without the HTML escapes of Jinja's own."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -191,11 +187,6 @@ def _find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _is_named_template(entry: object) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-
-
-def _explicit(template: str) -> str:
-    # No template does without a brace; a path with one would be odd.
-    return template if "{" in template else _read(Path(template))
 
 
 def _read(path: Path) -> str:

@@ -1,10 +1,10 @@
-"""Structured output: a grammar becomes a Matcher, which says before every token which tokens may come next.
+"""Structured output: a grammar becomes a Matcher, which tells before every token which tokens may come next.
 
-The work is llguidance's; it is imported when the first compiler is made. Text in, bit masks out: this file knows
+llguidance does the work; it is imported when the first compiler is made. Text in, bit masks out: this file knows
 nothing of requests, batches or devices. A mask's layout is that of ops.mask_logits. A regex is in Rust's syntax and
 matches the whole text; its \\d is any digit of Unicode.
 
-A grammar is compiled twice: in a process that may die of it (grammar_trial), and, if it did not, here.
+A grammar is compiled twice: in a process that may die of it (grammar_process), and, if it did not, here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from copy import copy
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from anabranch.text.grammar_process import Trial, make_matcher, reason, with_stack
-from anabranch.text.grammar_trial import GrammarTrial, exceeded
+from anabranch.text.grammar_process import GrammarTrial, Trial, exceeded, make_matcher, reason, with_stack
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -39,72 +36,77 @@ BYTES_CACHED = 512 << 20
 COMPILE_SECONDS = 2.0
 """Of processor time."""
 WAIT_SECONDS = 0.5
-"""For a processor, beside that."""
+"""For a processor, in addition."""
 COMPILE_BYTES = 256 << 20
 COMPILE_STACK = 64 << 20
-"""Here, where an overflow would be the engine's end: eight times what was enough there."""
+"""In the engine, which an overflow would end: eight times what was enough in the trial."""
 MAX_TEXT = 1_000_000  # characters
+
+
+class Compiled(NamedTuple):
+    """A grammar in the cache: a matcher, or why there is none."""
+
+    matcher: Any = None
+    """llguidance's, at its beginning."""
+    memory: int = 0
+    """Bytes, roughly."""
+    refusal: str = ""
+    keep: bool = True
+    """False: there was no processor for it; another time there may be."""
 
 
 class GrammarCompiler:
     """For one tokenizer. Making it takes about a second for a vocabulary of 150,000. Threads may share it."""
 
-    def __init__(self, tokenizer: Backend | str | Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """`tokenizer`: the tokenizers library's, or the folder of a tokenizer.json. `vocab_size`: of the logits."""
-        llguidance = _llguidance()
+    def __init__(self, tokenizer: Backend, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """`tokenizer`: without padding and truncation. `vocab_size`: of the logits."""
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            needed = f"the Python package llguidance ({error}); run: pip install llguidance"
+            raise ValueError(f"structured output needs {needed}") from None
         if not eos_ids:
             raise ValueError("structured output needs an end-of-sequence token, and this model names none")
-        if isinstance(tokenizer, str | Path):
-            from anabranch.text.tokenizer import Tokenizer
-
-            tokenizer = Tokenizer(tokenizer).backend
-        plain = copy(tokenizer)
-        plain.no_padding()
-        plain.no_truncation()
-        text = plain.to_str()
+        text = tokenizer.to_str()
         self._trial = GrammarTrial(text, vocab_size, eos_ids)  # gets ready while this process does the same
         try:
-            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
+            self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
         except ValueError as error:
             self._trial.close()
             raise ValueError(f"structured output does not work with this tokenizer: {error}") from None
         self.vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._known: OrderedDict[Grammar, Future[Compiled | Refused]] = OrderedDict()
+        self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A fresh matcher; ValueError with the reason if there can be none."""
         with self._lock:
-            future = self._known.get(grammar)
-            mine = future is None
-            if future is None:
-                future = self._known[grammar] = Future()
+            is_new = grammar not in self._known
+            future = self._known.setdefault(grammar, Future())
             self._known.move_to_end(grammar)
-        if mine:
+        if is_new:
             try:
-                found = self._compile(grammar)
+                future.set_result(self._compile(grammar))
             except BaseException as error:
                 future.set_exception(error)
-            else:
-                future.set_result(found)
             self._forget_some(grammar, future)
-        found = future.result()
-        if isinstance(found, Refused):
-            raise ValueError(f"grammar: {found.reason}")
-        return Matcher(found.matcher.deep_copy(), self.vocab_size)
+        compiled = future.result()
+        if compiled.matcher is None:
+            raise ValueError(f"grammar: {compiled.refusal}")
+        return Matcher(compiled.matcher.deep_copy(), self.vocab_size)
 
-    def _forget_some(self, grammar: Grammar, future: Future[Compiled | Refused]) -> None:
-        """Keep the cache small, and nothing in it that may be otherwise another time."""
+    def _forget_some(self, grammar: Grammar, future: Future[Compiled]) -> None:
+        """Keep the cache within its limits, and without results that may differ another time."""
         with self._lock:
-            if future.exception() is not None or future.result().passing:
+            if future.exception() is not None or not future.result().keep:
                 self._known.pop(grammar, None)
             while len(self._known) > NUM_CACHED or sum(map(_size, self._known.values())) > BYTES_CACHED:
                 self._known.popitem(last=False)
 
-    def _compile(self, grammar: Grammar) -> Compiled | Refused:
+    def _compile(self, grammar: Grammar) -> Compiled:
         kind, text = _text(grammar)
         if len(text) > MAX_TEXT:
-            return Refused(f"{kind} has {len(text)} characters; at most {MAX_TEXT} are allowed")
+            return Compiled(refusal=f"{kind} has {len(text)} characters; at most {MAX_TEXT} are allowed")
         trial = Trial(
             kind=kind,
             text=text,
@@ -115,40 +117,25 @@ class GrammarCompiler:
         )
         outcome = self._trial.run(trial)
         if outcome["signal"]:
-            return Refused(f"{kind} {exceeded(trial, outcome)}", passing=outcome["signal"] == signal.SIGALRM)
+            return Compiled(refusal=f"{kind} {exceeded(trial, outcome)}", keep=outcome["signal"] != signal.SIGALRM)
         if outcome["error"] is not None:
-            return Refused(outcome["error"])
-        matcher = with_stack(COMPILE_STACK, "grammar", make_matcher, self._tokenizer, outcome["source"])
+            return Compiled(refusal=outcome["error"])
+        matcher = with_stack(COMPILE_STACK, make_matcher, self._tokenizer, outcome["source"])
         if matcher.is_error():
-            return Refused(f"{kind} cannot be used: {reason(matcher)}")
+            return Compiled(refusal=f"{kind} cannot be used: {reason(matcher)}")
         return Compiled(matcher, outcome["memory"])
 
     def close(self) -> None:
-        """End the process that tries grammars out; what it is busy with is refused."""
+        """End the process that tries grammars out; a grammar that it is working on is refused."""
         self._trial.close()
 
 
-class Compiled(NamedTuple):
-    matcher: Any
-    """llguidance's, at its beginning."""
-    memory: int
-    """Bytes, roughly."""
-    passing: bool = False
-
-
-class Refused(NamedTuple):
-    reason: str
-    passing: bool = False
-    """There was no processor for it; another time there may be."""
-
-
-def _size(future: Future[Compiled | Refused]) -> int:
-    found = future.result() if future.done() and future.exception() is None else None
-    return found.memory if isinstance(found, Compiled) else 0
+def _size(future: Future[Compiled]) -> int:
+    return future.result().memory if future.done() and future.exception() is None else 0
 
 
 class Matcher:
-    """Where one request stands in its grammar."""
+    """The state of one request in its grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
@@ -157,7 +144,7 @@ class Matcher:
         self.num_accepted = 0
 
     def copy(self) -> Matcher:
-        """Another that stands where this one does."""
+        """Another in the same state."""
         copy = Matcher(self._matcher.deep_copy(), self.vocab_size)
         copy.num_accepted = self.num_accepted
         return copy
@@ -165,7 +152,7 @@ class Matcher:
     def mask(self, row_M: torch.Tensor | None = None) -> torch.Tensor:
         """The tokens that may come next, as bits; written into `row_M` (int32, on the host) if given.
 
-        EOS is among them when the text is complete, and alone when nothing can follow. Ids that no token has never are.
+        EOS is among them when the text is complete, and alone when nothing can follow. Ids without a token never are.
         """
         if row_M is None:
             row_M = torch.empty(self.num_words, dtype=torch.int32)
@@ -174,7 +161,7 @@ class Matcher:
         return row_M
 
     def accept(self, token: int) -> bool:
-        """Move past a token; False if the grammar does not allow it or gave up: `error` says why, and it stays so."""
+        """Move past a token; False, from then on, if the grammar does not allow it or gave up: `error` tells why."""
         accepted: bool = self._matcher.consume_token(token)
         self.num_accepted += accepted
         return accepted
@@ -202,17 +189,9 @@ def fill_masks(matchers: Sequence[Matcher], mask_NM: torch.Tensor) -> None:
 
 @cache
 def _executor() -> Any:
-    return _llguidance().LLExecutor()
+    from llguidance import LLExecutor
 
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ValueError(
-            f"structured output needs the Python package llguidance ({error}); run: pip install llguidance"
-        ) from None
-    return llguidance
+    return LLExecutor()
 
 
 def _text(grammar: Grammar) -> tuple[str, str]:

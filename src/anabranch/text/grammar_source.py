@@ -1,20 +1,20 @@
-"""A request's grammar in llguidance's own form, with what would make it run wild refused first. Text only.
+"""Turns a request's grammar into llguidance's own form and refuses what would take unbounded time or memory. Text only.
 
-Runs in the process that tries grammars out, so that the engine spends no time on large ones.
+Runs in the child processes of grammar_process, so that the engine spends no time on large grammars.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from anabranch.text.json_schema import for_llguidance
 
 MAX_REMAINDERS = 50_000
-"""A multipleOf costs a lexer state for every remainder, outside all of llguidance's limits."""
+"""A multipleOf costs a lexer state for every remainder, which none of llguidance's limits count."""
 MAX_RULES = 1000
 """Rules within rules of a Lark grammar: llguidance recurses over them, about 3 kB of stack each."""
 
@@ -24,7 +24,7 @@ NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def make_source(kind: str, text: str, open_objects: bool) -> str:
-    """`kind`: json_schema, regex, lark or choice (which comes as Lark). ValueError: why it cannot be used."""
+    """`kind`: json_schema, regex, lark or choice (given as Lark). ValueError: why it cannot be used."""
     from llguidance import LLMatcher
 
     source: str
@@ -44,16 +44,14 @@ def make_source(kind: str, text: str, open_objects: bool) -> str:
         except ValueError as error:
             raise ValueError(f"{kind} cannot be used: {error}") from None
     else:
-        if kind == "lark":
-            text = _lark(text, open_objects)
-        source = LLMatcher.grammar_from_lark(text)
+        source = LLMatcher.grammar_from_lark(_lark(text, open_objects) if kind == "lark" else text)
     return source
 
 
 def _schema(what: str, schema: Any, open_objects: bool) -> str:
     try:
         schema = for_llguidance(schema, open_objects)
-        _check_remainders(_multiples(schema))
+        _check_remainders(schema)
     except RecursionError:
         raise ValueError(f"{what} is nested too deeply") from None
     except ValueError as error:
@@ -62,25 +60,22 @@ def _schema(what: str, schema: Any, open_objects: bool) -> str:
 
 
 def _lark(text: str, open_objects: bool) -> str:
-    """With the JSON schemas inside prepared like others."""
+    """The JSON schemas inside are prepared like others."""
     decoder, pieces, plain, place = json.JSONDecoder(), list[str](), list[str](), 0
     while (literal := LITERAL.search(text, place)) is not None:
-        pieces.append(text[place : literal.start()])
-        plain.append(pieces[-1])
+        plain.append(text[place : literal.start()])
+        pieces += [plain[-1], literal[0]]
         place = literal.end()
-        pieces.append(literal[0])
         if literal[0].startswith("%json"):
             try:
                 schema, place = decoder.raw_decode(text, place)
             except RecursionError:
                 raise ValueError("a JSON schema in lark is nested too deeply") from None
             except ValueError:
-                continue  # llguidance says what is wrong with it
+                continue  # llguidance reports what is wrong with it
             pieces.append(_schema("a JSON schema in lark", schema, open_objects))
-    pieces.append(text[place:])
-    plain.append(pieces[-1])
-    _check_rules(" ".join(plain))
-    return "".join(pieces)
+    _check_rules(" ".join([*plain, text[place:]]))
+    return "".join([*pieces, text[place:]])
 
 
 def _check_rules(text: str) -> None:
@@ -101,30 +96,23 @@ def _check_rules(text: str) -> None:
             raise ValueError(f"lark is nested too deeply: at most {MAX_RULES} rules within rules")
 
 
-def _multiples(schema: object) -> Iterator[object]:
-    """All values of multipleOf."""
-    todo = [schema]
+def _check_remainders(schema: object) -> None:
+    """How many states all multipleOf together take."""
+    total, todo = 0, [schema]
     while todo:
         value = todo.pop()
-        if isinstance(value, dict):
-            if "multipleOf" in value:
-                yield value["multipleOf"]
-            todo += value.values()
-        elif isinstance(value, list):
+        if isinstance(value, list):
             todo += value
-
-
-def _check_remainders(multiples: Iterable[object]) -> None:
-    total = 0
-    for multiple in multiples:
-        try:
-            digits = Decimal(str(multiple)).as_tuple().digits
-        except InvalidOperation:
-            continue  # not a number: llguidance refuses it
-        number = int("".join(map(str, digits)))
-        for factor in (2, 5):  # of the base ten: only a number's last digits tell the remainder
-            while number and number % factor == 0:
-                number //= factor
-        total += number
+        elif isinstance(value, dict):
+            todo += value.values()
+            try:
+                digits = Decimal(str(value.get("multipleOf", 0))).as_tuple().digits
+            except InvalidOperation:
+                continue  # not a number: llguidance refuses it
+            number = int("".join(map(str, digits)))
+            for factor in (2, 5):  # of the base ten: only a number's last digits decide about the remainder
+                while number and number % factor == 0:
+                    number //= factor
+            total += number
     if total > MAX_REMAINDERS:
         raise ValueError(f"is too complex: multipleOf needs {total} remainders, at most {MAX_REMAINDERS} are allowed")

@@ -1,10 +1,10 @@
-"""The model folder's tokenizer: text to tokens, tokens to text, token by token where wanted.
+"""The model folder's tokenizer: text to tokens, and tokens to text, all at once or token by token.
 
-The `tokenizers` library reads tokenizer.json; the JSON files beside it name the special tokens. Ids and text are those
-of transformers, which judges this file and is not needed to run it. Stop strings are detokenizer's business, chats are
-chat_template's.
+The `tokenizers` library reads tokenizer.json; the JSON files next to it name the special tokens. Ids and text are those
+of transformers, which the tests compare with and which is not needed to run. Stop strings belong to `output`, chats to
+`chat_template`.
 
-tokenizer.json alone decides which special tokens go around a text: as transformers 5 does, we do not read the
+tokenizer.json alone decides which special tokens go around a text: like transformers 5, we do not read the
 `add_bos_token` of tokenizer_config.json, which repeats it or contradicts it.
 """
 
@@ -33,38 +33,18 @@ class Tokenizer:
         config = read_tokenizer_config(self.folder)
         self.special_tokens = named_special_tokens(config)
         """Such as {"eos_token": "</s>"}: what a chat template may name."""
-        try:
-            self.backend.add_tokens(_missing_tokens(config, self.backend))
-        except ValueError as error:
-            raise ValueError(f"{self.folder / 'tokenizer_config.json'}: {error}") from None
-        # A file may ask for both; a prompt is never cut silently, and padding is the batch's business.
+        self.backend.add_tokens(_missing_tokens(self.folder, config, self.backend))
+        # A file may ask for both; but a prompt is never cut silently, and the batch pads.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-        try:
-            self.decoding = read_decoding(self.backend.decoder)
-        except ValueError as error:
-            raise ValueError(f"{self.folder / 'tokenizer.json'}: {error}") from None
+        self.decoding = read_decoding(self.folder, self.backend.decoder)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max([self.backend.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
         """Every id is below it. The model's own vocabulary may be larger: padded with ids that spell nothing."""
         self.spellings = {skip: Spellings(self, skip) for skip in (False, True)}
         """By whether special tokens are skipped."""
-
-    @property
-    def bos_id(self) -> int | None:
-        return self._named_id("bos_token")
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """The tokenizer's end-of-text token, if it names one; models often have more (ModelConfig.eos_ids)."""
-        token_id = self._named_id("eos_token")
-        return () if token_id is None else (token_id,)
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it ("Ġriver", "▁river"), None for an id without one."""
@@ -74,10 +54,6 @@ class Tokenizer:
             raise ValueError(f"a token id must be an integer from 0 to 4294967295, not {token_id!r}") from None
         return token
 
-    def token_to_id(self, token: str) -> int | None:
-        token_id: int | None = self.backend.token_to_id(token)
-        return token_id
-
     @cached_property
     def special_text(self) -> SpecialText:
         return SpecialText(self.backend)
@@ -85,8 +61,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, plain: Spans = ()) -> list[int]:
         """`add_special_tokens` puts the tokens around the text that the model was trained with (often a bos).
 
-        A chat template writes them itself: give False for its text. Strings that spell a special token become that
-        token either way, but not within `plain`, spans [begin, end) that each spell one. Other threads may run
+        A chat template writes them itself: pass False for its text. Strings that spell a special token become that
+        token either way, but not within `plain`, spans [begin, end) that each spell one. Other threads can run
         meanwhile, however long the text.
         """
         if not isinstance(text, str):
@@ -94,9 +70,9 @@ class Tokenizer:
         try:
             if plain:
                 return self.special_text.encode(text, add_special_tokens, plain)
-            # The batch call leaves out offsets and lets go of the interpreter lock; `encode` does neither.
+            # The batch call leaves out offsets and releases the interpreter lock; `encode` does neither.
             ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except Exception as error:  # the library raises TypeError for text that is no Unicode, plain Exception else
+        except Exception as error:  # TypeError for text that is not Unicode, plain Exception for everything else
             if (surrogate := re.search("[\ud800-\udfff]", text)) is not None:
                 raise ValueError(
                     f"the text is not valid Unicode: character {surrogate.start()} is U+{ord(surrogate[0]):04X}, "
@@ -115,20 +91,20 @@ class Tokenizer:
 
 
 class TextStream:
-    """Tokens in, text out, never half a character: the bytes of an unfinished one wait.
+    """Decodes tokens to whole characters: the bytes of an unfinished one are kept for the next token.
 
-    Any way to cut the tokens into calls gives the same text. With `continues` the text goes on after another (its
+    However the tokens are split into calls, the text is the same. With `continues` the text follows another (its
     prompt) and keeps the space it begins with, which SentencePiece-like tokenizers drop from the beginning of a text.
     """
 
-    __slots__ = ("errors", "first", "num_strip", "spell_first", "spellings", "waiting")
+    __slots__ = ("errors", "first", "num_strip", "spellings", "waiting")
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, continues: bool = False) -> None:
         decoding = tokenizer.decoding
         self.spellings = tokenizer.spellings[skip_special_tokens]
-        self.errors = decoding.errors
-        self.spell_first = self.spellings.spell_first
-        self.first = decoding.first_differs and not continues
+        self.errors = "anabranch-bytewise" if decoding.byte_fallback else "replace"
+        """Byte-level decoders write one U+FFFD for a broken sequence, byte fallback one for each of its bytes."""
+        self.first = bool(decoding.drop_first or decoding.separator) and not continues
         """The next token is the first, and that matters."""
         self.num_strip = 0 if continues else decoding.num_strip
         """Spaces that may still be dropped."""
@@ -142,7 +118,8 @@ class TextStream:
             return ""
         if self.first:
             self.first = False
-            spelling = self.spell_first(token_id)
+            tokenizer = self.spellings.tokenizer
+            spelling = tokenizer.decoding.spell(tokenizer.id_to_token(token_id) or "", first=True)
         return self._decode(spelling, final=False)
 
     def extend(self, token_ids: Iterable[int]) -> str:
@@ -153,7 +130,7 @@ class TextStream:
         return self._decode(b"".join([spellings[token_id] or b"" for token_id in token_ids]), final=False)
 
     def rest(self) -> str:
-        """What still waits: U+FFFD for a character that was never finished."""
+        """U+FFFD for a character that was never finished."""
         return self._decode(b"", final=True)
 
     def _decode(self, spelling: bytes, final: bool) -> str:
@@ -163,51 +140,40 @@ class TextStream:
         if self.num_strip and text:
             kept = text.lstrip(" ")
             num_dropped = min(self.num_strip, len(text) - len(kept))
-            # Only what stands at the very beginning: the first other character ends it.
+            # Only at the very beginning: after the first other character spaces are kept.
             self.num_strip = 0 if kept else self.num_strip - num_dropped
             return text[num_dropped:]
         return text
 
 
 class Spellings(dict[int, bytes | None]):
-    """Token id → the bytes it spells, worked out when first asked for; None: not part of the text."""
+    """Token id → the bytes it spells, computed on first use; None: not part of the text."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self.tokenizer = tokenizer
         self.skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
 
     def __missing__(self, token_id: int) -> bytes | None:
-        token = self.tokenizer.id_to_token(token_id)
-        if token is None:
-            return None  # not kept: there is no end of ids that mean nothing
-        spelling = None if token_id in self.skipped else self.tokenizer.decoding.spell(token, first=False)
-        self[token_id] = spelling
-        return spelling
-
-    def spell_first(self, token_id: int) -> bytes:
-        token = self.tokenizer.id_to_token(token_id)
-        assert token is not None
-        return self.tokenizer.decoding.spell(token, first=True)
+        if (token := self.tokenizer.id_to_token(token_id)) is None:
+            return None  # not kept: the number of unknown ids has no limit
+        self[token_id] = None if token_id in self.skipped else self.tokenizer.decoding.spell(token, first=False)
+        return self[token_id]
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one visible character: itself where it is one, else from U+0100 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = sorted(set(range(0x100)) - set(visible))
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTE_OF = _byte_level_alphabet()
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = sorted(set(range(0x100)) - set(_VISIBLE))
+_BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {chr(0x100 + i): byte for i, byte in enumerate(_HIDDEN)}
+"""Byte-level BPE writes each byte as one visible character: itself where it is one, else from U+0100 on."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """tokenizer.json's decoder as a function of single tokens: that makes streaming exact, and cheap.
+    """tokenizer.json's decoder as a function of single tokens, which makes streaming exact and cheap.
 
-    The bytes are joined and read as UTF-8. One difference from the library is meant: of a run of byte tokens that is
-    not valid UTF-8 the library makes U+FFFD of every byte, those of valid characters and line ends included, so that no
-    byte token is certain before its run has ended. Here only the broken bytes become U+FFFD.
+    The bytes are joined and read as UTF-8. One difference from the library is intended: in a run of byte tokens that is
+    not valid UTF-8 the library turns every byte into U+FFFD, even those of valid characters and line ends, so that no
+    byte token is certain before its run has ended. Here only the invalid bytes become U+FFFD.
     """
 
     byte_level: bool = False
@@ -215,20 +181,11 @@ class Decoding:
     """A token <0xE2> spells that byte."""
     replace: tuple[tuple[str, str], ...] = ()
     drop_first: str = ""
-    """A mark for spaces that the first token loses."""
+    """A mark for spaces that is dropped from the first token."""
     separator: str = ""
     """Written before every token but the first."""
     num_strip: int = 0
-    """Spaces that the beginning of the text loses, at most."""
-
-    @property
-    def first_differs(self) -> bool:
-        return bool(self.drop_first or self.separator)
-
-    @property
-    def errors(self) -> str:
-        """Byte-level decoders write one U+FFFD for a broken sequence, byte fallback one for each of its bytes."""
-        return "anabranch-bytewise" if self.byte_fallback else "replace"
+    """Spaces that are dropped from the beginning of the text, at most."""
 
     def spell(self, token: str, first: bool) -> bytes:
         if first and self.drop_first:
@@ -238,7 +195,7 @@ class Decoding:
         if self.byte_level:
             try:
                 return bytes([_BYTE_OF[character] for character in token])
-            except KeyError:  # an added token, written as it is
+            except KeyError:  # an added token, as it is
                 return token.encode()
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
@@ -253,8 +210,8 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("anabranch-bytewise", _replace_each_byte)
 
 
-def read_decoding(decoder: Any) -> Decoding:
-    """A decoder of the library → Decoding, for those that generating models have."""
+def read_decoding(folder: Path, decoder: Any) -> Decoding:
+    """The library's decoder as a Decoding, for the decoders that generating models have."""
     if decoder is None:
         return Decoding(separator=" ")
     state = json.loads(decoder.__getstate__())
@@ -279,8 +236,9 @@ def read_decoding(decoder: Any) -> Decoding:
                 found["num_strip"] = start
             case _:
                 raise ValueError(
-                    f"the decoder's step {json.dumps(step, ensure_ascii=False)} is not supported; supported are "
-                    f"ByteLevel, and Replace, Metaspace, ByteFallback, Fuse, Strip as SentencePiece models have them"
+                    f"{folder / 'tokenizer.json'}: the decoder's step {json.dumps(step, ensure_ascii=False)} is not "
+                    f"supported; supported are ByteLevel, and Replace, Metaspace, ByteFallback, Fuse, Strip as "
+                    f"SentencePiece models have them"
                 )
     return Decoding(replace=tuple(replace), **found)
 
@@ -300,22 +258,17 @@ def _load(path: Path) -> Backend:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, over it the older special_tokens_map.json where transformers still reads that."""
-    config = _read_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:
-        config |= _read_json(folder / "special_tokens_map.json")
+    """tokenizer_config.json, and over it the older special_tokens_map.json where transformers still reads that."""
+    config = read_json(path) if (path := folder / "tokenizer_config.json").is_file() else {}
+    if "added_tokens_decoder" not in config and (path := folder / "special_tokens_map.json").is_file():
+        config |= read_json(path)
     return config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
 def named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and whatever else has such a name, multimodal families' own included."""
+    """bos_token, eos_token and all others with such a name, those of multimodal families included."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
-    extra = config.get("extra_special_tokens")
-    if isinstance(extra, dict):
+    if isinstance(extra := config.get("extra_special_tokens"), dict):
         named |= extra
     return {name: token for name, value in named.items() if (token := _content(value)) is not None}
 
@@ -327,14 +280,15 @@ def _content(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _missing_tokens(config: dict[str, Any], backend: Backend) -> list[AddedToken]:
-    """Tokens that tokenizer_config.json knows and tokenizer.json may not, or not as special."""
+def _missing_tokens(folder: Path, config: dict[str, Any], backend: Backend) -> list[AddedToken]:
+    """Tokens of tokenizer_config.json that tokenizer.json may lack, or not have as special."""
     flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     try:
         added = {int(token_id): token for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
         tokens = [AddedToken(**{flag: added[id][flag] for flag in flags if flag in added[id]}) for id in sorted(added)]
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"added_tokens_decoder must map ids to tokens with their flags ({error})") from None
+        path = folder / "tokenizer_config.json"
+        raise ValueError(f"{path}: added_tokens_decoder must map ids to tokens with their flags ({error})") from None
     known = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
     others = config.get("extra_special_tokens", config.get("additional_special_tokens")) or []
     names = [*named_special_tokens(config).values(), *(others if isinstance(others, list) else [])]

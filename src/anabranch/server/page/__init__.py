@@ -1,16 +1,16 @@
-"""The page at `/`: a chat, the last minutes as charts, the expert heat map. This file sends the files beside it.
+"""The page at `/`: a chat, the last minutes as charts, the expert heat map. This module sends the files of its folder.
 
-    index.html, style.css   what there is and how it looks
+    index.html, style.css   content and style
     theme.js                light or dark, before the first paint
-    main.js                 asks the server once a second and hands out what it says
+    main.js                 polls the server once a second and distributes its answers
     api.js                  requests with a key, events out of a stream
     chat.js, text.js        the conversation; an answer's markdown as elements
-    charts.js, experts.js   small charts of our own; layers × experts
+    charts.js, experts.js   small charts; layers × experts
 
 The files are sent without a key (guard.OPEN); the page asks for it when its first request is refused.
 
-No build step, nothing from elsewhere: the policy below lets a browser talk to this server only, and run and show only
-what these files hold. The page knows the same routes every client knows, and /debug/stats and /debug/experts.
+No build step and no external files: the policy below lets a browser connect to this server only, and run and show only
+these files. The page uses the routes that every client uses, and /debug/stats and /debug/experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastapi.routing import APIRoute
 router = APIRouter()
 
 FOLDER = Path(__file__).parent
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -34,10 +34,10 @@ HEADERS = {
 
 
 def _add(file: Path) -> None:
-    """A route a file: there is no path to escape from."""
+    """One route for each file, so that no path can lead out of the folder."""
 
     async def send() -> Response:
-        return Response(file.read_bytes(), media_type=f"{KINDS[file.suffix]}; charset=utf-8", headers=HEADERS)
+        return Response(file.read_bytes(), media_type=f"{MEDIA_TYPES[file.suffix]}; charset=utf-8", headers=HEADERS)
 
     is_index = file.name == "index.html"
     router.add_api_route(
@@ -46,8 +46,8 @@ def _add(file: Path) -> None:
 
 
 for _file in sorted(FOLDER.iterdir()):
-    if _file.suffix in KINDS:
+    if _file.suffix in MEDIA_TYPES:
         _add(_file)
 
 PATHS = frozenset(route.path for route in router.routes if isinstance(route, APIRoute))
-"""Of the files, each exactly as it is asked for."""
+"""Of the files, each exactly as requests name it."""

@@ -75,6 +75,6 @@ export async function* events(response) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // leaving early: the server hears of it and stops
+    reader.cancel().catch(() => {}); // leaving early: the server notices and stops
   }
 }

@@ -1,4 +1,4 @@
-// The conversation: what was said, the request for the next answer, and the answer as it grows.
+// The conversation: its messages, the request for the next answer, and the answer as it grows.
 
 import { Refused, events, request } from "./api.js";
 import { render } from "./text.js";

@@ -1,4 +1,4 @@
-// The expert heat map: one row a MoE layer, one column an expert, and beside each row how even its load is.
+// The expert heat map: one row a MoE layer, one column an expert, and next to each row how even its load is.
 //
 // Counts are of all tokens since the start; what is shown are shares of a layer. L layers, E experts.
 

@@ -1,4 +1,4 @@
-// Asks the server once a second how it is and hands the answer to charts and heat map; rests while nobody looks.
+// Polls the server once a second and passes the answer to charts and heat map; pauses while the page is hidden.
 
 import { request } from "./api.js";
 import { Charts } from "./charts.js";
@@ -14,7 +14,7 @@ new Chat();
 
 function say(phase, words, title = "") {
   const status = document.getElementById("status");
-  if (status.textContent === words) return; // said again, a screen reader would read it again
+  if (status.textContent === words) return; // set again, a screen reader would read it again
   status.dataset.phase = phase;
   status.textContent = words;
   status.title = title;

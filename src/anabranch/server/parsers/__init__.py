@@ -6,44 +6,17 @@
         for part in reader.feed(text): ...
     for part in reader.feed("", final=True): ...
 
-However the text is cut into pieces, the parts joined are the same. Nothing is lost: text that is not a call after all
-comes out as content, as it was written. What is left out is notation only: the tags and the words of a call around its
-name and arguments, and white space beside tags. White space after a call or a thought stays where it stands between
-content and content.
+However the text is cut into pieces, the parts joined are the same. Nothing is lost: text that turns out not to be a
+call comes out as content, as it was written. Only notation is left out: the tags and the words of a call around its
+name and arguments, and white space next to tags. White space after a call or a thought is kept between content and
+content.
 
-A call's arguments follow its beginning at once and without anything between. They are JSON as the model wrote it, or
-made of what it wrote where a notation is not JSON. They are not repaired: a model that writes broken JSON there, or is
-cut off, leaves broken arguments, as clients of this API have to expect. A call of a tool that was not offered is passed
-on, for the client to refuse; only without any tag around it (plain JSON) it is text.
+A call's arguments follow its beginning at once, with nothing in between. They are JSON as the model wrote it, or
+converted where a notation is not JSON. They are not repaired: a model that writes broken JSON there, or is cut off,
+leaves broken arguments, as clients of this API have to expect. A call of a tool that was not offered is passed on, for
+the client to refuse; only where no tag surrounds it (plain JSON) it is text.
 
-Rooms: `parts` (the vocabulary), `source` (text in pieces), `reader` (thought, text, calls), the notations of calls
-(`json_calls`, `gemma4`, `qwen3_coder`), `thinking`, `choose` (which of them a model needs), `lark` and `schema` (the
-grammar of a call that must come). Nothing here knows HTTP or tokens.
+`choose` finds the parsers of a model; `parts` are what a reader gives; `source` is text in pieces; `reader` separates
+thoughts, text and calls; `json_calls`, `gemma4` and `qwen3_coder` are notations of calls; `call_grammar` makes the
+grammar of a call that must come. Nothing here knows HTTP or tokens.
 """
-
-from anabranch.server.parsers.choose import Parsers, find_parsers
-from anabranch.server.parsers.parts import (
-    Content,
-    Named,
-    Part,
-    Reasoning,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolChoice,
-    ToolSpec,
-)
-from anabranch.server.parsers.reader import Reader
-
-__all__ = [
-    "Content",
-    "Named",
-    "Parsers",
-    "Part",
-    "Reader",
-    "Reasoning",
-    "ToolCallArguments",
-    "ToolCallBegin",
-    "ToolChoice",
-    "ToolSpec",
-    "find_parsers",
-]

@@ -1,4 +1,4 @@
-"""Which notation of calls and of thoughts a model has: told by name, or found in the text of its chat template."""
+"""Which notation of calls and of thoughts a model has: given by name, or found in the text of its chat template."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from random import Random, SystemRandom
 
 from anabranch.sampling_params import Grammar
+from anabranch.server.parsers.call_grammar import Rules
 from anabranch.server.parsers.gemma4 import Gemma4
 from anabranch.server.parsers.json_calls import Hermes, Mistral, PlainJson
-from anabranch.server.parsers.lark import Rules
 from anabranch.server.parsers.parts import Named, ToolChoice, ToolSpec
 from anabranch.server.parsers.qwen3_coder import Qwen3Coder
-from anabranch.server.parsers.reader import Notation, Output, Reader
-from anabranch.server.parsers.thinking import THINKING, Thinking
+from anabranch.server.parsers.reader import Notation, Output, Reader, Thinking
 
 NOTATIONS: dict[str, Callable[[str], Notation | None]] = {
     "hermes": lambda template: Hermes(),
@@ -24,6 +23,11 @@ NOTATIONS: dict[str, Callable[[str], Notation | None]] = {
     "json": PlainJson,
     "none": lambda template: None,
 }
+THINKING = {
+    "think": Thinking("<think>", "</think>"),
+    "gemma4": Thinking("<|channel>", "<channel|>", label="thought", anywhere=True),
+    "mistral": Thinking("[THINK]", "[/THINK]"),
+}
 # Names that users of other servers know.
 SAME_NOTATION = {"qwen": "hermes", "qwen3_xml": "qwen3_coder", "llama3_json": "json"}
 SAME_THINKING = {"qwen3": "think", "deepseek_r1": "think"}
@@ -31,7 +35,7 @@ SAME_THINKING = {"qwen3": "think", "deepseek_r1": "think"}
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """For one model."""
+    """The parsers of one model."""
 
     tool_parser: str
     reasoning_parser: str
@@ -44,7 +48,8 @@ class Parsers:
     @property
     def kept_tokens(self) -> frozenset[int]:
         """Tags that are tokens: they must stay in the text, even where special tokens are skipped."""
-        tags = (self.notation.tags if self.notation else ()) + (self.thinking.tags if self.thinking else ())
+        tags = self.notation.tags if self.notation else ()
+        tags += (self.thinking.tag, self.thinking.closes) if self.thinking else ()
         return frozenset(self.added_tokens[tag] for tag in tags if tag in self.added_tokens)
 
     def start(
@@ -53,26 +58,25 @@ class Parsers:
         tool_choice: ToolChoice,
         reasoning: bool,
         prompt: str = "",
+        parallel: bool = True,
         random: Random | None = None,
     ) -> Reader:
         """A reader for one completion.
 
-        `reasoning`: thoughts are wanted apart; else they stay in the content, tags and all. `prompt`: as rendered, or
-        the end of it: it may have begun a thought. `random`: where ids of calls come from.
+        `reasoning`: separate thoughts from the content; otherwise they stay in it, with their tags. `prompt`: as
+        rendered, or the end of it: it may have begun a thought. `parallel`: give all calls, not only the first.
+        `random`: the source of calls' ids.
         """
         offered = {} if tool_choice == "none" else {tool.name: tool for tool in tools}
         thinking = self.thinking if reasoning else None
-        return Reader(
-            self.notation if offered else None,
-            thinking,
-            Output(offered, random or SystemRandom(), self.short_ids),
-            thinks=thinking is not None and thinking.is_open(prompt),
-        )
+        out = Output(offered, random or SystemRandom(), self.short_ids)
+        thinks = thinking is not None and thinking.is_open(prompt)
+        return Reader(self.notation if offered else None, thinking, out, thinks, parallel)
 
     def tool_grammar(
         self, tools: Sequence[ToolSpec], tool_choice: ToolChoice, prompt: str = "", parallel: bool = True
     ) -> Grammar | None:
-        """What the whole output must be where a call must come: a thought if there may be one, and calls.
+        """The grammar of the whole output where a call must come: a thought if there may be one, and calls.
 
         A named tool, one of `tools`, is called once; with `required` there may be several calls if they are allowed in
         `parallel`. None where no call must come. ValueError if a tool's schema cannot be enforced.
@@ -81,7 +85,7 @@ class Parsers:
             return None
         if isinstance(tool_choice, Named):
             parallel, tools = False, [tool for tool in tools if tool.name == tool_choice.name]
-        assert tools, "whoever reads a request refuses a choice among none"
+        assert tools, "Chat.check refuses a choice among no tools"
         if self.notation is None:
             raise ValueError(
                 "tool_choice cannot be 'required' or name a tool: this server runs with tool parser 'none'"
@@ -95,9 +99,9 @@ class Parsers:
         return Grammar(lark=rules.source(f"{thought} {calls}"))
 
     def after_thought(self, grammar: Grammar, prompt: str) -> Grammar:
-        """A grammar of the answer → of the whole output, in which a thought is free; ValueError if there can be none.
+        """A grammar of the answer → of the whole output, in which a thought is free; ValueError if that is impossible.
 
-        Without this a model whose prompt has begun a thought could not end it, and its answer would be taken for one.
+        Without this a model whose prompt has begun a thought could not end it, and its answer would count as thought.
         """
         if self.thinking is None or self.thinking.is_over(prompt):
             return grammar
@@ -114,23 +118,18 @@ def find_parsers(
     added_tokens: Mapping[str, int] | None = None,
 ) -> Parsers:
     """`chat_template`: the text of a template, or of several joined. `added_tokens`: the tokenizer's, text → id;
-    without them a grammar cannot ask for a tag that is one token."""
+    without them a grammar cannot require a tag that is one token."""
     template = chat_template or ""
     tools = _known("tool parser", tool_parser, NOTATIONS, SAME_NOTATION) or _find_notation(template)
     thoughts = _known("reasoning parser", reasoning_parser, {**THINKING, "none": None}, SAME_THINKING)
-    thoughts = thoughts or _find_thinking(template)
-    return Parsers(
-        tool_parser=tools,
-        reasoning_parser=thoughts,
-        notation=NOTATIONS[tools](template),
-        thinking=THINKING.get(thoughts),
-        added_tokens=dict(added_tokens or {}),
-        short_ids=re.search(r"length\s*!=\s*9\b", template) is not None,
-    )
+    thoughts = thoughts or next((name for name, tags in THINKING.items() if tags.closes in template), "none")
+    short_ids = re.search(r"length\s*!=\s*9\b", template) is not None
+    notation, thinking = NOTATIONS[tools](template), THINKING.get(thoughts)
+    return Parsers(tools, thoughts, notation, thinking, dict(added_tokens or {}), short_ids)
 
 
 def _known(what: str, name: str, names: Mapping[str, object], others: Mapping[str, str]) -> str:
-    """The name of ours that is meant; empty for auto."""
+    """Our own name for it; empty for auto."""
     if name == "auto":
         return ""
     if name not in names and name not in others:
@@ -149,10 +148,3 @@ def _find_notation(template: str) -> str:
         if re.search(r'\\?"arguments\\?"', template):
             return "hermes"
     return "json"
-
-
-def _find_thinking(template: str) -> str:
-    for name, thinking in THINKING.items():
-        if thinking.closes in template:
-            return name
-    return "none"

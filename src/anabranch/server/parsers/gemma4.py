@@ -13,15 +13,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from anabranch.server.parsers.lark import Rules, alternatives
+from anabranch.server.parsers.call_grammar import NUMBERS, Rules, Schema, ToolGrammar, alternatives, options
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Output, read_rest
-from anabranch.server.parsers.schema import NUMBERS, Schema, ToolSchema, options
+from anabranch.server.parsers.reader import Notation, Output, read_rest
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 OPENS, CLOSES, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 RESPONSE = "<|tool_response>"
-"""With it the model hands over to the tools; a server that does not stop there finds it in the text."""
+"""The model ends its turn with it to wait for results; a server that does not stop there finds it in the text."""
 
 AFTER = Tags(OPENS, CLOSES)
 AFTER_KEY = Tags(":", ",", "{", "}", "[", "]", QUOTE, CLOSES)
@@ -39,10 +38,9 @@ CONSTANTS |= {"True": "true", "False": "false", "None": "null"}  # the template 
 Step: TypeAlias = "Callable[[], Wait[Step | None]]"
 
 
-class Gemma4:
+class Gemma4(Notation):
     opens = (OPENS,)
     tags = (OPENS, CLOSES, QUOTE, RESPONSE)
-    tagged = True
 
     def read(self, source: Source, out: Output) -> Wait[None]:
         source.take(len(OPENS))
@@ -61,9 +59,7 @@ class Gemma4:
                 source.drop()
 
     def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
-        calls = []
-        for tool in tools:
-            calls.append(f"{rules.text(f'call:{tool.name}')} {Values(rules, tool).arguments()}")
+        calls = [f"{rules.text(f'call:{tool.name}')} {Gemma4Grammar(rules, tool).arguments()}" for tool in tools]
         call = rules.rule(f"{rules.tag(OPENS)} {alternatives(calls)} {rules.tag(CLOSES)}")
         return f"{call}+" if many else call
 
@@ -72,16 +68,15 @@ class Arguments:
     """One call's arguments, after their opening bracket."""
 
     def __init__(self, source: Source, out: Output) -> None:
-        self._source = source
-        self._out = out
+        self._source, self._out = source, out
         self._open: list[str] = []
-        """The closing brackets that are due."""
+        """The closing brackets that are still to come."""
         self._empty = True
-        """Nothing stands yet between the innermost brackets."""
+        """There is nothing yet between the innermost brackets."""
 
     def read(self) -> Wait[None]:
-        """Up to the closing bracket, or as far as it goes. A call that is cut off stays open, one that is closed by its
-        tag alone is closed."""
+        """Up to the closing bracket, or as far as the text fits. A call that is cut off stays open; one that only its
+        tag closes is closed."""
         self._enter("{")
         step = self._key
         while self._open and (next_step := (yield from step())):
@@ -89,7 +84,7 @@ class Arguments:
         if self._open and (yield from self._source.peek()):
             self._out.arguments("".join(reversed(self._open)))
 
-    # Each step reads one thing, and gives the step that comes next, or None where the text does not fit.
+    # Each step reads one thing, and returns the step that comes next, or None where the text does not fit.
 
     def _key(self) -> Wait[Step | None]:
         word, mark = yield from self._word(AFTER_KEY)
@@ -101,10 +96,7 @@ class Arguments:
             return self._leave()
         if mark == QUOTE and not word:
             self._source.take(len(QUOTE))
-            pieces = []
-            while piece := (yield from self._source.until(IN_STRING)):
-                pieces.append(piece)
-            word = "".join(pieces)
+            word = yield from self._source.all_until(IN_STRING)
             if not (yield from self._source.literal(QUOTE)):
                 return None
             yield from self._source.space()
@@ -146,8 +138,7 @@ class Arguments:
         if not mark:
             return None
         if mark == QUOTE:
-            source.take(len(QUOTE))
-            source.drop()
+            source.skip(len(QUOTE))
         self._out.arguments('"')
         return self._more
 
@@ -156,20 +147,17 @@ class Arguments:
         if word:
             return None
         if mark == ",":
-            self._source.take(1)
-            self._source.drop()
+            self._source.skip(1)
             return self._key if self._open[-1] == "}" else self._value
         return self._leave() if mark == self._open[-1] else None
 
     def _word(self, marks: Tags) -> Wait[tuple[str, str]]:
         """Bare text, and the mark after it, which is not read."""
-        pieces = []
-        while piece := (yield from self._source.until(marks)):
-            pieces.append(piece)
-        return "".join(pieces).strip(), self._source.which(marks)
+        word = yield from self._source.all_until(marks)
+        return word.strip(), self._source.which(marks)
 
     def _write(self, text: str, in_list: bool = True) -> None:
-        """The beginning of a member or an item, or a value after its key. What was read for it is done with."""
+        """The beginning of a member or an item, or a value after its key; drops what was read for it."""
         self._source.drop()
         self._out.arguments(text if self._empty or not in_list else f", {text}")
         self._empty = False
@@ -180,80 +168,64 @@ class Arguments:
         self._empty = True
 
     def _leave(self) -> Step:
-        self._source.take(1)
-        self._source.drop()
+        self._source.skip(1)
         self._out.arguments(self._open.pop())
         self._empty = False
         return self._more
 
 
-class Values:
-    """The grammar of one tool's arguments in this notation."""
-
-    def __init__(self, rules: Rules, tool: ToolSpec) -> None:
-        self._rules = rules
-        self._tool = ToolSchema(tool)
-
+class Gemma4Grammar(ToolGrammar):
     def arguments(self) -> str:
-        root = self._tool.root
-        self._tool.check(root, "type", "properties", "required")
-        return self._object(root)
+        return self._object(self.root)
 
-    def _value(self, schema: Any) -> str:
-        return self._tool.rule(self._rules, schema, self._expression)
-
-    def _expression(self, schema: Schema) -> str:
-        if (values := self._tool.choices(schema)) is not None:
-            self._tool.check(schema, "type", "enum", "const")
-            return alternatives([self._literal(value) for value in values])
+    def expression(self, schema: Schema) -> str:
+        if choice := self.choice(schema):
+            return choice
         if alike := options(schema):
-            self._tool.check(schema, "anyOf", "oneOf")
-            return alternatives([self._value(option) for option in alike])
-        return alternatives([self._of_type(kind, schema) for kind in self._tool.types(schema)])
+            self.check(schema, "anyOf", "oneOf")
+            return alternatives([self.value(option) for option in alike])
+        return alternatives([self._of_type(name, schema) for name in self.types(schema)])
 
-    def _of_type(self, kind: str, schema: Schema) -> str:
-        rules = self._rules
-        if kind == "string":
-            return f"{rules.tag(QUOTE)} {self._tool.text_before(QUOTE, rules, schema, [CLOSES])}"
-        if kind == "array":
+    def _of_type(self, name: str, schema: Schema) -> str:
+        rules = self.rules
+        if name == "string":
+            return f"{rules.tag(QUOTE)} {self.text_before(QUOTE, schema, [CLOSES])}"
+        if name == "array":
             return self._array(schema)
-        if kind == "object":
+        if name == "object":
             return self._object(schema)
-        return rules.json({"type": kind, **{word: schema[word] for word in NUMBERS if word in schema}})
+        return rules.json({"type": name, **{word: schema[word] for word in NUMBERS if word in schema}})
 
     def _array(self, schema: Schema) -> str:
-        low, high = self._tool.get(schema, "minItems", int, 0), self._tool.get(schema, "maxItems", int, -1)
-        rules = self._rules
-        items = ""
+        rules, items = self.rules, ""
+        low, high = self.get(schema, "minItems", int, 0), self.get(schema, "maxItems", int, -1)
         if high != 0:
-            item = self._value(schema.get("items", True))
-            more = (
-                f"({rules.text(',')} {item}){{{max(low - 1, 0)},{high - 1 if high > 0 else ''}}}" if high != 1 else ""
-            )
+            item = self.value(schema.get("items", True))
+            times = f"{{{max(low - 1, 0)},{high - 1 if high > 0 else ''}}}"
+            more = f"({rules.text(',')} {item}){times}" if high != 1 else ""
             items = f"({item} {more}){'?' if low <= 0 else ''}"
         return f"{rules.text('[')} {items} {rules.text(']')}"
 
     def _object(self, schema: Schema) -> str:
-        rules = self._rules
-        members = self._tool.members(schema)
-        if members:
+        rules = self.rules
+        if members := self.members(schema):
             body = self._members(members)
         elif schema.get("additionalProperties") is False:
             body = ""
         else:
             key = rules.terminal(r"/[A-Za-z_][A-Za-z0-9_.\-]*/")
-            value = self._value(schema.get("additionalProperties", True))
+            value = self.value(schema.get("additionalProperties", True))
             member = rules.rule(f"{key} {rules.text(':')} {value}")
             body = f"({member} ({rules.text(',')} {member})*)?"
         return f"{rules.text('{')} {body} {rules.text('}')}"
 
     def _members(self, members: list[tuple[str, Any, bool]]) -> str:
-        """With commas between. `first`: what may come where no member is yet, `rest`: after one."""
-        rules = self._rules
+        """With commas between. `first`: what may come before any member, `rest`: after one."""
+        rules = self.rules
         first = rest = ""
         # In the order that the model was trained on: its template sorts them.
         for key, schema, required in sorted(members, key=lambda member: member[0].lower(), reverse=True):
-            member = rules.rule(f"{self._key(key)} {rules.text(':')} {self._value(schema)}")
+            member = rules.rule(f"{self._key(key)} {rules.text(':')} {self.value(schema)}")
             following = f"{rules.text(',')} {member}"
             first = (
                 f"{member} {rest}" if required else f"({member} {rest} | {first})" if first else f"({member} {rest})?"
@@ -263,22 +235,17 @@ class Values:
         return first
 
     def _key(self, key: str) -> str:
-        return self._rules.text(key) if BARE_KEY.fullmatch(key) else self._quoted(key)
+        return self.rules.text(key) if BARE_KEY.fullmatch(key) else self.literal(key)
 
-    def _quoted(self, text: str) -> str:
-        if QUOTE in text or CLOSES in text:
-            raise self._tool.refuse(f"has {text!r}, which cannot be written in this model's notation of calls")
-        quote = self._rules.tag(QUOTE)
-        return f"{quote} {self._rules.text(text)} {quote}"
-
-    def _literal(self, value: Any) -> str:
-        rules = self._rules
+    def literal(self, value: Any) -> str:
+        rules, comma = self.rules, f" {self.rules.text(',')} "
         if isinstance(value, str):
-            return self._quoted(value)
+            if QUOTE in value or CLOSES in value:
+                raise self.refuse(f"has {value!r}, which cannot be written in this model's notation of calls")
+            return f"{rules.tag(QUOTE)} {rules.text(value)} {rules.tag(QUOTE)}"
         if isinstance(value, list):
-            items = f" {rules.text(',')} ".join(map(self._literal, value))
-            return f"({rules.text('[')} {items} {rules.text(']')})"
+            return f"({rules.text('[')} {comma.join(map(self.literal, value))} {rules.text(']')})"
         if isinstance(value, dict):
-            pairs = [f"{self._key(key)} {rules.text(':')} {self._literal(item)}" for key, item in value.items()]
-            return f"({rules.text('{')} {f' {rules.text(chr(44))} '.join(pairs)} {rules.text('}')})"
+            pairs = [f"{self._key(key)} {rules.text(':')} {self.literal(item)}" for key, item in value.items()]
+            return f"({rules.text('{')} {comma.join(pairs)} {rules.text('}')})"
         return rules.text(json.dumps(value, allow_nan=False))

@@ -8,8 +8,8 @@
                         [TOOL_CALLS]weather[ARGS]{"city": "Rome"}
     plain (Llama 3)     {"name": "weather", "parameters": {"city": "Rome"}}
 
-Objects are read by their brackets and strings; whether what stands between is JSON is for the client to find out. So
-arguments go out as they come in, character by character.
+Objects are read by their brackets and strings; the client has to check whether the rest is JSON. So arguments are
+passed on as they come, character by character.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from anabranch.server.parsers.lark import Rules, alternatives
+from anabranch.server.parsers.call_grammar import Rules, alternatives
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Output, read_rest
+from anabranch.server.parsers.reader import Notation, Output, read_rest
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 ARGUMENTS = ("arguments", "parameters")
@@ -62,8 +63,8 @@ class JsonCalls:
         return num_read
 
     def arguments(self, source: Source, out: Output, name: str) -> Wait[bool]:
-        """The call begins if an object comes next, or the text of one in a JSON string; null is an object without
-        members. Then all that was read before is dropped."""
+        """Begin the call if an object comes next, or the text of one in a JSON string; null is an object without
+        members. Then everything read before is dropped."""
         first = yield from source.peek()
         if first == "{":
             source.drop()
@@ -83,8 +84,8 @@ class JsonCalls:
         return True
 
     def _object(self, source: Source, out: Output) -> Wait[bool]:
-        """One object. True: a call, all of it. Without a tag around it an object that is no call is text to its end:
-        what it has inside are no calls either."""
+        """One object. True: a complete call. Without a tag around it an object that is not a call is text to its end:
+        objects inside of it are not calls either."""
         if not (yield from source.literal("{")):
             return False
         yield from source.space()
@@ -119,8 +120,10 @@ class JsonCalls:
                 begun = yield from self.arguments(source, out, name)
                 if not begun:
                     return False
-            elif not (yield from self._value(source, early.append if key in ARGUMENTS and not early else _nowhere)):
-                return False
+            else:
+                pieces = early if key in ARGUMENTS and not early else []
+                if not (yield from self._value(source, pieces.append)):
+                    return False
             yield from source.space()
             if not (yield from source.literal(",")):
                 break
@@ -136,7 +139,7 @@ class JsonCalls:
         return True
 
     def _value(self, source: Source, put: Put) -> Wait[bool]:
-        """Any value, put piece by piece; False if it has no end, or is none."""
+        """Any value, passed to `put` piece by piece; False if it has no end, or is not a value."""
         first = yield from source.peek()
         if first == '"':
             return (yield from _string(source, put))
@@ -168,7 +171,7 @@ class JsonCalls:
 
 
 def read_string(source: Source) -> Wait[str | None]:
-    """A string; None if there is none or it is broken."""
+    """The next string; None if something else comes next or it is broken."""
     if (yield from source.peek()) != '"':
         return None
     pieces: list[str] = []
@@ -182,7 +185,7 @@ def read_string(source: Source) -> Wait[str | None]:
 
 
 def _string(source: Source, put: Put) -> Wait[bool]:
-    """At a quote: up to its partner."""
+    """At a quote: up to the closing one."""
     put(source.take(1))
     while True:
         if piece := (yield from source.until(IN_STRING)):
@@ -199,20 +202,24 @@ def _string(source: Source, put: Put) -> Wait[bool]:
             put(source.take(1))
 
 
+def strict_json(text: str) -> Any:
+    """ValueError for NaN and Infinity too, which are not JSON; RecursionError is left to the caller."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def object_grammar(rules: Rules, tool: ToolSpec, arguments: str = "arguments") -> str:
     head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
     return f"{rules.text(head)} {rules.arguments(tool)} {rules.text('}')}"
 
 
-def _nowhere(piece: str) -> None:
-    pass
-
-
-class Hermes:
+class Hermes(Notation):
     OPENS, CLOSES = "<tool_call>", "</tool_call>"
     opens = (OPENS,)
     tags = (OPENS, CLOSES)
-    tagged = True
 
     def __init__(self) -> None:
         self._calls = JsonCalls(self.CLOSES)
@@ -230,15 +237,14 @@ class Hermes:
         return f"{call} ({newline} {call})*" if many else call
 
 
-class Mistral:
-    """By generation. All are read; the template tells which is to be written. Ids that a model made up are not used:
-    nobody knows whether they are unique."""
+class Mistral(Notation):
+    """Three notations, by generation of models. All are read; the template decides which one a grammar writes. Ids that
+    a model made up are not used: they may not be unique."""
 
     OPENS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
     WORD = re.compile(r"[\w.:-]+")
     opens = (OPENS,)
     tags = (OPENS, CALL_ID, ARGS)
-    tagged = True
 
     def __init__(self, template: str) -> None:
         self._calls = JsonCalls()
@@ -254,7 +260,7 @@ class Mistral:
         name = yield from source.run(self.WORD)
         if (yield from source.literal(self.CALL_ID)):
             yield from source.run(self.WORD)
-        yield from source.literal(self.ARGS)  # the first models that put the name in front did without
+        yield from source.literal(self.ARGS)  # the first models with the name in front did not write it
         yield from source.space()
         if name:
             yield from self._calls.arguments(source, out, name)
@@ -270,9 +276,9 @@ class Mistral:
         return f"({opens} {alternatives(calls)}){'+' if many else ''}"
 
 
-class PlainJson:
+class PlainJson(Notation):
     """Without any tag an object is a call if it has the name of a tool that was offered, and arguments; anywhere in the
-    text, alone or in a list. This is also the notation for models whose template says nothing of calls."""
+    text, alone or in a list. Also the notation of models whose template does not mention calls."""
 
     PYTHON_TAG = "<|python_tag|>"
     opens = ("{", "[", PYTHON_TAG)
@@ -290,5 +296,5 @@ class PlainJson:
         yield from self._calls.read(source, out)
 
     def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
-        # One call even where many are allowed: no template says what would stand between them.
+        # One call even where many are allowed: no template defines a separator.
         return alternatives([object_grammar(rules, tool, self._arguments) for tool in tools])

@@ -1,8 +1,7 @@
-"""The vocabulary of this room: what a reader gives, and the tools it is told of. Plain data."""
+"""Plain data of this package: the parts that a reader gives, and the tools that a model may call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,8 +37,8 @@ Part = Content | Reasoning | ToolCallBegin | ToolCallArguments
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     name: str
-    parameters: Mapping[str, Any] | None = None
-    """A JSON schema of the arguments; None: the tool has none."""
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of the arguments; None: the tool takes none."""
 
 
 @dataclass(frozen=True, slots=True)

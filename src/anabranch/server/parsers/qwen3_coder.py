@@ -18,13 +18,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from anabranch.server.parsers.lark import Rules, alternatives
+from anabranch.server.parsers.call_grammar import (
+    Rules,
+    Schema,
+    ToolGrammar,
+    alternatives,
+    json_type,
+    json_types,
+    options,
+)
+from anabranch.server.parsers.json_calls import strict_json
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Output, read_rest
-from anabranch.server.parsers.schema import Schema, ToolSchema, kind, kinds, options, strict_json
+from anabranch.server.parsers.reader import Notation, Output, read_rest
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
@@ -40,10 +48,9 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
 
 
-class Qwen3Coder:
+class Qwen3Coder(Notation):
     opens = (OPENS, FUNCTION)
     tags = (OPENS, CLOSES)
-    tagged = True
 
     def read(self, source: Source, out: Output) -> Wait[None]:
         wrapped = yield from source.literal(OPENS)
@@ -88,7 +95,7 @@ class Qwen3Coder:
         source.drop()
         is_text = allowed <= {"string"}
         pieces = list[str]()
-        if is_text:  # goes out as it comes in
+        if is_text:  # passed on piece by piece
             out.arguments('"')
         while piece := (yield from source.until(AFTER_VALUE)):
             if is_text:
@@ -101,28 +108,27 @@ class Qwen3Coder:
             out.arguments('"' if tag else "")
         else:
             out.arguments(to_json("".join(pieces), allowed, named) if tag else "".join(pieces))
-        source.take(len(tag) if tag.endswith(PARAMETER_ENDS) else min(len(tag), 1))
-        source.drop()
+        source.skip(len(tag) if tag.endswith(PARAMETER_ENDS) else min(len(tag), 1))
         return bool(tag)
 
     def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
         functions = []
         for tool in tools:
             head, tail = rules.text(f"{FUNCTION}{tool.name}>\n"), rules.text(FUNCTION_ENDS)
-            functions.append(f"{head} {Values(rules, tool).parameters()} {tail}")
+            functions.append(f"{head} {Qwen3CoderGrammar(rules, tool).parameters()} {tail}")
         newline = rules.text(NEWLINE)
         call = rules.rule(f"{rules.tag(OPENS)} {newline} {alternatives(functions)} {newline} {rules.tag(CLOSES)}")
         return f"{call} ({newline} {call})*" if many else call
 
 
 def _allowed(tool: ToolSpec, key: str) -> tuple[frozenset[str], list[str]]:
-    """What the tool's schema, which may be anything, says of a parameter: types, and values other than text by name."""
+    """What the tool's schema, which may be anything, allows for a parameter: types, and values that are not strings."""
     root = tool.parameters or {}
     properties = root.get("properties")
-    schema = properties.get(key) if isinstance(properties, Mapping) else None
-    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    schema = properties.get(key) if isinstance(properties, dict) else None
+    values = schema.get("enum") if isinstance(schema, dict) else None
     named = [json.dumps(value) for value in values if not isinstance(value, str)] if isinstance(values, list) else []
-    return kinds(schema, root), named
+    return json_types(schema, root), named
 
 
 def to_json(text: str, allowed: frozenset[str], named: Sequence[str] = ()) -> str:
@@ -137,51 +143,42 @@ def to_json(text: str, allowed: frozenset[str], named: Sequence[str] = ()) -> st
         value = strict_json(bare)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    fits = kind(value) in allowed or (kind(value) == "integer" and "number" in allowed)
+    fits = json_type(value) in allowed or (json_type(value) == "integer" and "number" in allowed)
     return bare if fits else json.dumps(text, ensure_ascii=False)
 
 
-class Values:
-    """The grammar of one tool's parameters in this notation."""
-
-    def __init__(self, rules: Rules, tool: ToolSpec) -> None:
-        self._rules = rules
-        self._tool = ToolSchema(tool)
-
+class Qwen3CoderGrammar(ToolGrammar):
     def parameters(self) -> str:
-        rules, tool = self._rules, self._tool
-        tool.check(tool.root, "type", "properties", "required")
-        expressions = []
-        for key, schema, required in tool.members(tool.root):
+        rules, expressions = self.rules, []
+        for key, schema, required in self.members(self.root):
             if not NAME.fullmatch(key) or key != key.strip():
-                raise tool.refuse(f"has a parameter {key!r}, which cannot be written in this model's notation of calls")
-            head, value = rules.text(f"{PARAMETER}{key}>\n"), tool.rule(rules, schema, self._value)
-            expressions.append(f"({head} {value} {rules.text(NEWLINE)}){'' if required else '?'}")
+                raise self.refuse(f"has a parameter {key!r}, which cannot be written in this model's notation of calls")
+            head = rules.text(f"{PARAMETER}{key}>\n")
+            expressions.append(f"({head} {self.value(schema)} {rules.text(NEWLINE)}){'' if required else '?'}")
         return " ".join(expressions)
 
-    def _value(self, schema: Schema) -> str:
+    def expression(self, schema: Schema) -> str:
         """A value and the tag that ends it."""
-        rules, tool = self._rules, self._tool
-        allowed = kinds(schema, tool.root)
-        if (values := tool.choices(schema)) is not None:
-            tool.check(schema, "type", "enum", "const")
-            return f"{alternatives([self._literal(value) for value in values])} {rules.text(VALUE_ENDS)}"
+        rules, ends = self.rules, self.rules.text(VALUE_ENDS)
+        allowed = json_types(schema, self.root)
+        if choice := self.choice(schema):
+            return f"{choice} {ends}"
         if "type" in schema and allowed and allowed <= WORDS.keys():
-            words = [rules.text(word) for name in tool.types(schema) for word in WORDS[name]]
-            return f"{alternatives(words)} {rules.text(VALUE_ENDS)}"
+            words = [rules.text(word) for name in self.types(schema) for word in WORDS[name]]
+            return f"{alternatives(words)} {ends}"
         if allowed and "string" not in allowed:
-            definitions = {word: value for word, value in tool.root.items() if word in ("$defs", "definitions")}
-            return f"{rules.json({**schema, **definitions})} {rules.text(VALUE_ENDS)}"
-        # Where text is allowed all is read as text, but for null: other types are left out.
+            definitions = {word: value for word, value in self.root.items() if word in ("$defs", "definitions")}
+            return f"{rules.json({**schema, **definitions})} {ends}"
+        # Where text is allowed everything but null is read as text: other types are left out.
         if alike := options(schema):
-            tool.check(schema, "anyOf", "oneOf")
-            texts = [option for option in alike if "string" in kinds(option, tool.root)]
-            return alternatives([tool.rule(rules, option, self._value) for option in texts or alike])
-        tool.types(schema)  # for its checks
-        return tool.text_before(VALUE_ENDS, rules, schema, AFTER_VALUE.texts)
+            self.check(schema, "anyOf", "oneOf")
+            texts = [option for option in alike if "string" in json_types(option, self.root)]
+            return alternatives([self.value(option) for option in texts or alike])
+        self.types(schema)  # for its checks
+        return self.text_before(VALUE_ENDS, schema, AFTER_VALUE.texts)
 
-    def _literal(self, value: Any) -> str:
+    def literal(self, value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
         if any(tag in text for tag in AFTER_VALUE.texts):
-            raise self._tool.refuse(f"has {text!r}, which cannot be written in this model's notation of calls")
-        return self._rules.text(text)
+            raise self.refuse(f"has {text!r}, which cannot be written in this model's notation of calls")
+        return self.rules.text(text)

@@ -1,4 +1,4 @@
-"""One completion, read while it is written: thoughts, text and calls. How a call is written is the notations' business.
+"""One completion, read while it is written: thoughts, text and calls. How a call is written is up to the notations.
 
 A call inside of a thought is a draft if the thought is closed after it, and a call if it never is: some models forget
 to close a thought before they call. So what follows the tag of a call in a thought waits for the end of the thought.
@@ -7,22 +7,78 @@ to close a thought before they call. So what follows the tag of a call in a thou
 from __future__ import annotations
 
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import ClassVar
 
+from anabranch.server.parsers.call_grammar import Rules
 from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin, ToolSpec
 from anabranch.server.parsers.source import Source, Tags, Wait
-from anabranch.server.parsers.thinking import Thinking
 
-if TYPE_CHECKING:
-    from anabranch.server.parsers.lark import Rules
+TextPart = type[Content] | type[Reasoning] | type[ToolCallArguments]
 
-Kind = type[Content] | type[Reasoning] | type[ToolCallArguments]
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The tags between which a model thinks."""
+
+    tag: str
+    closes: str
+    label: str = ""
+    """Follows the tag."""
+    anywhere: bool = False
+    """A thought may begin in the middle of a text. Otherwise it begins an answer or follows a call: a tag in the middle
+    of prose is prose about tags."""
+
+    @property
+    def opens(self) -> str:
+        return self.tag + self.label
+
+    def is_open(self, prompt: str) -> bool:
+        """The prompt has begun a thought for the model to continue."""
+        return prompt.rstrip().endswith(self.opens)
+
+    def is_over(self, prompt: str) -> bool:
+        """The prompt has ended the model's thought for it."""
+        return prompt.rstrip().endswith(self.closes)
+
+    def grammar(self, rules: Rules, prompt: str) -> str:
+        """The expression of a thought before the rest of the output."""
+        if self.is_over(prompt):
+            return ""
+        thought = f"{rules.text_before(self.closes)} /\\s{{0,2}}/"
+        if self.is_open(prompt):
+            return thought
+        label = rules.text(self.label) if self.label else ""
+        return f"({rules.tag(self.tag)} {label} {thought})?"
+
+
+class Notation(ABC):
+    """How a family of models writes calls."""
+
+    opens: ClassVar[tuple[str, ...]]
+    """Texts with which a call may begin."""
+    tags: ClassVar[tuple[str, ...]]
+    """Texts that may be single tokens."""
+    tagged: ClassVar[bool] = True
+    """A call cannot be mistaken for text."""
+
+    @abstractmethod
+    def read(self, source: Source, out: Output) -> Wait[None]:
+        """At one of `opens`: read as many calls as there are. What is held afterwards is text.
+
+        Nothing is dropped before it is certain that a call has begun.
+        """
+
+    @abstractmethod
+    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
+        """The expression of one call of these tools, or of one or more."""
 
 
 class Output:
-    """Parts as they become certain; neighbours of a kind become one part."""
+    """Parts as they become certain; adjacent ones of the same type become one part."""
 
     def __init__(self, tools: Mapping[str, ToolSpec], random: Random, short_ids: bool = False) -> None:
         self.tools = tools
@@ -31,9 +87,9 @@ class Output:
         self._random = random
         self._short_ids = short_ids
         self._parts: list[Part] = []
-        self._kind: Kind = Content
+        self._type: TextPart = Content
         self._texts: list[str] = []
-        """Of the last part, which is of `_kind` and may still grow."""
+        """Of the last part, which is a `_type` and may still grow."""
 
     def content(self, text: str) -> None:
         self.has_content = self.has_content or bool(text)
@@ -55,10 +111,10 @@ class Output:
         parts, self._parts = self._parts, []
         return parts
 
-    def _add(self, kind: Kind, text: str) -> None:
-        if kind is not self._kind:
+    def _add(self, type: TextPart, text: str) -> None:
+        if type is not self._type:
             self._close()
-            self._kind = kind
+            self._type = type
         self._texts.append(text)
 
     def _close(self) -> None:
@@ -66,65 +122,34 @@ class Output:
         self._texts.clear()
         if not text:
             return
-        if self._kind is Content:
+        if self._type is Content:
             self._parts.append(Content(text))
-        elif self._kind is Reasoning:
+        elif self._type is Reasoning:
             self._parts.append(Reasoning(text))
         else:
             self._parts.append(ToolCallArguments(self.num_calls - 1, text))
 
     def _new_id(self) -> str:
-        if self._short_ids:  # templates of Mistral's refuse all others when the call comes back with the chat
+        if self._short_ids:  # Mistral's templates refuse all others when the call comes back with the chat
             return "".join(self._random.choices(string.ascii_letters + string.digits, k=9))
         return "call_" + "".join(self._random.choices(string.ascii_lowercase + string.digits, k=24))
 
 
-class Notation(Protocol):
-    """How a family of models writes calls."""
-
-    @property
-    def opens(self) -> tuple[str, ...]:
-        """Where a call may begin."""
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """What may be tokens of their own."""
-
-    @property
-    def tagged(self) -> bool:
-        """A call cannot be taken for text."""
-
-    def read(self, source: Source, out: Output) -> Wait[None]:
-        """At one of `opens`: read as many calls as there are. What is held afterwards was none of them: it is text.
-
-        Nothing is dropped before it is certain that a call has begun.
-        """
-
-    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
-        """The expression of one call of these tools, or of one or more."""
-
-
 class Reader:
     def __init__(
-        self,
-        notation: Notation | None,
-        thinking: Thinking | None,
-        out: Output,
-        thinks: bool = False,
+        self, notation: Notation | None, thinking: Thinking | None, out: Output, thinks: bool, parallel: bool
     ) -> None:
-        """`thinks`: the text begins within a thought."""
-        self._notation = notation
-        self._thinking = thinking
-        self._thinks = thinks
+        """`thinks`: the text begins within a thought. `parallel`: give all calls, not only the first."""
+        self._notation, self._thinking, self._thinks, self._out = notation, thinking, thinks, out
+        self._parallel = parallel
         self._after = False
-        """A thought or a call has come: white space at the beginning of what follows may be theirs."""
-        self._out = out
+        """A thought or a call has come: white space at the beginning of what follows may belong to it."""
         self._source = Source()
         calls = notation.opens if notation else ()
         anywhere = (thinking.opens,) if thinking and thinking.anywhere else ()
         self._text_tags = Tags(*calls, *anywhere)
         if thinking:
-            drafts = notation.opens if notation and notation.tagged else ()
+            drafts = calls if notation and notation.tagged else ()
             self._thought_tags, self._call_tags = Tags(thinking.closes, *drafts), Tags(*drafts)
             self._closing = Tags(thinking.closes)
         self._parser = self._read()
@@ -135,7 +160,12 @@ class Reader:
             return [Content(text)] if text else []
         self._source.add(text, final)
         next(self._parser, None)
-        return self._out.take()
+        parts = self._out.take()
+        return parts if self._parallel else [part for part in parts if getattr(part, "index", 0) == 0]
+
+    @property
+    def num_calls(self) -> int:
+        return self._out.num_calls
 
     def check(self) -> None:
         self._source.check()
@@ -150,7 +180,7 @@ class Reader:
     def _text(self) -> Wait[bool]:
         """Text and calls, up to the beginning of a thought (True) or the end (False)."""
         source, out, thinking = self._source, self._out, self._thinking
-        begins = True  # nothing but white space yet, since the beginning, a thought or a call
+        begins = True  # only white space so far since the beginning, a thought or a call
         while True:
             if begins:
                 yield from source.space()
@@ -171,8 +201,7 @@ class Reader:
                 out.content(source.release())
                 return False
             if thinking and tag == thinking.opens:
-                source.take(len(tag))
-                source.drop()
+                source.skip(len(tag))
                 return True
             begins = yield from self._calls(out.content)
 
@@ -187,8 +216,7 @@ class Reader:
                 continue
             tag = source.which(self._thought_tags)
             if tag in self._call_tags.texts:
-                while (yield from source.until(self._closing)):
-                    pass
+                yield from source.all_until(self._closing)
                 tag = source.which(self._closing)
                 if not tag:
                     source.unread()
@@ -198,8 +226,7 @@ class Reader:
             if not tag:
                 out.reasoning(source.release())
                 return
-            source.take(len(tag))
-            source.drop()
+            source.skip(len(tag))
             return
 
     def _thought_without_end(self) -> Wait[None]:
@@ -207,8 +234,7 @@ class Reader:
         source, out = self._source, self._out
         num_before = out.num_calls
         while out.num_calls == num_before:
-            while (yield from source.until(self._call_tags)):
-                pass
+            yield from source.all_until(self._call_tags)
             source.settle(out.reasoning)
             if not source.which(self._call_tags):
                 out.reasoning(source.release())
@@ -216,7 +242,7 @@ class Reader:
             yield from self._calls(out.reasoning)
 
     def _calls(self, otherwise: Callable[[str], None]) -> Wait[bool]:
-        """At the tag of a call: calls, or what looked like one. True: nothing of it was text."""
+        """At the tag of a call: calls, or text that looked like one. True: none of it was text."""
         source, out = self._source, self._out
         assert self._notation is not None
         num_before = out.num_calls
@@ -230,13 +256,12 @@ class Reader:
 
 
 def read_rest(source: Source, out: Output, after: Tags, closes: str) -> Wait[None]:
-    """After a call, up to its closing tag or another of `after`: what a model wrote there, such as a bracket too many,
-    is text."""
+    """After a call, up to its closing tag or another of `after`: what a model wrote there, such as a superfluous
+    bracket, is text."""
     if not source.is_blank:
         source.settle(out.content)
     while piece := (yield from source.until(after)):
         if not piece.isspace():
             source.settle(out.content)
     if source.which(after) == closes:
-        source.take(len(closes))
-        source.drop()
+        source.skip(len(closes))

@@ -1,11 +1,11 @@
 """Text that arrives in pieces, read as if it were all there.
 
-Parsers are generators over a Source: they yield where they need more text, and go on when it has come. Each step
+Parsers are generators over a Source: they yield where they need more text, and continue when it has come. Each step
 decides by characters that are there, or by the end of the text, never by where a piece ended: so every way to cut the
 text gives the same result.
 
-What was read is held until the parser knows what it was: `release` gives it out, `drop` says that it was notation. The
-text that is neither read nor held is never longer than the longest tag, so a piece costs what it is long.
+What was read is held until the parser knows what it was: `release` returns it, `drop` discards it as notation. The
+text that is neither read nor held is never longer than the longest tag, so the cost of a piece is linear in its length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
-"""Of a parser that may have to wait for text, and returns a T."""
+"""The type of a parser that may have to wait for text, and returns a T."""
 
 SPACE = re.compile(r"\s+")
 
@@ -49,8 +49,6 @@ class Source:
         self.num_added += len(text)
         self.ended = self.ended or final
 
-    # Reading.
-
     def peek(self) -> Wait[str]:
         """The next character; empty at the end."""
         while self._at == len(self._text):
@@ -60,15 +58,20 @@ class Source:
         return self._text[self._at]
 
     def take(self, length: int) -> str:
-        """Read so many characters, which are there."""
+        """Read `length` characters, which must be there."""
         piece = self._text[self._at : self._at + length]
         assert len(piece) == length
         self._at += length
         self._held.append(piece)
         return piece
 
+    def skip(self, length: int) -> None:
+        """Read `length` characters, and drop them and all that is held."""
+        self.take(length)
+        self.drop()
+
     def literal(self, text: str) -> Wait[bool]:
-        """Read this text if it is what comes next; else nothing."""
+        """Read this text if it comes next; otherwise read nothing."""
         while not self.ended and len(self._text) - self._at < len(text) and text.startswith(self._text[self._at :]):
             yield
         if not self._text.startswith(text, self._at):
@@ -77,7 +80,7 @@ class Source:
         return True
 
     def run(self, pattern: re.Pattern[str]) -> Wait[str]:
-        """Read characters of a kind, as many as there are; `pattern` matches one or more of them."""
+        """Read as much as the pattern matches; it matches one or more characters of a class."""
         pieces = []
         while (yield from self.peek()) and (match := pattern.match(self._text, self._at)):
             pieces.append(self.take(match.end() - match.start()))
@@ -87,7 +90,7 @@ class Source:
         return (yield from self.run(SPACE))
 
     def until(self, tags: Tags) -> Wait[str]:
-        """Read a piece of what stands before the next of the tags; empty if one of them is next, or the end."""
+        """Read a piece of the text before the next of the tags; empty if one of them is next, or the end."""
         while True:
             pattern = tags.whole if self.ended else tags.whole_or_begun
             match = pattern.search(self._text, self._at)
@@ -98,16 +101,21 @@ class Source:
                 return ""
             yield
 
+    def all_until(self, tags: Tags) -> Wait[str]:
+        """Read all of the text before the next of the tags, or up to the end."""
+        pieces = []
+        while piece := (yield from self.until(tags)):
+            pieces.append(piece)
+        return "".join(pieces)
+
     def which(self, tags: Tags) -> str:
         """After `until`: the tag that is next; empty at the end."""
         match = tags.whole.match(self._text, self._at)
         return match[0] if match else ""
 
-    # What was read.
-
     @property
     def is_blank(self) -> bool:
-        """Nothing is held but white space."""
+        """Only white space is held."""
         return all(piece.isspace() for piece in self._held)
 
     def release(self) -> str:
@@ -121,7 +129,7 @@ class Source:
         self._held.clear()
 
     def settle(self, emit: Callable[[str], None]) -> None:
-        """What is held is text; white space at its end still waits for what comes next."""
+        """Emit what is held as text; white space at its end stays held until it is known what follows."""
         text = self.release()
         body = text.rstrip()
         emit(body)
@@ -130,7 +138,7 @@ class Source:
             self.num_released -= len(text) - len(body)
 
     def unread(self) -> None:
-        """Put what is held back, to be read again: at the end only, else texts could be read many times."""
+        """Put back what is held, to be read again: at the end only, otherwise text could be read many times."""
         assert self.ended
         self._text = "".join(self._held) + self._text[self._at :]
         self._at = 0

@@ -15,6 +15,7 @@ from anabranch import kernels, ops  # noqa: E402
 from anabranch.conformance import models, tiny  # noqa: E402
 from anabranch.conformance.ops import check_ops  # noqa: E402
 from anabranch.loader.load import load_model  # noqa: E402
+from anabranch.models.family import known  # noqa: E402
 from anabranch.ops.arguments import map_tensors  # noqa: E402
 from anabranch.platforms.cpu import CpuPlatform  # noqa: E402
 from tests.npu.executor import OnCpu  # noqa: E402
@@ -63,7 +64,7 @@ def test_every_op_and_every_kernel_of_it(npu: tuple[Npu, OnCpu]) -> None:
     assert set(mode.calls) >= OPERATORS
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", known())
 def test_a_model_in_half_precision_runs_on_ascends_operators(
     family: str, npu: tuple[Npu, OnCpu], tmp_path: Path
 ) -> None:

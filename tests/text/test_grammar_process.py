@@ -17,8 +17,7 @@ pytest.importorskip("llguidance")
 
 from anabranch.sampling_params import Grammar
 from anabranch.text.grammar import GrammarCompiler
-from anabranch.text.grammar_process import Trial
-from anabranch.text.grammar_trial import GrammarTrial, exceeded
+from anabranch.text.grammar_process import GrammarTrial, Trial, exceeded
 from tests.text.test_grammar import EOS, PADDED, TOKENIZER, trial_process
 
 
@@ -156,8 +155,7 @@ def test_the_process_ends_with_its_compiler() -> None:
 
 ENGINE = """
 import json, sys
-from anabranch.text.grammar_process import Trial
-from anabranch.text.grammar_trial import GrammarTrial
+from anabranch.text.grammar_process import GrammarTrial
 tokenizer, vocab_size, eos, *trials = json.load(sys.stdin)
 process = GrammarTrial(tokenizer, vocab_size, [eos])
 for trial in trials:

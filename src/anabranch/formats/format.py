@@ -9,9 +9,13 @@ torch is not imported here: the memory plan adds up bytes without it.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,20 +79,27 @@ class Format:
 
 
 PLAIN = Format()
-FORMATS: dict[str, Format] = {PLAIN.name: PLAIN}
-"""Every known format by name."""
+_registered: dict[str, Format] = {PLAIN.name: PLAIN}
+"""By name: `plain`, and formats that have no file in this package."""
 
 
-def register(format: Format) -> Format:
-    """Make a format known to the loader."""
-    if format.name in FORMATS:
-        raise ValueError(f"format {format.name!r} is registered twice")
-    FORMATS[format.name] = format
-    return format
+def register(format: Format) -> None:
+    """Add a format from outside of this package; it replaces one of the same name."""
+    _registered[format.name] = format
 
 
-def format_of(quantization_config: Mapping[str, Any] | None) -> Format | None:
-    """The format that a config.json names; None: no known one."""
-    if quantization_config is None:
-        return PLAIN
-    return next((format for format in FORMATS.values() if format.describes(quantization_config)), None)
+def known() -> dict[str, Format]:
+    """Every format by name."""
+    return _built_in() | _registered
+
+
+@functools.cache
+def _built_in() -> dict[str, Format]:
+    names = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.name != "format"]
+    modules = [importlib.import_module(f"anabranch.formats.{name}") for name in names]
+    return {format.name: format for module in modules for format in module.FORMATS}
+
+
+def format_of(quantization_config: Mapping[str, Any]) -> Format | None:
+    """The format that config.json describes; None if it is not known."""
+    return next((format for format in known().values() if format.describes(quantization_config)), None)

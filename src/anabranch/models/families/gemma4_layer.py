@@ -1,5 +1,4 @@
-"""Gemma 4 (text): a dense feed-forward parallel to the experts, a norm before and after every part, a router that reads
-the raw residual. Sliding and full layers differ in head dim, key-value heads and rope; attention scale is 1.
+"""Gemma 4's decoder layer and router; see `gemma4`.
 
 T token rows, D hidden width, E experts, K per token.
 """
@@ -16,7 +15,6 @@ from anabranch.layers.mixer import Mixer
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import RMSNorm
 from anabranch.models.config import LayerConfig, ModelConfig, MoEConfig
-from anabranch.models.decoder import Decoder
 from anabranch.moe.layer import RoutedExperts
 from anabranch.moe.overlap import overlap
 from anabranch.moe.setup import MoESetup
@@ -94,10 +92,3 @@ class Gemma4Layer(nn.Module):
     def _routed(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> torch.Tensor:
         assert self.moe is not None
         return self.moe(self.pre_feedforward_layernorm_2(x_TD), num_tokens, router_input_TD=x_TD)
-
-
-class Model(Decoder):
-    layer_class = Gemma4Layer
-    renames = ((".moe.", "."),)
-    prefixes = ("model.language_model.", "model.", "language_model.model.")
-    ignored = (*Decoder.ignored, "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
