@@ -14,6 +14,8 @@ from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.triton import experts_plan
 from anabranch.kernels.tuning.experts_candidates import searches
 from anabranch.kernels.tuning.experts_tiles import Machine, Tiles
+from anabranch.ops.experts import ExpertsCall
+from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import Launch, compile_for, recorded
 
@@ -27,8 +29,8 @@ def candidates(num_tokens: int, machine: Machine) -> Iterator[Tiles]:
         yield from search.near()
 
 
-def launches_of(num_tokens: int, tiles: Tiles, weights: tuple[torch.Tensor, torch.Tensor]) -> list[Launch]:
-    call = kernel.Call(
+def launches_of(num_tokens: int, tiles: Tiles, weights: tuple[Weight, Weight]) -> list[Launch]:
+    call = ExpertsCall(
         torch.empty(num_tokens, D, dtype=torch.bfloat16),
         torch.empty(num_tokens, K),
         torch.empty(num_tokens, K, dtype=torch.int32),
@@ -53,8 +55,8 @@ def test_every_candidate_compiles(target: str, num_tokens: int, monkeypatch: pyt
     monkeypatch.setattr(kernel, "dependent_launch", lambda device: False)
     machine = Machine(shared_bytes=ahead_of_time.SHARED[target])
     weights = (
-        torch.empty(E, 2 * INNER, D, dtype=torch.bfloat16, device="meta"),
-        torch.empty(E, D, INNER, dtype=torch.bfloat16, device="meta"),
+        Weight.of(torch.empty(E, 2 * INNER, D, dtype=torch.bfloat16, device="meta")),
+        Weight.of(torch.empty(E, D, INNER, dtype=torch.bfloat16, device="meta")),
     )
     compiled: dict[tuple[Any, ...], Any] = {}
     for tiles in candidates(num_tokens, machine):

@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.formats import PLAIN
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, launch_options, next_power_of_2
 from anabranch.kernels.triton.sorted_lists import pack
 from anabranch.ops.weight import Weight
 
@@ -231,8 +231,7 @@ def run(
     y_TF = torch.empty(tokens, F, dtype=out_dtype, device=x_TD.device)
     if y_TF.numel() == 0:
         return y_TF
-    dependent = dependent_launch(x_TD.device)
-    launch = {"DEPENDENT": dependent, "EARLY": EARLY, **({"launch_pdl": True} if dependent else {})}
+    launch = {"EARLY": EARLY, **launch_options(dependent_launch(x_TD.device))}
     common = (x_TD, weight_FD, bias_F, y_TF, x_TD.stride(0), weight_FD.stride(0), F)
     if isinstance(tiles, StreamTiles):
         stream_rows[(cdiv(F, tiles.rows * tiles.warps),)](

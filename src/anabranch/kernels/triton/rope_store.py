@@ -18,10 +18,15 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.kernels.triton.launch import (
+    cdiv,
+    dependent_launch,
+    launch_options,
+    next_power_of_2,
+    wait_for_predecessor,
+)
 from anabranch.ops.rope_store import RopeStoreCall
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -81,9 +86,7 @@ def do_heads(
         is_rest_BR = is_head_B1 & (rest_1R < D)
         if weight is not None:
             weight_rest = load_weight(weight, rest_1R, is_rest_BR, head_B, D, PER_HEAD)
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
 
     kept = True
     if slot_T is not None:
@@ -189,13 +192,12 @@ def rope_store(call: RopeStoreCall) -> torch.Tensor:
     many = tokens > FEW_TOKENS
     elements = MANY_ELEMENTS if many else FEW_ELEMENTS
     group, programs, constants = choose_constants(elements, many, H, G, D, cos_TF.shape[1], norm)
-    dependent = dependent_launch(q_THD.device)
     rope_store_kernel[(cdiv(tokens, group), programs)](
         q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, rotated_THD, k_PSGD, v_PSGD, slot_T,
         None if group == 1 else tokens, q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0), k_PSGD.stride(0),
         k_PSGD.stride(1), eps,
-        S=k_PSGD.shape[1], NORM=norm, V_NORM="head" if v_norm else "none", DEPENDENT=dependent, **constants,
-        **({"launch_pdl": True} if dependent else {}),
+        S=k_PSGD.shape[1], NORM=norm, V_NORM="head" if v_norm else "none", **constants,
+        **launch_options(dependent_launch(q_THD.device)),
     )  # fmt: skip
     return rotated_THD
 

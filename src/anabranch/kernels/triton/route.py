@@ -31,7 +31,7 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, next_power_of_2
 from anabranch.kernels.triton.sorted_lists import best_of, pack, unpack
 from anabranch.ops.route import SCORES, RouteCall
 
@@ -327,11 +327,10 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
         call.num_groups,
         call.top_groups,
     )
-    dependent = dependent_launch(logits_TE.device)
     route_kernel[(cdiv(num_rows, constants["ROWS"]),)](
         logits_TE, weight_TK, expert_TK, call.select_bias_E, call.expert_scale_E, call.num_tokens, num_rows,
         logits_TE.stride(0) // vector, call.scaling,
-        **constants, DEPENDENT=dependent, num_warps=1, **({"launch_pdl": True} if dependent else {}),
+        **constants, num_warps=1, **launch_options(dependent_launch(logits_TE.device)),
     )  # fmt: skip
     return weight_TK, expert_TK
 

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.kernels.triton.exact import (
@@ -41,7 +40,13 @@ from anabranch.kernels.triton.exact import (
     noise_bound,
     target_mass,
 )
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, next_power_of_2
+from anabranch.kernels.triton.launch import (
+    cdiv,
+    dependent_launch,
+    launch_options,
+    next_power_of_2,
+    wait_for_predecessor,
+)
 from anabranch.kernels.triton.sample_search import before, from_key, is_before, kth_largest, load_step, to_key
 from anabranch.ops.sample import NONE_ALLOWED as NONE_ALLOWED_ID
 from anabranch.ops.sample import NOT_FINITE as NOT_FINITE_ID
@@ -134,9 +139,7 @@ def scan_kernel(
     TILE: tl.constexpr, STRETCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): `tiles` of the row's `num_tiles`."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     row_id, chunk, num_chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = logits + row_id.to(tl.int64) * stride
     temperature = tl.load(temperature_R + row_id)
@@ -184,9 +187,7 @@ def gather_kernel(
 ):  # fmt: skip
     """Program (row, chunk). found_R2: the logit from which on tokens are listed, the best logit. mass_RG2, where top_p
     is alone: of all tokens, of those ranked before the one that was drawn."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     row_id, chunk = tl.program_id(0), tl.program_id(1)
     temperature, top_k = tl.load(temperature_R + row_id), tl.load(top_k_R + row_id)
     top_p, min_p = tl.load(top_p_R + row_id), tl.load(min_p_R + row_id)
@@ -288,9 +289,7 @@ def choose_kernel(
     CHUNKS: tl.constexpr, STEP: tl.constexpr, PIVOTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program: a row. Without lists: no token is excluded."""
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     row_id = tl.program_id(0)
     best, token = _merge(best_RC + row_id * num_chunks, token_RC + row_id * num_chunks, num_chunks, CHUNKS)
     if count_R is not None:
@@ -377,8 +376,7 @@ def sample(call: SampleCall) -> torch.Tensor:
         peak_RS, count_R = scratch(num_stretches), scratch(1, torch.int32)
         masses = scratch(2 * gather.num_chunks, torch.int64)
         lists = scratch(capacity, logits_RV.dtype), scratch(capacity, torch.int32), scratch(2), masses
-    dependent = dependent_launch(device)
-    options = {"DEPENDENT": dependent, **EXACT, **({"launch_pdl": True} if dependent else {})}
+    options = {**launch_options(dependent_launch(device)), **EXACT}
     row = vocabulary, logits_RV.stride(0)
     scan_kernel[(num_rows, scan.num_chunks)](
         logits_RV, temperature_R, seed_R, position_R, *drawn, peak_RS, count_R, *row, scan.num_tiles, scan.tiles,
