@@ -45,7 +45,7 @@ def test_the_example_platform_is_the_tested_one() -> None:
 
 
 def test_each_page_ends_with_the_command_that_proves_success() -> None:
-    for page in ("platform", "kernel", "model"):
+    for page in ("platform", "kernel", "model", "format", "mixer"):
         text = (ROOT / "docs" / f"adding_a_{page}.md").read_text().rstrip()
         last = text.removesuffix("```").rpartition("```sh\n")[2].strip()
         assert text.endswith("```") and last.startswith(("anabranch conformance", "pytest ")), page

@@ -21,7 +21,7 @@ MODEL = ModelConfig(
     model_type="qwen3_moe",
     vocab_size=151936,
     hidden_size=2048,
-    layers=(LayerConfig(attention=ATTENTION, moe=MOE),) * 48,
+    layers=(LayerConfig(mixer=ATTENTION, moe=MOE),) * 48,
     activation="silu",
     norm_eps=1e-6,
     tie_embeddings=False,

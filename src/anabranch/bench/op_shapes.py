@@ -42,7 +42,7 @@ def tiny() -> ModelConfig:
         model_type="qwen3_moe",
         vocab_size=1000,
         hidden_size=64,
-        layers=(LayerConfig(attention=attention, moe=moe),),
+        layers=(LayerConfig(mixer=attention, moe=moe),),
         activation="silu",
         norm_eps=1e-6,
         tie_embeddings=True,

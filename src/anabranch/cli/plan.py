@@ -97,12 +97,10 @@ def _as_text(
         lines.append(f"  on disk: {on_disk[0] / 1e9:.3f} GB in {on_disk[1]} file{'s' if on_disk[1] > 1 else ''}")
     lines += ["", "KV cache"]
     for group in config.cache_groups:
-        attention = config.layers[group.layers[0]].attention
-        window = f", a window of {attention.window:,} tokens" if attention.window else ""
-        lines.append(
-            f"  {group.num_values * item:,} bytes per token: {len(group.layers)} layers × "
-            f"{attention.num_kv_heads} heads × {attention.head_dim} × 2{window}"
-        )
+        sizes = " + ".join(" × ".join(map(str, shape)) for shape in group.spec.shapes)
+        per, kept = ("token" if group.policy.per_token else "request"), group.policy.num_kept(config.max_position)
+        window = f", the last {kept:,} tokens" if group.policy.slides else ""
+        lines.append(f"  {group.num_values * item:,} bytes per {per}: {len(group.layers)} layers × ({sizes}){window}")
     lines += ["", f"{'memory':>10}{'for KV':>12}" + "".join(f"{f'{n:,} tokens':>16}" for n in contexts(config))]
     for plan in plans:
         cells = "".join(f"{f'{plan.concurrency(n):,}':>16}" for n in contexts(config))
@@ -134,7 +132,7 @@ def _as_json(
             {
                 "bytes": group.num_values * item,
                 "layers": len(group.layers),
-                "window": config.layers[group.layers[0]].attention.window,
+                "window": group.policy.num_kept(config.max_position) if group.policy.slides else 0,
             }
             for group in config.cache_groups
         ],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from anabranch import formats
 from anabranch.formats import ITEM_BYTES, Shape
 from anabranch.models.cache import CacheGroup
-from anabranch.models.config import AttentionConfig, ModelConfig
+from anabranch.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from anabranch.config import EngineConfig
@@ -32,7 +32,7 @@ def weights(config: ModelConfig) -> Iterator[tuple[WeightKind, Shape]]:
         yield "embeddings", (config.vocab_size, width)
     yield "norms", (width,)
     for layer in config.layers:
-        yield from (("attention", shape) for shape in _attention(layer.attention, width))
+        yield from (("attention", shape) for shape in layer.mixer.weight_shapes(width))
         yield "norms", (layer.num_norms * width + layer.output_scale,)
         if layer.mlp_width:
             yield from (("dense feed-forward", shape) for shape in _feed_forward(layer.mlp_width, width))
@@ -51,15 +51,6 @@ def weights(config: ModelConfig) -> Iterator[tuple[WeightKind, Shape]]:
 
 def _feed_forward(inner: int, width: int) -> tuple[Shape, Shape]:
     return (2 * inner, width), (width, inner)
-
-
-def _attention(attention: AttentionConfig, width: int) -> Iterator[Shape]:
-    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    qkv = q + (1 if attention.value_is_key else 2) * kv
-    yield qkv, width
-    yield width, q
-    norms = {"none": 0, "head": 2 * attention.head_dim, "all": q + kv}[attention.qk_norm]
-    yield (norms + (qkv if attention.qkv_bias else 0) + (width if attention.output_bias else 0),)
 
 
 def count_weights(config: ModelConfig) -> dict[WeightKind, int]:
@@ -124,8 +115,7 @@ def workspace_bytes(config: ModelConfig, num_tokens: int, num_requests: int, dty
     width = config.hidden_size
     widest = 0
     for layer in config.layers:
-        attention, moe = layer.attention, layer.moe
-        row = (attention.num_heads * 2 + attention.num_kv_heads * 2) * attention.head_dim + 3 * layer.mlp_width
+        moe, row = layer.moe, layer.mixer.values_per_row + 3 * layer.mlp_width
         if moe is not None:
             row = max(row, moe.top_k * (3 * moe.width + width) + 3 * moe.shared_width)
         widest = max(widest, row + 4 * width)

@@ -9,11 +9,15 @@ T token rows, W hidden width.
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from anabranch.layers.step import Step
+
+if TYPE_CHECKING:
+    from anabranch.models.config import MixerConfig
 
 Cache = tuple[torch.Tensor, ...]
 """What a layer's mixer keeps between steps: pages of keys and values, or states."""
@@ -45,3 +49,9 @@ class Mixer(Protocol):
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
         """x_TW of the mixer's result."""
+
+
+def make_mixer(config: MixerConfig, width: int, eps: float, cache_group: int) -> Any:
+    """The mixer of a config."""
+    module, _, name = config.module.partition(":")
+    return getattr(importlib.import_module(module), name)(config, width, eps, cache_group)

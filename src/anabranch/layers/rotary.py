@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 
 
 class Rotary(nn.Module):
-    def __init__(self, config: RopeConfig) -> None:
+    def __init__(self, config: RopeConfig | None) -> None:
+        """None: for mixers without rotary positions."""
         super().__init__()
         self.config = config
         # Made when first used, on the device of the positions: models are built without memory.
         self.frequency_F: torch.Tensor | None = None
 
-    def forward(self, position_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos_TF, sin_TF) in fp32."""
+    def forward(self, position_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(cos_TF, sin_TF) in fp32; nothing without a config."""
+        if self.config is None:
+            return ()
         if self.frequency_F is None:
             self.frequency_F = frequencies(self.config).to(position_T.device)
         angle_TF = position_T.float()[:, None] * self.frequency_F

@@ -12,11 +12,12 @@ name; `tests/models/test_config_fuzz.py` compares the two.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Protocol
 
-from anabranch.formats import PLAIN, Format, format_of
+from anabranch.formats import PLAIN, Format, Shape, format_of
 from anabranch.models import family
 from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
 from anabranch.models.keys import ConfigError, Keys, read_json, shown
@@ -26,6 +27,7 @@ __all__ = [
     "AttentionConfig",
     "ConfigError",
     "LayerConfig",
+    "MixerConfig",
     "MoEConfig",
     "ModelConfig",
     "RopeConfig",
@@ -36,8 +38,34 @@ MAX_EXPERTS = 1 << 17
 """Experts of all layers together."""
 
 
+class MixerConfig(Protocol):
+    """What the decoder and the memory plan ask of the config of a layer's mixer. It is hashable."""
+
+    name: ClassVar[str]
+    """What checkpoints call the mixer in a layer."""
+    module: ClassVar[str]
+    """`module:class` of the layers.mixer.Mixer, made with (config, hidden width, norm eps, cache group)."""
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """None: it does not use rotary positions."""
+
+    @property
+    def cache(self) -> CacheSpec:
+        """What it keeps between steps."""
+
+    @property
+    def values_per_row(self) -> int:
+        """Numbers that a token row takes in a step; for the memory plan."""
+
+    def weight_shapes(self, width: int) -> Iterator[Shape]:
+        """Of all its weights."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
+    name: ClassVar[str] = "self_attn"
+    module: ClassVar[str] = "anabranch.layers.attention:Attention"
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,6 +88,18 @@ class AttentionConfig:
         heads = self.num_kv_heads, self.head_dim
         return CacheSpec((heads, heads), KeepWindow(self.window) if self.window else KeepAll())
 
+    @property
+    def values_per_row(self) -> int:
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    def weight_shapes(self, width: int) -> Iterator[Shape]:
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        qkv = q + (1 if self.value_is_key else 2) * kv
+        yield qkv, width
+        yield width, q
+        norms = {"none": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
+        yield (norms + (qkv if self.qkv_bias else 0) + (width if self.output_bias else 0),)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
@@ -77,7 +117,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    attention: AttentionConfig
+    mixer: MixerConfig
     mlp_width: int = 0
     """Width of the dense feed-forward; 0: none. Gemma 4 has both a dense one and experts."""
     moe: MoEConfig | None = None
@@ -85,6 +125,12 @@ class LayerConfig:
     """RMSNorms of the hidden width."""
     output_scale: bool = False
     """The layer's output is × a learned number."""
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer of a layer that is known to have attention."""
+        assert isinstance(self.mixer, AttentionConfig), f"{self.mixer} is not attention"
+        return self.mixer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +159,7 @@ class ModelConfig:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         members: dict[CacheSpec, list[int]] = {}
         for layer_id, layer in enumerate(self.layers):
-            members.setdefault(layer.attention.cache, []).append(layer_id)
+            members.setdefault(layer.mixer.cache, []).append(layer_id)
         return tuple(CacheGroup(tuple(layers), spec) for spec, layers in members.items())
 
 
@@ -167,7 +213,9 @@ def _eos_ids(keys: Keys) -> tuple[int, ...]:
 def _check(keys: Keys, config: ModelConfig) -> None:
     """What holds between sizes."""
     for layer in set(config.layers):
-        attention = layer.attention
+        attention = layer.mixer
+        if not isinstance(attention, AttentionConfig):
+            continue
         if attention.num_heads % attention.num_kv_heads:
             raise keys.fail(
                 f"'num_attention_heads' = {attention.num_heads} is not a multiple of "

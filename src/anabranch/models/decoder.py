@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.layers.attention import Attention
 from anabranch.layers.linear import Embedding, Linear
-from anabranch.layers.mixer import Cache, Mixer, Rope
+from anabranch.layers.mixer import Cache, Mixer, Rope, make_mixer
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import Hidden, RMSNorm
 from anabranch.layers.rotary import Rotary
@@ -32,7 +31,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         width, eps = model.hidden_size, model.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(layer.attention, width, eps, cache_group)
+        self.mixer_name = layer.mixer.name
+        self.add_module(self.mixer_name, make_mixer(layer.mixer, width, eps, cache_group))
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp: nn.Module
         if layer.moe is not None:
@@ -42,7 +42,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def mixer(self) -> Mixer:
-        return self.self_attn
+        return getattr(self, self.mixer_name)  # type: ignore[no-any-return]
 
     def before(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         x_TD, residual_TD = self.input_layernorm.add(x, residual_TD)
@@ -107,15 +107,15 @@ class Decoder(nn.Module):
         self.family = family
         layer_class = family.layer_class()
         group_of = {layer_id: g for g, group in enumerate(config.cache_groups) for layer_id in group.layers}
-        ropes = list(dict.fromkeys(layer.attention.rope for layer in config.layers))
+        ropes = list(dict.fromkeys(layer.mixer.rope for layer in config.layers))
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             layer_class(config, layer, group_of[layer_id], moe) for layer_id, layer in enumerate(config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
-        self.rotaries = nn.ModuleList(Rotary(rope) for rope in ropes)
-        self.rope_of_layer = [ropes.index(layer.attention.rope) for layer in config.layers]
+        self.rotaries = nn.ModuleList(map(Rotary, ropes))
+        self.rope_of_layer = [ropes.index(layer.mixer.rope) for layer in config.layers]
         self.requires_grad_(False)
 
     def forward(self, step: Step, caches: Sequence[Cache]) -> torch.Tensor:

@@ -114,9 +114,9 @@ def qwen_layers(keys: Keys, attentions: list[AttentionConfig], moe: MoEConfig) -
         raise keys.fail(f"'mlp_only_layers' must be a list of layer numbers, not {shown(dense)}")
     dense, step = set(dense), keys.integer("decoder_sparse_step", default=1)
     return [
-        LayerConfig(attention=attention, moe=moe)
+        LayerConfig(mixer=attention, moe=moe)
         if layer_id not in dense and (layer_id + 1) % step == 0
-        else LayerConfig(attention=attention, mlp_width=keys.integer("intermediate_size"))
+        else LayerConfig(mixer=attention, mlp_width=keys.integer("intermediate_size"))
         for layer_id, attention in enumerate(attentions)
     ]
 

@@ -45,7 +45,7 @@ def read(keys: Keys) -> ModelConfig:
             attentions[is_sliding, heads] = _attention(keys, is_sliding, heads)
         layers.append(
             LayerConfig(
-                attention=attentions[is_sliding, heads],
+                mixer=attentions[is_sliding, heads],
                 mlp_width=keys.integer("intermediate_size"),
                 moe=moe,
                 num_norms=4 if moe is None else 7,

@@ -8,7 +8,7 @@ from anabranch.models.readers import read_attention, read_model, uniform
 
 def read(keys: Keys) -> ModelConfig:
     keys = uniform(keys, max_position=2048)
-    layer = LayerConfig(attention=read_attention(keys), mlp_width=keys.integer("intermediate_size"))
+    layer = LayerConfig(mixer=read_attention(keys), mlp_width=keys.integer("intermediate_size"))
     return read_model(keys, [layer] * keys.integer("num_hidden_layers"), mlp_bias=keys.flag("mlp_bias", False))
 
 

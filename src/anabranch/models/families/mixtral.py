@@ -13,7 +13,7 @@ def read(keys: Keys) -> ModelConfig:
     window = keys.integer("sliding_window") if keys.get("sliding_window") is not None else 0
     attention = read_attention(keys, default_theta=1e6, default_kv_heads=8)
     layer = LayerConfig(
-        attention=replace(attention, window=window, qkv_bias=False, output_bias=False),
+        mixer=replace(attention, window=window, qkv_bias=False, output_bias=False),
         moe=read_moe(keys, count=("num_local_experts", "num_experts"), width="intermediate_size", renormalize=True),
     )
     return read_model(keys, [layer] * keys.integer("num_hidden_layers"), default_eps=1e-5)

@@ -12,7 +12,7 @@ def read(keys: Keys) -> ModelConfig:
     keys = uniform(keys, max_position=4096)
     clip = 0.0 if keys.get("clip_qkv") is None else keys.number("clip_qkv")
     layer = LayerConfig(
-        attention=replace(read_attention(keys), qk_norm="all", clip=clip),
+        mixer=replace(read_attention(keys), qk_norm="all", clip=clip),
         moe=read_moe(keys, count=("num_experts", "num_local_experts"), width="intermediate_size"),
     )
     return read_model(keys, [layer] * keys.integer("num_hidden_layers"), default_eps=1e-5)

@@ -13,7 +13,7 @@ def read(keys: Keys) -> ModelConfig:
     attention = replace(read_attention(keys, default_head_dim=128, default_kv_heads=32), qk_norm="head")
     attentions = windowed(keys, attention, lambda layer_id, first: layer_id >= first)
     width = keys.integer("intermediate_size")
-    return read_model(keys, [LayerConfig(attention=one, mlp_width=width) for one in attentions])
+    return read_model(keys, [LayerConfig(mixer=one, mlp_width=width) for one in attentions])
 
 
 FAMILY = Family(model_types=("qwen3",), read=read, tiny={"qwen3": {"head_dim": 64, "tie_word_embeddings": True}})
