@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Shapes = dict[tuple[tuple[int, int, int, int, torch.dtype], str], list[tuple[torch.Tensor, torch.Tensor]]]
+"""((E, D, I, K, dtype), activation) → the weights of the layers of that shape."""
+
 
 def find_tuner() -> Any:
     """The module that tunes this platform's kernel of the experts; None where there is nothing to tune."""
@@ -51,11 +54,8 @@ def tune(
     return done
 
 
-def shapes_of(
-    model: nn.Module,
-) -> dict[tuple[tuple[int, int, int, int, torch.dtype], str], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """((E, D, I, K, dtype), activation) → the weights of the layers of that shape."""
-    found: dict[tuple[tuple[int, int, int, int, torch.dtype], str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+def shapes_of(model: nn.Module) -> Shapes:
+    found: Shapes = {}
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
             experts, router = layer.experts, layer.router
