@@ -1,5 +1,6 @@
 """Tuning at start: only where kernels have tiles, for the shapes the model has; and never the end of a start."""
 
+import importlib
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ BY_NAME = {case.name: case for case in tiny.CASES}
 
 
 class Tuner:
-    """Stands where experts_tuner does."""
+    """Replaces experts_tuner."""
 
     def __init__(self, fault: Exception | None = None) -> None:
         self.asked: list[Any] = []
@@ -53,6 +54,14 @@ def test_on_a_cpu_it_never_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert tuning.find_tuner() is None
     for level in ("off", "fast", "full"):
         assert tuning.tune(model, FakePlatform(), level, 8192) == []
+
+
+def test_kernels_in_triton_name_their_tuner_and_traits() -> None:
+    pytest.importorskip("triton")
+    importlib.import_module("anabranch.kernels.triton")
+    kernel = ops.experts.kernels["triton"]
+    assert callable(importlib.import_module(kernel.tuner).ensure)
+    assert "unreduced_rows" in kernel.traits and "sums_rows" in ops.sum_add_rms_norm.kernels["triton"].traits
 
 
 def test_each_shape_is_asked_for_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,7 @@ def sizes(shape: Shape) -> tuple[Any, ...]:
     return shape.num_experts, shape.D, shape.inner, shape.top_k, shape.dtype
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is tried
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What is tried -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -124,13 +122,11 @@ def test_tiles_in_another_mode_or_machine() -> None:
         assert adapt(matched, 17, combine, HOPPER) is None
         assert adapt(hopper, 500, combine, HOPPER) == (None if combine == "fused" else hopper)
         assert adapt(hopper, 500, combine, Machine()) is None
-        # Nobody who asks for the same bits every time gets atomics.
+        # Atomics would not give the same bits every time.
         assert adapt(adding, 500, combine, HOPPER) == (adding if combine in ("fastest", "fused") else None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which table serves a call
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Which table serves a call -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -179,9 +175,7 @@ def test_every_source_of_the_op_counts() -> None:
     assert experts_tables.sources() == tables.hash_files(files)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The tuner, with a device that only says how long things take
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The tuner, with a device that only says how long things take ------------------------------------------------------
 
 
 class FakeBench:
@@ -282,15 +276,13 @@ def test_sizes_by_hand_join_the_others(fake: type[FakeBench]) -> None:
     assert tuned.measured == (48,) and tuned.table is not None and {48, 64, 8192} <= set(tuned.table.times)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The real bench: compiling here, timing on a GPU
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The real bench: compiling here, timing on a GPU -------------------------------------------------------------------
 
 
 def test_kernels_of_candidates_are_compiled_in_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For a GPU that is not there. What did not get ready is not timed, and never compiled in line."""
+    """For a GPU that is not there. What was not compiled in time is not timed, and never compiled inline."""
     from triton.runtime.driver import driver
 
     from anabranch.kernels.compiling import compile_server
@@ -316,14 +308,14 @@ def test_kernels_of_candidates_are_compiled_in_other_processes(
         bench.compile([(2, small), (32, grouped)], 120.0)
         assert all(job.is_cached() for job in (*bench.jobs_of(2, small), *bench.jobs_of(32, grouped)))
         assert len(bench.jobs_of(2, small)) == 2 and len(bench.jobs_of(32, grouped)) == 4
-        # Of `late` only the down kernel is new: nobody compiles it, so nobody times it.
+        # Of `late` only the down kernel is new: it is not compiled, so it is not timed.
         missing = [job.kernel.__name__ for job in bench.jobs_of(32, late) if not job.is_cached()]
         assert missing == ["down_grouped"]
         compiled = sorted(tmp_path.iterdir())
         with caplog.at_level(logging.INFO):
             assert bench.time(32, late) is None
         assert sorted(tmp_path.iterdir()) == compiled and "does not run" not in caplog.text
-        # Compiled, but nothing can be launched here: one candidate less, and a line in the log.
+        # Compiled, but nothing can be launched here: the candidate is skipped and logged.
         with caplog.at_level(logging.INFO):
             assert bench.time(2, small) is None
         assert "does not run" in caplog.text

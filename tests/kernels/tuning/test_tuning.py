@@ -1,4 +1,4 @@
-"""Tables of measured choices: read between sizes, kept on disk, made within a budget. A clock that is told the time."""
+"""Tables of measured times: read between sizes, saved on disk, measured within a budget by a fake clock."""
 
 import json
 import logging
@@ -50,9 +50,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "tuning"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading between the lines
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Reading between sizes ---------------------------------------------------------------------------------------------
 
 
 def test_a_measured_size_is_taken_as_it_is() -> None:
@@ -94,9 +92,7 @@ def test_the_rule_stays_unless_it_is_beaten_by_more_than_noise() -> None:
     assert Table({1: {A: 10.1, B: 10.0}}).pick(1, C) == B, "a rule that was not timed has no such right"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On disk
-# ---------------------------------------------------------------------------------------------------------------------
+# -- On disk -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_table_comes_back_as_it_was(cache: Path) -> None:
@@ -244,9 +240,7 @@ def test_looking_a_table_up_takes_no_time() -> None:
     assert time.process_time() - began < 0.2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Measuring ---------------------------------------------------------------------------------------------------------
 
 
 class FakeBench:

@@ -143,11 +143,11 @@ def place_pairs(
     total = tl.sum(tiles, 0)
     for j in range(g, tl.max(tiles, 0), num_chunks):
         first = begin + j * BM + tl.minimum(j * EXTRA, surplus)
-        behind = begin + (j + 1) * BM + tl.minimum((j + 1) * EXTRA, surplus)
+        stop = begin + (j + 1) * BM + tl.minimum((j + 1) * EXTRA, surplus)
         mine = j < tiles
         tl.store(tile_3M + slot + j, e, mask=mine)
         tl.store(tile_3M + max_tiles + slot + j, first, mask=mine)
-        tl.store(tile_3M + 2 * max_tiles + slot + j, tl.minimum(behind, end), mask=mine)
+        tl.store(tile_3M + 2 * max_tiles + slot + j, tl.minimum(stop, end), mask=mine)
     if g == 0:
         three = tl.arange(0, 4)
         tl.store(head + three, tl.where(three == 0, total, 0), mask=three < 3)
