@@ -1,6 +1,6 @@
-"""The input of a decode step, worked out on the device from the little that the host knows.
+"""The input of a decode step, computed on the device from three numbers a row.
 
-The host uploads three numbers a row: the slot that owns it (−1: padding; such rows come last), its token (−1: the one
+The host uploads these: the slot that owns the row (−1: padding; such rows come last), its token (−1: the one
 that the slot sampled last, which the host may not have read yet; 0 if that is negative, see ops.sample) and its context
 length with that token. All else follows, so that a captured step takes one small copy.
 
@@ -15,14 +15,15 @@ import torch
 
 from anabranch.ops.op import Sample, op
 
-Rows = tuple[int, int, int]
+Row = tuple[int, int, int]
+"""(slot, token, context length)."""
 
 
-def packed(rows: list[Rows]) -> torch.Tensor:
+def packed(rows: list[Row]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32).view(len(rows), 3).T.contiguous()
 
 
-BATCHES: dict[str, list[Rows]] = {
+BATCHES: dict[str, list[Row]] = {
     "all known": [(2, 17, 1), (0, 4, 8), (1, 0, 9)],
     "some on the device": [(4, -1, 5), (0, 3, 12), (3, -1, 16)],
     "padding": [(1, -1, 3), (5, 9, 4), (-1, 0, 0), (-1, 0, 0)],

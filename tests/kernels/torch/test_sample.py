@@ -39,7 +39,7 @@ def test_its_hash_and_mass_are_the_exact_ones() -> None:
 
 
 def test_bounds_hold_the_noise() -> None:
-    """What `finalists` leaves out could not have won."""
+    """What `candidates` leaves out could not have won."""
     state = torch.cat([torch.randint(2**32, (200_000,)), torch.arange(3000), 2**32 - 1 - torch.arange(3000)])
     bits = ((state >> 1).float() + 0.25).view(torch.int32).float()
     bound, noise = bits * kernel.BOUND_STEP + kernel.BOUND_AT_0, exact.noise(state)

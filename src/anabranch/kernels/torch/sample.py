@@ -1,11 +1,11 @@
-"""Sampling on a CPU without a sort of the vocabulary: each row is cut down to the few tokens that can win, and these
-alone are computed exactly (ops/exact.py), for all rows at once. The tokens are the reference's, always.
+"""Sampling on a CPU without a sort of the vocabulary: each row is reduced to the few tokens that can win, and only
+these are computed exactly (ops/exact.py), for all rows at once. The tokens are the reference's, always.
 
 R requests, V vocabulary, S stretches of W tokens, M tokens of some stretches, N some of those.
 
 * The maximum of each stretch is cheap and shows which stretches to read.
 * top_k: k tokens reach the k-th largest of these maxima, so none below it is among the top k.
-* top_p alone: a token is drawn from all. Mostly it may stay; if not, only those ranked before it may.
+* top_p alone: a token is drawn from all. Mostly it is allowed; if not, only those ranked before it can be.
 * Noise: cheap bounds leave some thirty tokens of a row that need it exactly.
 """
 
@@ -33,7 +33,7 @@ SPREAD = 25.8
 WEIGHTLESS = 21.6
 """Tokens this far below the best have no mass."""
 
-Finalists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Candidates = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(logit after temperature, hash, id) of tokens among which the winner is."""
 
 
@@ -51,7 +51,7 @@ class Row:
         self.state = exact.mix(state ^ (position & 0xFFFFFFFF))
 
     def relative(self, logit_N: torch.Tensor) -> torch.Tensor:
-        """To the best, after temperature."""
+        """Logits relative to the best, after temperature."""
         return (logit_N * self.scale).sub_(self.top * self.scale)
 
     def below_top(self, distance: float) -> float:
@@ -60,7 +60,7 @@ class Row:
         return top - distance / self.scale - 1e-6 * (abs(top) + distance / self.scale)
 
     def best(self) -> int:
-        """The lowest id among equals."""
+        """The id of the best token, the lowest among equals."""
         stretch = int((self.peak_S == self.top).nonzero()[0])
         return STRETCH * stretch + int((self.logit_SW[stretch] == self.top).nonzero()[0])
 
@@ -78,7 +78,8 @@ class Row:
         place_N = torch.ge(logit_M, least, out=torch.empty_like(logit_M)).nonzero()[:, 0]  # bool would take far longer
         return logit_M[place_N], id_M[place_N]
 
-    def finalists(self, logit_M: torch.Tensor, id_M: torch.Tensor) -> Finalists:
+    def candidates(self, logit_M: torch.Tensor, id_M: torch.Tensor) -> Candidates:
+        """Those of these tokens that can be the best after noise."""
         hash_M, scaled_M = hashes(self.state, id_M), logit_M * self.scale
         if logit_M.shape[0] <= FEW:
             return scaled_M, hash_M, id_M
@@ -94,12 +95,12 @@ class Row:
         place_N = stretch_N[close_N // STRETCH] * STRETCH + close_N % STRETCH
         return scaled_M[place_N], hash_M[place_N], id_M[place_N]
 
-    def of_all(self) -> Finalists:
-        """Where all tokens are allowed."""
-        return self.finalists(*self.stretches(self.below_top(SPREAD)))
+    def from_all(self) -> Candidates:
+        """Candidates where all tokens are allowed."""
+        return self.candidates(*self.stretches(self.below_top(SPREAD)))
 
-    def of_some(self, top_k: int, top_p: torch.Tensor, min_p: torch.Tensor) -> Finalists:
-        """With top_k, or with min_p alone."""
+    def from_truncated(self, top_k: int, top_p: torch.Tensor, min_p: torch.Tensor) -> Candidates:
+        """Candidates with top_k, or with min_p alone."""
         if top_k:
             logit_N, id_N = self._top(top_k)
         else:
@@ -108,10 +109,10 @@ class Row:
         if top_p < 1:
             mass_N = mass(self.relative(logit_N)).double()
             kept_N &= mass_N.cumsum(0) - mass_N < exact.target_mass(mass_N.sum().long(), top_p)
-        return self.finalists(logit_N[kept_N], id_N[kept_N])
+        return self.candidates(logit_N[kept_N], id_N[kept_N])
 
-    def instead(self, drawn: int, top_p: torch.Tensor, min_p: torch.Tensor) -> Finalists | None:
-        """Without top_k: of those that may be drawn, if the token that was drawn from all may not (None: it may)."""
+    def from_allowed(self, drawn: int, top_p: torch.Tensor, min_p: torch.Tensor) -> Candidates | None:
+        """Candidates without top_k, if the token that was drawn from all is excluded; None: it is allowed."""
         logit_N, id_N = self._ranked_before(drawn)
         mass_N = mass(self.relative(logit_N)).double()
         logit_M, _ = self.stretches(self.below_top(WEIGHTLESS))
@@ -121,10 +122,10 @@ class Row:
         logit_N, order_N = logit_N.sort(descending=True, stable=True)
         mass_N, id_N = mass_N[order_N], id_N[order_N]
         kept_N = self._passes(logit_N, min_p) & (mass_N.cumsum(0) - mass_N < goal)
-        return self.finalists(logit_N[kept_N], id_N[kept_N])
+        return self.candidates(logit_N[kept_N], id_N[kept_N])
 
     def _passes(self, logit_N: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-        """Whether min_p lets tokens through."""
+        """Whether min_p allows tokens."""
         if min_p <= 0:
             return torch.ones_like(logit_N, dtype=torch.bool)
         return self.relative(logit_N) >= exact.log(min_p.float().clamp(TINY, 1.0))
@@ -145,17 +146,17 @@ class Row:
         return logit_N[before_N], id_N[before_N]
 
 
-def settle(finalists: list[Finalists]) -> list[int]:
+def winners(candidates: list[Candidates]) -> list[int]:
     """The winner of each: the best after noise, the lowest id among equals."""
-    if not finalists:
+    if not candidates:
         return []
-    scaled_N, hash_N, id_N = (torch.cat(parts) for parts in zip(*finalists))
-    sizes = torch.tensor([ids.shape[0] for _, _, ids in finalists])
-    row_N = torch.arange(len(finalists)).repeat_interleave(sizes)
+    scaled_N, hash_N, id_N = (torch.cat(parts) for parts in zip(*candidates))
+    sizes = torch.tensor([ids.shape[0] for _, _, ids in candidates])
+    row_N = torch.arange(len(candidates)).repeat_interleave(sizes)
     noisy_N = scaled_N + exact.noise(hash_N.long() & 0xFFFFFFFF)
-    best_R = noisy_N.new_full((len(finalists),), -math.inf).scatter_reduce_(0, row_N, noisy_N, "amax")
+    best_R = noisy_N.new_full((len(candidates),), -math.inf).scatter_reduce_(0, row_N, noisy_N, "amax")
     id_N = torch.where(noisy_N == best_R[row_N], id_N, 2**31 - 1)
-    return id_N.new_full((len(finalists),), 2**31 - 1).scatter_reduce_(0, row_N, id_N, "amin").tolist()
+    return id_N.new_full((len(candidates),), 2**31 - 1).scatter_reduce_(0, row_N, id_N, "amin").tolist()
 
 
 @functools.lru_cache(maxsize=8)
@@ -211,9 +212,9 @@ def sample(call: SampleCall) -> torch.Tensor:
     scale_R = 1.0 / call.temperature_R.float()  # infinity for greedy rows, which do not use it
     tokens = [NONE_ALLOWED] * logits_RV.shape[0]
     random: dict[int, Row] = {}
-    finalists: list[Finalists] = []
-    weighed: list[int] = []
-    """Rows with top_p alone: they draw from all, and once more where the token may not stay."""
+    candidates: list[Candidates] = []
+    unverified: list[int] = []
+    """Rows with top_p alone: they draw from all tokens, and again where the drawn token is excluded."""
     values = (x.tolist() for x in (scale_R, top_k_R, top_p_R, min_p_R, call.seed_R, call.position_R))
     for r, (scale, top_k, top_p, min_p, seed, position) in enumerate(zip(*values)):
         row = Row(logits_RV[r].float(), scale, seed, position)
@@ -227,15 +228,15 @@ def sample(call: SampleCall) -> torch.Tensor:
             continue
         random[r] = row
         if top_k or (top_p >= 1 and min_p > 0):
-            finalists.append(row.of_some(top_k, top_p_R[r], min_p_R[r]))
+            candidates.append(row.from_truncated(top_k, top_p_R[r], min_p_R[r]))
         else:
-            finalists.append(row.of_all())
+            candidates.append(row.from_all())
             if top_p < 1:
-                weighed.append(r)
-    for r, token in zip(random, settle(finalists)):
+                unverified.append(r)
+    for r, token in zip(random, winners(candidates)):
         tokens[r] = token
-    again = [(r, random[r].instead(tokens[r], top_p_R[r], min_p_R[r])) for r in weighed]
+    again = [(r, random[r].from_allowed(tokens[r], top_p_R[r], min_p_R[r])) for r in unverified]
     rejected = [(r, its) for r, its in again if its is not None]
-    for (r, _), token in zip(rejected, settle([its for _, its in rejected])):
+    for (r, _), token in zip(rejected, winners([its for _, its in rejected])):
         tokens[r] = token
     return torch.tensor(tokens, dtype=torch.int64)

@@ -47,7 +47,7 @@ ELEMENTS_AT_ONCE, MOST_AT_ONCE = 2048, 16
 """Of pieces that are added up: elements per warp, which are 64 registers of a thread, and pieces. Those of the products
 are free again by then."""
 FEW_PROGRAMS = 8
-"""Per multiprocessor. With more, a successor that starts early would only take the place of programs that work."""
+"""Per multiprocessor. With more, a kernel that starts early would only take the place of programs that work."""
 
 
 def accepts(call: AttentionCall) -> bool:
@@ -119,7 +119,7 @@ class Launch(NamedTuple):
     options: dict[str, Any]
     """What the kernel is compiled for: few versions of it, whatever the step. A start has to know them all."""
     trigger: int
-    """Whether it lets its successor in."""
+    """Whether it lets the next kernel start early."""
 
 
 class Plan(NamedTuple):

@@ -7,8 +7,8 @@ A row is a head of a token. A program's rows are all queries, all keys or all va
 or a norm goes over all heads, else of as many as fill it. A head lies in two tiles of F columns, whose pairs meet in
 the same lane, and a third for what is not rotated. What the reference rounds between norm and rope is rounded here too.
 
-Norm weights are parameters: with dependent launch they are fetched before the wait. The successor is let in after it,
-so that attention may read what is older than the projection (lengths, page tables) before its own.
+Norm weights are parameters: with dependent launch they are fetched before the wait. The next kernel may start after it,
+so that attention reads what is older than the projection (lengths, page tables) before its own wait.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _unsure(best, keys, E: tl.constexpr, K: tl.constexpr, ID_BITS: tl.constexpr,
     unsure_R = best[0] != best[0]
     for i in tl.static_range(min(K, (1 << LOG) - 1)):
         unsure_R |= (best[i] ^ best[i + 1]) >> ID_BITS == 0
-    if (1 << LOG) == K and E > K:  # the runner-up is not on the list: does anyone else reach the last winner?
+    if (1 << LOG) == K and E > K:  # the runner-up is not on the list: does another expert reach the last winner?
         last_R = best[K - 1] & (-1 << ID_BITS)
         reach_RL = tl.zeros(keys[0].shape, tl.int32)
         for i in tl.static_range(len(keys)):
@@ -215,7 +215,7 @@ def route_kernel(
 
     if DEPENDENT:
         gdc_wait()
-        if TRIGGER:  # with many rows, waiting successors would only take the place of programs that work
+        if TRIGGER:  # with many rows, waiting kernels would only take the place of programs that work
             gdc_launch_dependents()
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row_R = row_R < num_rows

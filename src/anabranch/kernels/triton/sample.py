@@ -13,7 +13,7 @@ Logits may be bf16 or fp16: they become fp32, exactly, as they are loaded. Liste
    With top_p alone, masses are added up on the way: of all tokens, and of those ranked before the one drawn.
 3. *choose*, one program a row, decides whether the token drawn from all may stay: how many tokens are ranked before it,
    and what is their mass? If it may not, the next one is drawn from those, until one may. That is seldom more than two
-   draws, and ties need no thought. With top_k and top_p together, the k-th logit is searched for first, because top_p
+   draws; the ranking decides ties. With top_k and top_p together, the k-th logit is searched for first, because top_p
    refers to the mass of the top k.
 
 A list that does not fit into its place (flat distributions) is not used: step 3 goes over the row itself, the same way.
@@ -84,8 +84,8 @@ WEIGHTLESS = tl.constexpr(-21.6)
 
 
 @triton.jit
-def _race(logits, value, id, kept, scale, state, best, token):
-    """The best after noise, of a tile and what was found before. Which tokens are looked at does not show."""
+def _draw(logits, value, id, kept, scale, state, best, token):
+    """The best after noise, of a tile and what was found before, whichever tokens are tried."""
     bound = tl.where(kept, value * scale + noise_bound(mix(state ^ id.to(tl.uint32))), float("-inf"))
     high = tl.max(bound)
     while (high >= best) & (high > float("-inf")):
@@ -168,7 +168,7 @@ def scan_kernel(
                 best = high
                 token = tl.min(tl.where(value == high, id, NO_TOKEN))
         elif high * scale + MOST_NOISE >= best:
-            best, token = _race(row, value, id, id < V, scale, state, best, token)
+            best, token = _draw(row, value, id, id < V, scale, state, best, token)
     tl.store(best_RC + row_id * num_chunks + chunk, best)
     tl.store(token_RC + row_id * num_chunks + chunk, token)
 
@@ -274,7 +274,7 @@ def _choose_listed(
         for start in range(0, size, STEP):
             there, id, value = load_step(values, ids, listed, start, size, STEP)
             kept = is_before(there, id, value, token, logit) & (value * scale - top * scale >= least)
-            best, rival = _race(row, value, id, kept, scale, state, best, rival)
+            best, rival = _draw(row, value, id, kept, scale, state, best, rival)
         token = rival
         logit = tl.load(row + token, mask=token != NO_TOKEN, other=0.0).to(tl.float32)
         number, weight = before(values, ids, listed, size, token, logit, scale, top, STEP)
