@@ -191,4 +191,4 @@ def differences(job: Job, known: list[Job]) -> str:
                 best = changed
     if best is None:
         return f"{job.kernel.__name__}: never launched"
-    return f"{job.kernel.__name__}: {', '.join(best) or 'the same was rehearsed'}"
+    return f"{job.kernel.__name__}: {', '.join(best) or 'the dry run launches the same'}"

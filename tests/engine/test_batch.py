@@ -176,11 +176,11 @@ def test_a_padded_prompt_is_the_prompt_and_rows_of_nobody() -> None:
     assert nobody.num_tokens is not None and int(nobody.num_tokens) == 0 and nobody.slots[1].tolist() == [-1] * 9
 
 
-def test_a_rehearsal_may_be_longer_than_any_request() -> None:
+def test_a_dry_run_may_be_longer_than_any_request() -> None:
     """Kernels look into page tables as far as contexts go."""
     maker = StepMaker(2, num_slots=4, max_length=20, page_size=4, device=torch.device("cpu"))
     for num_tokens, num_requests in ((1, 1), (100, 1), (100, 3), (5, 4)):
-        step = maker.rehearsal(num_tokens, num_requests)
+        step = maker.dry_run(num_tokens, num_requests)
         new_R = step.query_start_R.diff()
         assert step.token_T.shape == step.position_T.shape == (num_tokens,) and new_R.sum() == num_tokens
         assert new_R.tolist() == step.context_len_R.tolist() == [step.max_query] + [1] * (num_requests - 1)

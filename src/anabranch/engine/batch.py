@@ -203,7 +203,7 @@ class StepMaker:
             slots, token_R = list(last_row), token_R[self._upload(list(last_row.values()))]
         self.last_token_S.index_copy_(0, self._upload(slots), token_R)
 
-    def rehearsal(self, num_tokens: int, num_requests: int = 1, *, padded: bool = False) -> Step:
+    def dry_run(self, num_tokens: int, num_requests: int = 1, *, padded: bool = False) -> Step:
         """One request with many new tokens and others with one, whose keys go nowhere: for kernels to be compiled."""
         most = num_tokens - num_requests + 1
         new_R = torch.tensor([most] + [1] * (num_requests - 1), dtype=torch.int32)

@@ -23,9 +23,9 @@ from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes,
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
 from anabranch.engine.batch import Rows, StepMaker
+from anabranch.engine.dry_run import dry_run
 from anabranch.engine.expert_counter import ExpertCounter
 from anabranch.engine.progress import Tally
-from anabranch.engine.rehearsal import rehearse
 from anabranch.engine.runner import Launched, Pages, Progress
 from anabranch.engine.sampled import Logprobs, Sampled, token_logprobs
 from anabranch.engine.sampler import Sampler
@@ -136,7 +136,7 @@ class TorchRunner:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile and capture the steps that most requests will meet."""
         with stage("compile"), torch.inference_mode():
-            kernels.compile_ahead(self.platform, partial(rehearse, self))
+            kernels.compile_ahead(self.platform, partial(dry_run, self))
         work: list[Callable[[], object]] = []
         for prompts in (self.prompts, self.prefills):
             if prompts is not None:

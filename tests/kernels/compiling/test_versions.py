@@ -42,7 +42,7 @@ def test_an_unknown_triton_compiles_at_first_launch(
 ) -> None:
     monkeypatch.setattr(JITFunction, "_do_compile", changed)
     with caplog.at_level(logging.WARNING):
-        kernels.compile_ahead(PLATFORM, lambda: pytest.fail("nothing is rehearsed"))
+        kernels.compile_ahead(PLATFORM, lambda: pytest.fail("no dry run is needed"))
     assert "compiled at its first launch" in caplog.text and triton.__version__ in caplog.text
 
 
@@ -52,7 +52,7 @@ def test_a_triton_without_the_parts_that_precompilation_imports(bound: None, mon
     monkeypatch.delattr("anabranch.kernels.compiling.precompile", raising=False)
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)
     assert "differs from the versions" in str(versions.precompile_problem())
-    kernels.compile_ahead(PLATFORM, lambda: pytest.fail("nothing is rehearsed"))
+    kernels.compile_ahead(PLATFORM, lambda: pytest.fail("no dry run is needed"))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_every_kernel_compiles_for_hopper(version: str, tmp_path: Path) -> None:
         path.insert(0, str(TRITONS / version))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.kernels.triton.compile_rehearsed", "2"]
+    command = [sys.executable, "-m", "tests.kernels.triton.compile_dry_run", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"triton {version if version != 'installed' else triton.__version__}: Gluon; ahead of time" in done.stdout

@@ -1,10 +1,9 @@
-"""Every kernel that a step can launch, launched before the first request: one that is compiled later makes all requests
-wait for it. Nothing here changes what a request would see.
+"""Launch every kernel that a step can launch, before the first request: a kernel that is compiled later makes all
+requests wait for it. Nothing here changes what a request sees.
 
-Which kernels run, and in which version, follows from the number of token rows, the number of requests and what the
-sampler is asked for. Kernels keep to this: with the rows their versions change at the sizes of `compile.sizes` alone.
-So all sizes are gone through, and a few numbers of requests; tests/engine/test_rehearsal.py holds steps of all kinds
-against it.
+Which kernels run, and which version of each, depends on the number of token rows, the number of requests and what is
+asked of the sampler. With the number of rows, versions change only at the sizes of `compile.sizes`; so the dry run goes
+through all sizes and a few numbers of requests. tests/engine/test_dry_run.py compares it with steps of all kinds.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
     from anabranch.engine.torch_runner import TorchRunner
 
 FEW_ROWS = (1, 2, 3, 4, 8, 16)
-"""Of products that have a version for each number of rows, as long as there are few: the vocabulary's, in any step."""
+"""Numbers of rows that have a version of their own in products of few rows: the vocabulary's, in any step."""
 MIXED_REQUESTS = 40
-"""Attention has a version for few requests in a step with prompts, one for so many, and perhaps one for more."""
+"""Attention has a version for few requests in a step with prompts, one for this many, and perhaps one for more."""
 EVERYTHING = SamplingParams(
     temperature=1.0, top_p=0.5, seed=0, presence_penalty=1.0, allowed_token_ids=(0,), logprobs=1, max_tokens=1
 )
-"""What the sampler has kernels for: logits that are changed, and therefore fp32."""
+"""Uses every kernel of the sampler: logits are changed, and therefore fp32."""
 UNCHANGED = SamplingParams(temperature=1.0, top_p=0.5, seed=0, logprobs=1, max_tokens=1)
-"""Draws from the model's logits as they are."""
+"""Samples from the model's logits without changing them."""
 
 
-def rehearse(runner: TorchRunner) -> None:
-    """Run by whoever records launches; see `kernels.compile_ahead`."""
+def dry_run(runner: TorchRunner) -> None:
+    """Called while launches are recorded; see `kernels.compile_ahead`."""
     config, model, steps = runner.config, runner.model, runner.steps
     layers = model.config.layers
     kv = runner.kv[: max(layers.index(layer) for layer in layers) + 2]  # the first layer has no residual
@@ -45,26 +44,26 @@ def rehearse(runner: TorchRunner) -> None:
     if captured < sizes[0]:
         sizes = sorted({*sizes, *(size for size in FEW_ROWS if size < largest)})
     for size in reversed(sizes):  # the smaller ones fit into memory that the first has taken
-        model(steps.rehearsal(size, padded=size <= captured), kv)
+        model(steps.dry_run(size, padded=size <= captured), kv)
     for size in reversed([] if runner.prompts is None else runner.prompts.sizes):
         if size > captured:
-            model(steps.rehearsal(size, padded=True), kv)
+            model(steps.dry_run(size, padded=True), kv)
     for num_requests in {min(MIXED_REQUESTS, config.max_num_seqs), config.max_num_seqs}:
         for size in (largest, num_requests + 1):
             if num_requests < size <= largest:
-                model(steps.rehearsal(size, num_requests, padded=size <= captured), kv)
+                model(steps.dry_run(size, num_requests, padded=size <= captured), kv)
     for size in reversed(decode_sizes(config.max_num_seqs)):
         if runner.decodes is not None:
             runner.decode("greedy", steps.padding(size), kv)
         else:
-            model(steps.rehearsal(size, size, padded=size <= captured), kv)
+            model(steps.dry_run(size, size, padded=size <= captured), kv)
     one_TK = torch.zeros(1, 1, dtype=torch.int32, device=runner.platform.device)
     runner.experts.count([one_TK] * len(runner.experts.layers))
-    runner.experts.count_LE.zero_()  # where the op is not a compiled kernel, the rehearsal has counted
-    rehearse_sampling(runner)
+    runner.experts.count_LE.zero_()  # where the op is not a compiled kernel, the dry run has counted
+    dry_run_sampling(runner)
 
 
-def rehearse_sampling(runner: TorchRunner) -> None:
+def dry_run_sampling(runner: TorchRunner) -> None:
     model, device = runner.model, runner.platform.device
     hidden_TD = torch.zeros(FEW_ROWS[-1], model.config.hidden_size, dtype=runner.dtype, device=device)
     for num_rows in FEW_ROWS:

@@ -1,6 +1,6 @@
-"""No kernel is compiled while requests wait: whatever a step launches was launched by the rehearsal before the start.
+"""No kernel is compiled while requests wait: whatever a step launches was launched by the dry run before the start.
 
-`python -m tests.engine.test_rehearsal [STEPS]` lists what is rehearsed, and what is missing after so many steps.
+`python -m tests.engine.test_dry_run [STEPS]` lists what the dry run launches, and what is missing after so many steps.
 """
 
 import importlib
@@ -122,32 +122,32 @@ class Serving:
         self.runner.launch(shares, lambda id: [TOKENS[: self.num_pages[id]]] * self.num_groups)
 
 
-def rehearse(case: str, folder: Path, num_steps: int) -> tuple[list[Job], list[Job], list[str]]:
-    """(what is rehearsed, what steps launch beside it, where)"""
+def dry_run_jobs(case: str, folder: Path, num_steps: int) -> tuple[list[Job], list[Job], list[str]]:
+    """(what the dry run launches, what steps launch besides, where)"""
     with paper_h200(), recording() as jobs, torch.inference_mode():
         runner = make_runner(case.partition(",")[0], folder, **CASES[case])
-        rehearsed = 0
+        num_dry = 0
 
         def compile_ahead(platform: object, work: Callable[[], object]) -> None:
-            nonlocal rehearsed
+            nonlocal num_dry
             work()
-            rehearsed = len(jobs)
+            num_dry = len(jobs)
 
         with mock.patch.object(kernels, "compile_ahead", compile_ahead):
             runner.warm_up()
-        where = ["captured"] * (len(jobs) - rehearsed)
+        where = ["captured"] * (len(jobs) - num_dry)
         serving = Serving(runner, 0)
         for number in range(num_steps):
             before = len(jobs)
             serving.step()
             where += [f"step {number}"] * (len(jobs) - before)
     forget(job.kernel for job in jobs)
-    return jobs[:rehearsed], jobs[rehearsed:], where
+    return jobs[:num_dry], jobs[num_dry:], where
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_launch_only_what_was_rehearsed(case: str, tmp_path: Path) -> None:
-    known, missing, where = rehearse(case, tmp_path, 60)
+def test_steps_launch_only_what_the_dry_run_did(case: str, tmp_path: Path) -> None:
+    known, missing, where = dry_run_jobs(case, tmp_path, 60)
     assert len(known) > 20
     assert not missing, "\n".join(f"{at}: {differences(job, known)}" for job, at in zip(missing, where, strict=True))
 
@@ -191,8 +191,8 @@ def test_nothing_is_compiled_on_a_gpu(case: str, tmp_path: Path, monkeypatch: py
 if __name__ == "__main__":
     for case in CASES:
         with tempfile.TemporaryDirectory() as made:
-            known, missing, where = rehearse(case, Path(made), int(sys.argv[1]) if sys.argv[1:] else 300)
-        print(f"== {case}: {len(known)} rehearsed, {len(missing)} missing")
+            known, missing, where = dry_run_jobs(case, Path(made), int(sys.argv[1]) if sys.argv[1:] else 300)
+        print(f"== {case}: {len(known)} in the dry run, {len(missing)} missing")
         print(
             "   "
             + ", ".join(f"{kernel} {n}" for kernel, n in sorted(Counter(j.kernel.__name__ for j in known).items()))

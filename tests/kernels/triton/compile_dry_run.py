@@ -1,6 +1,6 @@
-"""Compiles for an H200, without one, what a start would: `python -m tests.kernels.triton.compile_rehearsed [N]`.
+"""Compiles for an H200, without one, what a start would: `python -m tests.kernels.triton.compile_dry_run [N]`.
 
-Covers every kernel that the rehearsal of three models launches, Gluon's included, in at most N specialisations each
+Covers every kernel that the dry run of three models launches, Gluon's included, in at most N specialisations each
 (default: all). Prints the Triton version, a line for each failure, and the counts; exit code 1 if one failed. With
 another Triton first on PYTHONPATH it proves that one.
 """
@@ -17,7 +17,7 @@ from triton.runtime.driver import driver
 
 from anabranch.kernels.compiling.precompile import Job, precompile
 from anabranch.kernels.compiling.versions import gluon_problem, precompile_problem
-from tests.engine.test_rehearsal import rehearse
+from tests.engine.test_dry_run import dry_run_jobs
 from tests.kernels.triton.ahead_of_time import NoDevice
 
 MODELS = ("qwen3-30b-a3b", "qwen1.5-moe-a2.7b", "gemma4-26b-a4b")
@@ -28,7 +28,7 @@ def chosen(most: int) -> list[Job]:
     by_kernel: dict[str, dict[str, Job]] = defaultdict(dict)
     for model in MODELS:
         with tempfile.TemporaryDirectory() as folder:
-            known, missing, _ = rehearse(model, Path(folder), 0)
+            known, missing, _ = dry_run_jobs(model, Path(folder), 0)
         assert not missing
         for job in known:
             by_kernel[job.kernel.__name__][job.hash()] = job
