@@ -6,12 +6,14 @@ import pytest
 
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
-from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
+from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow, OneState
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
 FULL = CacheGroup((0,), CacheSpec(((1, 2), (1, 2)), KeepAll()))
-SLIDING = CacheGroup((1,), CacheSpec(((1, 2), (1, 2)), KeepWindow(7)))
+WINDOW = 7
+SLIDING = CacheGroup((1,), CacheSpec(((1, 2), (1, 2)), KeepWindow(WINDOW)))
+STATE = CacheGroup((2,), CacheSpec(((2, 2),), OneState()))
 EOS = 9
 
 
@@ -56,17 +58,23 @@ class World:
             self.read(self.launched.pop(0))
 
     def compute(self, share: Share) -> int:
-        """Write keys for the share's tokens; check that every key its queries see is the sequence's own."""
+        """Write keys for the share's tokens; check that every key its queries see is the sequence's own, and
+        that a state is that of the tokens before."""
         sequence = share.sequence
         tokens = sequence.tokens + [None] * sequence.num_pending
         tables = self.kv.pages(sequence.id)
         salt = sequence.request.cache_salt
         for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            if group is STATE:
+                if share.begin:
+                    assert self.device[g, table[0], 0] == (salt, self.history(sequence, share.begin - 1)), sequence.id
+                self.device[g, table[0], 0] = salt, self.history(sequence, share.end - 1)
+                continue
             for i in range(share.begin, share.end):
                 key = g, table[i // self.page_size], i % self.page_size
                 self.device[key] = salt, i, self.history(sequence, i)
             for query in {share.begin, share.end - 1}:
-                for i in range(max(0, query - group.window + 1) if group.window else 0, query + 1):
+                for i in range(max(0, query - WINDOW + 1) if group is SLIDING else 0, query + 1):
                     key = g, table[i // self.page_size], i % self.page_size
                     assert self.device[key] == (salt, i, self.history(sequence, i)), (sequence.id, i)
         assert len(tokens) >= share.end
@@ -122,6 +130,7 @@ WORLDS = {
     "full": {},
     "full and sliding": {"groups": (FULL, SLIDING), "pages": (24, 16)},
     "sliding": {"groups": (SLIDING,), "pages": (18,)},
+    "full and state": {"groups": (FULL, STATE), "pages": (24, 4)},
     "synchronous": {"depth": 0},
     "page of 1": {"page_size": 1, "pages": (80,)},
     "tight": {"pages": (16,), "seqs": 8, "budget": 6},
