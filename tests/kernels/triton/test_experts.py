@@ -326,7 +326,7 @@ def test_what_it_does_not_accept() -> None:
 
 @pytest.mark.parametrize("function", [kernel.experts, ops.experts.reference])
 def test_an_unknown_combine_mode_is_refused(function: Any) -> None:
-    with pytest.raises(ValueError, match="'fussed' is none of auto, fused"):
+    with pytest.raises(ValueError, match="'fussed' is none of fastest, fused"):
         function(**draw(4, 4, 2, 16, 8), combine="fussed")
 
 
