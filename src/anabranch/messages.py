@@ -83,8 +83,6 @@ class Heartbeat(Message):
     num_steps: int
     step_for: float | None
     """Seconds that the running step has taken; None between steps."""
-    idle_for: float | None
-    """Seconds since the last step ended; None before the first."""
 
 
 class Ended(Message):

@@ -21,8 +21,8 @@ REFUSE, BUG, CRASH, HANG, HANG_HARD, UNSENDABLE, DIE = range(-7, 0)
 QUIET = 0.25  # seconds without a step before it may be called idle
 
 
-def config(**options: Any) -> dict[str, Any]:
-    return {"model": json.dumps(options)}
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(model=json.dumps(options))
 
 
 class FakeEngine:

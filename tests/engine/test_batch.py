@@ -146,7 +146,7 @@ def test_padding_owns_nothing() -> None:
     while not walk.running:
         walk.move([maker])
     shares = [walk.share(walk.running[0], 1)]
-    packed_3R = maker.pack(maker.rows(shares, walk.pages.__getitem__), 4)
+    packed_3R = maker.pack(maker.host_step(shares, walk.pages.__getitem__), 4)
     step = maker.unpack(packed_3R, maker.width, padded=True)
     assert step.num_tokens is not None and int(step.num_tokens) == 1
     assert step.slots[0].tolist()[1:] == [-1, -1, -1] and step.context_len_R.tolist() == [1, 0, 0, 0]
@@ -158,7 +158,7 @@ def test_a_padded_prompt_is_the_prompt_and_rows_of_nobody() -> None:
     walk = Walk(0)
     while not walk.running:
         walk.move([maker])
-    rows = maker.rows([walk.share(walk.running[0], 5)], walk.pages.__getitem__)
+    rows = maker.host_step([walk.share(walk.running[0], 5)], walk.pages.__getitem__)
     found = maker.unpack_any(maker.pack_any(rows, 9), 1, maker.width)
     expected = maker.unpack_rows(rows)
     assert found.max_query == 9 and found.num_tokens is not None and int(found.num_tokens) == 5

@@ -188,11 +188,6 @@ class Model:
         del self.requests[request.id]
         self.sweep()
 
-    def reset(self) -> None:
-        self.entries.clear()
-        for request in self.requests.values():
-            request.path = None
-
 
 # -- the real thing and the model, side by side ------------------------------------------------------------------------
 
@@ -297,11 +292,6 @@ class World:
         self.model.release(request)
         self.verify()
 
-    def reset(self) -> None:
-        self.kv.reset_prefix_cache()
-        self.model.reset()
-        self.verify()
-
     def advance(self, request: Request, chunk: int, lag: int, slide_first: bool) -> bool:
         """One step of a request; `lag`: newest tokens that the host does not know yet. False: it gets no pages."""
         end = min(len(request.tokens), request.num_computed + chunk)
@@ -321,8 +311,6 @@ class World:
         assert self.kv.usage() == 0 and self.kv.num_free == list(self.model.num_pages)
         for pool, cached in zip(self.kv.pools, self.kv.num_cached):
             assert pool.num_free + cached == pool.num_pages, "a page has leaked"
-        self.reset()
-        assert [pool.num_free for pool in self.kv.pools] == list(self.model.num_pages)
 
     def verify(self) -> None:
         self.num_operations += 1
@@ -360,9 +348,7 @@ def walk(world: World, rng: random.Random, num_operations: int, max_pages: int) 
 
     while world.num_operations < num_operations:
         choice = rng.random()
-        if choice < 0.003:
-            world.reset()
-        elif (choice < 0.2 and len(world.requests) < 8) or not world.requests:
+        if (choice < 0.2 and len(world.requests) < 8) or not world.requests:
             new_request()
         elif choice < 0.3:
             world.release(rng.choice(world.requests))
@@ -447,10 +433,6 @@ class Machine(RuleBasedStateMachine):
     def release(self, index: int) -> None:
         if (request := self.pick(index)) is not None:
             self.world.release(request)
-
-    @rule()
-    def reset(self) -> None:
-        self.world.reset()
 
     @invariant()
     def usage_is_a_share(self) -> None:
@@ -635,23 +617,6 @@ def test_two_with_the_same_prompt_leave_room_for_the_one_that_stays() -> None:
     assert kv.fits(32) and not kv.fits(33)
     kv.release("b")
     assert kv.begin("c", [*tokens, 1]) == 32
-
-
-def test_reset_keeps_what_runs_and_forgets_it() -> None:
-    kv = make(0, 6)
-    tokens = list(range(16))
-    run(kv, "a", tokens)
-    kv.reset_prefix_cache()
-    kv.check()
-    assert kv.num_cached == [0, 0] and kv.usage() > 0
-    assert kv.grow("a", 20)
-    kv.commit("a", [*tokens, 1, 2, 3, 4], 20)
-    assert kv.num_cached == [0, 0]
-    assert run(kv, "b", tokens) == 0
-    kv.release("a")
-    kv.release("b")
-    assert kv.begin("c", tokens) == 12
-    kv.check()
 
 
 def test_a_state_is_one_page_for_the_life_of_a_request() -> None:

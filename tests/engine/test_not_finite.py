@@ -164,7 +164,6 @@ def test_offline_answers_say_error_and_the_others_are_kept(folder: Path, platfor
         routed = [one.completions[0].routed_experts for one in whole]
         updates = {id: [Update(id, routed_experts=experts)] for id, experts in zip(PROMPTS, routed)}
         spoil(llm.engine, *visited_by_one(updates, 0, 3), float("nan"))
-        llm.engine.kv.reset_prefix_cache()
         bad, good = llm.generate(prompts, params)
         assert bad.completions[0].finish_reason == "error" and bad.token_ids == []
         assert good.token_ids == whole[1].token_ids

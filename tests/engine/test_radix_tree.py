@@ -357,20 +357,6 @@ def test_copies_above_a_held_node_go_last_and_are_replaced() -> None:
     assert tree.num_unused == tree.num_cached == [4] and tree.pools[0].num_free == 8
 
 
-def test_clear_forgets_and_frees_what_nobody_holds() -> None:
-    tree = make(0, 3)
-    cache(tree, "abcd")
-    runs = Request(tree, "abXY")
-    tree.clear()
-    tree.check()
-    assert tree.roots == {} and tree.num_cached == tree.num_unused == [0, 0]
-    assert [pool.num_free for pool in tree.pools] == [10, 10]
-    for group, table in enumerate(runs.tables):
-        for page in table[runs.firsts[group] :]:
-            tree.release(group, page)
-    assert [pool.num_free for pool in tree.pools] == [12, 12]
-
-
 @pytest.mark.parametrize("damage", ["hole", "unused", "queue", "depth", "owner", "late"])
 def test_check_sees_damage(damage: str) -> None:
     tree = make(0, 3)

@@ -210,7 +210,7 @@ def test_short_logits_give_what_their_fp32_gives(dtype: torch.dtype, by_slot: bo
                 for name in ("token_T", "logprob_T", "rank_T", "top_id_TN", "top_logprob_TN"):
                     assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
             for sampler in samplers:
-                kinds.add((sampler.kind(list(range(rows))), bool(one.logprobs)))
+                kinds.add((sampler.mode(list(range(rows))), bool(one.logprobs)))
                 for slot, token in enumerate(one.token_R.tolist()):
                     sampler.accept(slot, token)
     assert kinds == {("greedy", False), ("drawn", False), ("any", False), ("any", True)}

@@ -156,8 +156,6 @@ def test_random_walk(name: str) -> None:
                 )
             elif what < 0.12 and world.sequences:
                 world.abort(rng.choice(sorted(world.sequences)))
-            elif what < 0.123:
-                world.kv.reset_prefix_cache()
             else:
                 world.step()
             world.scheduler.check()

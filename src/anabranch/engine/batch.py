@@ -1,9 +1,9 @@
-"""Ints become tensors here and nowhere else: what sequences contribute to a step → layers.step.Step.
+"""Makes the tensors of a step (layers.step.Step) from the scheduler's ints. No other file does.
 
-A step is three numbers a token row; the device works out the rest (ops.decode_inputs). So a step in which every
-sequence has one token can be captured and takes one small copy, and in others such sequences cost no more than there.
+A step is three numbers a token row; the device computes the rest (ops.decode_inputs). So a step in which every sequence
+has one token can be captured and takes one small copy.
 
-The page tables of running sequences lie on the device, a row for each slot, and only what changed is written.
+The page tables of running sequences are on the device, a row for each slot, and only changes are written.
 
 R requests, T token rows, S slots, M page-table width.
 """
@@ -22,18 +22,18 @@ from anabranch.engine.scheduler import Share
 from anabranch.layers.step import Step
 
 
-class Rows(NamedTuple):
-    """A step as the host says it, in plain ints. Example: a sequence in slot 5 whose ninth token is on the device, then
-    one in slot 2 with three prompt tokens of which a prefix of 4 is known:
+class HostStep(NamedTuple):
+    """A step as plain ints. Example: a sequence in slot 5 whose ninth token is on the device, then one in slot 2 with
+    three prompt tokens after a known prefix of 4:
 
         slots = [5 2 2 2]   tokens = [-1 11 12 13]   ends = [9 5 6 7]   starts = [0 1 4]   max_query = 3
     """
 
     slots: list[int]
     tokens: list[int]
-    """−1: the one that the slot sampled last."""
+    """−1: the one that the slot sampled last, which only the device knows."""
     ends: list[int]
-    """The context with that token."""
+    """The length of the context with that token."""
     starts: list[int]
     """The first row of every request, and the end."""
     logit_rows: list[int] | None
@@ -66,14 +66,14 @@ class StepMaker:
         if self.mirror:
             self.tables = [table.clone().to(device) for table in self.tables]
         self.changes: list[tuple[int, int]] = []
-        """Ranges of the flat host tables that the device does not know yet."""
+        """Ranges of the flat host tables that are not on the device yet."""
         self.written: list[tuple[object, int]] = [(None, 0)] * num_slots
         """Whose pages a slot's rows hold, and how many of them."""
         self.joined: set[int] = set()
-        """Slots that somebody has taken since their rows were written."""
+        """Slots that a sequence has taken since their rows were written."""
         self.last_token_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        """The token each slot sampled last: where the next step finds it before the host has read it; negative where it
-        sampled none (see ops.sample). The last entry takes what padding rows sample."""
+        """The token each slot sampled last: the next step reads it there before the host has it. Negative: none (see
+        ops.sample). The last entry is for padding rows."""
 
     def join(self, slot: int) -> None:
         """Another sequence has taken the slot."""
@@ -82,11 +82,11 @@ class StepMaker:
 
     def make(self, shares: list[Share], pages_of: Pages) -> Step:
         """The Step of one or more shares, those of one token first."""
-        return self.unpack_rows(self.rows(shares, pages_of))
+        return self.unpack_rows(self.host_step(shares, pages_of))
 
-    # -- what the host says --------------------------------------------------------------------------------------------
+    # -- on the host ---------------------------------------------------------------------------------------------------
 
-    def rows(self, shares: list[Share], pages_of: Pages) -> Rows:
+    def host_step(self, shares: list[Share], pages_of: Pages) -> HostStep:
         """Shares of one token come first. The device's page tables are brought up to date."""
         num_single = len(shares)
         while num_single and shares[num_single - 1].end - shares[num_single - 1].begin > 1:
@@ -116,27 +116,27 @@ class StepMaker:
                 for share, end in zip(shares, starts[1:], strict=True)
                 for row in range(end - share.num_samples, end)
             ]
-        return Rows(
+        return HostStep(
             slots, tokens, ends, starts, logit_rows, max((end - begin for _, begin, end, _ in several), default=1)
         )
 
-    def pack(self, rows: Rows, num_rows: int) -> torch.Tensor:
+    def pack(self, rows: HostStep, num_rows: int) -> torch.Tensor:
         """packed_3R of ops.decode_inputs, in host memory, padded to `num_rows`; where every share is of one token."""
         assert rows.max_query == 1
         padding = num_rows - len(rows.slots)
         slots, tokens, ends = rows.slots + [-1] * padding, rows.tokens + [0] * padding, rows.ends + [0] * padding
         return self._host(array("i", slots + tokens + ends)).view(3, -1)
 
-    def pack_any(self, rows: Rows, num_rows: int) -> torch.Tensor:
+    def pack_any(self, rows: HostStep, num_rows: int) -> torch.Tensor:
         """The first row of every request, then packed_3T, in host memory; requests of any number of tokens."""
         # One copy. Kernels are compiled apart for addresses that are not multiples of 16 bytes.
         padding, gap = num_rows - len(rows.slots), -len(rows.starts) % 4
         slots, tokens, ends = rows.slots + [-1] * padding, rows.tokens + [0] * padding, rows.ends + [0] * padding
         return self._host(array("i", rows.starts + [0] * gap + slots + tokens + ends))
 
-    # -- what the device makes of it -----------------------------------------------------------------------------------
+    # -- on the device -------------------------------------------------------------------------------------------------
 
-    def unpack_rows(self, rows: Rows) -> Step:
+    def unpack_rows(self, rows: HostStep) -> Step:
         columns = -(-max(rows.ends) // self.page_size)
         if rows.max_query == 1:
             packed_3R = self.pack(rows, len(rows.slots)).to(self.device, non_blocking=True)
@@ -192,7 +192,7 @@ class StepMaker:
         return packed_3R
 
     def padding_of_one(self, num_rows: int) -> torch.Tensor:
-        """What `pack_any` gives, on the device, of one request whose only row is nobody's, and padding."""
+        """What `pack_any` gives, on the device, of one request whose only row is padding, and padding."""
         start = torch.tensor([0, 1, 0, 0], dtype=torch.int32, device=self.device)
         return torch.cat((start, self.padding(num_rows).flatten()))
 
@@ -252,7 +252,7 @@ class StepMaker:
             self.changes.append((row + written, row + length))
 
     def _host(self, values: array[int]) -> torch.Tensor:
-        """From where the device can copy while the host goes on."""
+        """In memory that the device can copy from while the host goes on."""
         host = torch.frombuffer(values, dtype=torch.int32 if values.typecode == "i" else torch.int64)
         return host.pin_memory() if self.pinned else host
 

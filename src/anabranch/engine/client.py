@@ -1,7 +1,7 @@
-"""The serving process's end of the engine: requests in, streams of updates out, on one asyncio loop.
+"""The engine's process seen from the server: requests in, streams of updates out, on one asyncio loop.
 
-Knows messages and the process that sends them; nothing of tokens' meaning, text or HTTP. A stream holds at most one
-Update: while its consumer is slow, what arrives is merged into it, so it delays nobody and grows by its tokens only.
+Knows messages and the process that sends them, not text or HTTP. A stream holds at most one Update: while its consumer
+is slow, later ones are merged into it, so it delays no other stream and grows by its tokens only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,19 +20,19 @@ import zmq
 
 from anabranch import messages
 from anabranch.config import EngineConfig
-from anabranch.engine.process import LAST_WORDS, EngineProcess
+from anabranch.engine.process import FLUSH_SECONDS, EngineProcess
 from anabranch.engine.worker import HEARTBEAT, address
 from anabranch.request import Request, Update
 
 log = logging.getLogger(__name__)
 
-MAX_UNHEARD = 4096  # messages on their way to an engine that does not take them
-READ_AT_ONCE = 64  # messages before the loop's other tasks have their turn
+MAX_UNREAD = 4096  # messages sent that the engine has not read
+MAX_READ = 64  # messages read before other tasks of the loop run
 STOP_SECONDS = 6.0  # for an orderly end, before the kill; more than the worker's own limit
 
 
 class EngineDead(RuntimeError):
-    """The engine's process is gone. `reason` is one line, the message adds the end of its stderr."""
+    """The engine's process has ended. `reason` is one line; the message adds the end of its stderr."""
 
     def __init__(self, reason: str, exit_code: int | None = None, stderr: str = "") -> None:
         self.reason, self.exit_code, self.stderr = reason, exit_code, stderr
@@ -39,11 +40,11 @@ class EngineDead(RuntimeError):
 
 
 class EngineBusy(RuntimeError):
-    """Too many messages wait for an engine that does not take them: try again later."""
+    """Too many messages are waiting for the engine: try again later."""
 
 
-def how_it_ended(exit_code: int | None) -> str:
-    """The end of the engine's process in words, with its signal or exit code."""
+def exit_text(exit_code: int | None) -> str:
+    """How the engine's process ended, in words."""
     if exit_code is None:
         return "the engine's process ended"
     if exit_code >= 0:
@@ -56,16 +57,14 @@ def how_it_ended(exit_code: int | None) -> str:
     return f"the engine's process was killed by {name}{hint}"
 
 
+@dataclass(slots=True, eq=False)
 class Stream:
-    """One request's updates on their way to its consumer."""
+    """One request's updates for its consumer."""
 
-    __slots__ = ("ended", "number", "pending", "waiter")
-
-    def __init__(self, number: int) -> None:
-        self.number = number  # of its Add among the messages sent
-        self.pending: Update | None = None
-        self.waiter: asyncio.Future[None] | None = None
-        self.ended = False  # nothing more will come
+    number: int  # of its Add among the messages sent
+    pending: Update | None = None
+    waiter: asyncio.Future[None] | None = None
+    ended: bool = False  # no more updates will come
 
     def put(self, update: Update) -> None:
         if self.pending is None:
@@ -80,7 +79,7 @@ class Stream:
 
 
 def merge(into: Update, later: Update) -> None:
-    """Two updates of one request become one, as if one step had brought both."""
+    """Add a later update of the same request to an earlier one."""
     into.token_ids += later.token_ids
     into.logprobs += later.logprobs
     into.num_cached = max(into.num_cached, later.num_cached)
@@ -97,45 +96,43 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}
         self._tickets: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._drained, self._buried = asyncio.Event(), asyncio.Event()
+        self._drained, self._closed = asyncio.Event(), asyncio.Event()
         self._on_stage: Callable[[messages.Stage], None] | None = None
         self._stage = "starting"
         self._closing = False
         self._ended: messages.Ended | None = None
         self._exit_code: int | None = None
-        self._num_sent = self._num_heard = self._num_tickets = 0
-        self._met_main = self._met_pulse = False
+        self._num_sent = self._num_read = self._num_tickets = 0
+        self._connecting = {"main", "pulse"}  # threads of the worker that have not sent anything yet
         self._step_began: float | None = None
         self.ready_stats: dict[str, Any] = {}
-        """The engine's stats at the start: what it found out about itself, such as max_model_len."""
+        """The engine's stats at the start, max_model_len among them."""
         self.last_heartbeat: float | None = None
         """time.monotonic() of it."""
         self.num_steps = 0
 
-        self._process = EngineProcess(self._exited_soon)
+        self._process = EngineProcess(self._on_exit)
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.bind(address(self._process.folder, "reports"))
         self._outbox = self._context.socket(zmq.PUSH)
-        self._outbox.set(zmq.SNDHWM, 0)  # _send counts: see MAX_UNHEARD
+        self._outbox.set(zmq.SNDHWM, 0)  # _send counts: see MAX_UNREAD
         self._outbox.set(zmq.RECONNECT_IVL, 10)  # ms, until the worker has bound its end
         self._outbox.connect(address(self._process.folder, "commands"))
         self._fd = int(self._inbox.get(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
-        self._loop.call_soon(self._read)  # the descriptor tells of changes only
+        self._loop.call_soon(self._read)  # the descriptor is edge-triggered
 
     @classmethod
     async def start(
         cls,
-        config: EngineConfig | dict[str, Any],
+        config: EngineConfig,
         engine: str = "anabranch.engine.engine:make_engine",
         *,
         timeout: float = 1800.0,
         on_stage: Callable[[messages.Stage], None] | None = None,
     ) -> EngineClient:
-        """Start the process and wait until it is ready; EngineDead with its one-line error if it does not get there."""
-        if isinstance(config, dict):
-            config = _config(config)
+        """Start the process and wait until it is ready; EngineDead with its one-line error if it fails to start."""
         client = cls()
         client._on_stage = on_stage
         try:
@@ -150,22 +147,21 @@ class EngineClient:
             raise
         return client
 
-    # -- what it is to the server --------------------------------------------------------------------------------------
+    # -- for the server ------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncGenerator[Update, None]:
         """The request's updates until the one with a finish_reason.
 
         Leaving early aborts the request in the engine: at once if the generator is closed (`contextlib.aclosing`) or
         the task that waits in it is cancelled, else when it is collected. EngineDead if the process ends, EngineBusy if
-        it takes no messages, ValueError if the request cannot be sent; what the engine itself refuses is an Update
-        with an error.
+        it reads no messages, ValueError if the request cannot be sent; an error of the engine's own is an Update.
         """
         stream = self._open(request)
         try:
             while True:
                 while stream.pending is None:
                     if stream.ended:
-                        raise self._death()
+                        raise self._error()
                     stream.waiter = self._loop.create_future()
                     await stream.waiter
                 update, stream.pending = stream.pending, None
@@ -186,8 +182,8 @@ class EngineClient:
             stream.put(Update(id=id, finish_reason="abort"))
 
     async def stats(self, timeout: float = 10.0) -> dict[str, Any]:
-        """The engine's numbers; TimeoutError if it is too busy (or hanging) to tell."""
-        self._check_taking()
+        """The engine's numbers; TimeoutError if it does not answer in time."""
+        self._check_open()
         self._num_tickets += 1
         ticket = self._num_tickets
         future = self._tickets[ticket] = self._loop.create_future()
@@ -213,12 +209,12 @@ class EngineClient:
 
     @property
     def dead_reason(self) -> str | None:
-        return None if self.alive else self._death().reason
+        return None if self.alive else self._error().reason
 
     @property
     def hanging_for(self) -> float:
-        """Seconds the running step has taken, or since the last heart-beat if those have stopped; exact to one beat.
-        A healthy engine stays below its longest step; 0 if it is dead."""
+        """Seconds the running step has taken, or since the last heartbeat if those have stopped; exact to one beat. A
+        healthy engine stays below its longest step; 0 if it has ended."""
         if not self.alive or self.last_heartbeat is None:
             return 0.0
         now = time.monotonic()
@@ -228,9 +224,9 @@ class EngineClient:
         return age if age > 3 * HEARTBEAT else 0.0
 
     async def wait(self) -> str:
-        """Until the process has ended, meant or not; returns the reason."""
-        await self._buried.wait()
-        return self._death().reason
+        """Wait until the process has ended; returns the reason."""
+        await self._closed.wait()
+        return self._error().reason
 
     async def close(self, drain: bool = False, timeout: float = 30.0, patience: float = STOP_SECONDS) -> None:
         """End the engine; with `drain`, requests in flight may finish within `timeout` seconds. New ones are refused.
@@ -242,11 +238,11 @@ class EngineClient:
                     await self._drained.wait()
         for id in list(self._streams):
             await self.abort(id)
-        if not self._buried.is_set():
+        if not self._closed.is_set():
             self._send(messages.Stop())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(patience, STOP_SECONDS)):
-                    await self._buried.wait()
+                    await self._closed.wait()
         await self._kill()
 
     async def __aenter__(self) -> EngineClient:
@@ -257,16 +253,16 @@ class EngineClient:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _check_taking(self) -> None:
+    def _check_open(self) -> None:
         if not self.alive:
-            raise self._death()
-        if self._num_sent - self._num_heard >= MAX_UNHEARD:
-            raise EngineBusy(f"{MAX_UNHEARD} messages wait for the engine: try again later")
+            raise self._error()
+        if self._num_sent - self._num_read >= MAX_UNREAD:
+            raise EngineBusy(f"{MAX_UNREAD} messages are waiting for the engine: try again later")
 
     def _open(self, request: Request) -> Stream:
-        self._check_taking()
+        self._check_open()
         if self._closing:
-            raise self._death()
+            raise self._error()
         if request.id in self._streams:
             raise ValueError(f"request id {request.id!r} is in use")
         try:
@@ -283,13 +279,13 @@ class EngineClient:
             self._drained.set()
 
     def _send(self, message: messages.Command) -> None:
-        """Never blocks. Adds and questions are counted against MAX_UNHEARD, and there are no more aborts than adds."""
+        """Never blocks. Adds and AskStats are limited by MAX_UNREAD, and there are no more aborts than adds."""
         if not self._outbox.closed:
             self._outbox.send(messages.encode(message), zmq.NOBLOCK)
             self._num_sent += 1
 
     def _read(self) -> None:
-        for _ in range(READ_AT_ONCE):
+        for _ in range(MAX_READ):
             if self._inbox.closed:
                 return
             try:
@@ -310,7 +306,7 @@ class EngineClient:
     def _deliver(self, message: messages.Updates) -> None:
         self._step_began = None
         heard = message.heard
-        self._num_heard = max(self._num_heard, heard)
+        self._num_read = max(self._num_read, heard)
         streams = self._streams
         for update in message.updates:
             stream = streams.get(update.id)
@@ -324,9 +320,9 @@ class EngineClient:
         if isinstance(message, messages.Heartbeat):
             self.last_heartbeat = now = time.monotonic()
             self._step_began = None if message.step_for is None else now - message.step_for
-            self._num_heard = max(self._num_heard, message.heard)
+            self._num_read = max(self._num_read, message.heard)
             self.num_steps = message.num_steps
-            self._meet(pulse=True)
+            self._connected("pulse")
         elif isinstance(message, messages.Stats):
             future = self._tickets.get(message.ticket)
             if future is not None and not future.done():
@@ -336,45 +332,43 @@ class EngineClient:
                     future.set_exception(RuntimeError(f"the engine's stats: {message.error}"))
         elif isinstance(message, messages.Stage):
             self._stage = message.name
-            self._meet(main=True)
+            self._connected("main")
             if self._on_stage is not None:
-                self._loop.call_soon(self._on_stage, message)  # its errors are not the reader's
+                self._loop.call_soon(self._on_stage, message)  # an error there does not end _read
         elif isinstance(message, messages.Ready):
             if not self._ready.done():
                 self._ready.set_result(message.stats)
         elif isinstance(message, messages.Ended):
             self._ended = message
             if self._exit_code is not None:
-                self._bury()
+                self._shut_down()
 
-    def _meet(self, main: bool = False, pulse: bool = False) -> None:
-        """Once all connections stand, the names are of no use: without them nothing is left behind, however we end."""
-        if self._met_main and self._met_pulse:
-            return
-        self._met_main |= main
-        self._met_pulse |= pulse
-        if self._met_main and self._met_pulse:
-            self._process.remove_folder()
+    def _connected(self, thread: str) -> None:
+        """Once all connections are made, remove the sockets' names, so that no exit leaves them in the file system."""
+        if thread in self._connecting:
+            self._connecting.remove(thread)
+            if not self._connecting:
+                self._process.remove_folder()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _exited_soon(self, code: int) -> None:
+    def _on_exit(self, code: int) -> None:
         """Called in the process's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._exited, code)
 
     def _exited(self, code: int) -> None:
         self._exit_code = code
         self._read()
         if self._ended is None:
-            self._loop.call_later(LAST_WORDS, self._bury)
+            self._loop.call_later(FLUSH_SECONDS, self._shut_down)
         else:
-            self._bury()
+            self._shut_down()
 
-    def _bury(self) -> None:
-        if self._buried.is_set():
+    def _shut_down(self) -> None:
+        if self._closed.is_set():
             return
-        self._buried.set()
+        self._closed.set()
         self._loop.remove_reader(self._fd)
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
@@ -386,32 +380,25 @@ class EngineClient:
             self._forget(id)
         for future in (*self._tickets.values(), self._ready):
             if not future.done():
-                future.set_exception(self._death())
+                future.set_exception(self._error())
         if self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # nobody waits for it after a timeout: it is not lost, it is in dead_reason
+            self._ready.exception()  # read once, or asyncio logs it after a timeout; it is in dead_reason
 
     async def _kill(self) -> None:
-        """If it still runs. After this nothing of it is left."""
+        """Kill the process if it still runs."""
         self._closing = True
         self._process.kill()
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await self._buried.wait()
+                await self._closed.wait()
         except TimeoutError:
-            log.error("process %d does not end: the system holds it", self.pid)
+            log.error("process %d does not end after SIGKILL", self.pid)
 
-    def _death(self) -> EngineDead:
+    def _error(self) -> EngineDead:
         if self._ended is not None and self._ended.error is not None:
             reason = f"the engine failed: {self._ended.error}"
         elif self._closing:
-            return EngineDead("the engine is closed" if self._buried.is_set() else "the engine is closing")
+            return EngineDead("the engine is closed" if self._closed.is_set() else "the engine is closing")
         else:
-            reason = how_it_ended(self._exit_code)
+            reason = exit_text(self._exit_code)
         return EngineDead(reason, self._exit_code, "\n".join(self._process.last_lines))
-
-
-def _config(options: dict[str, Any]) -> EngineConfig:
-    try:
-        return EngineConfig(**options)
-    except TypeError as error:
-        raise ValueError(f"engine config: {error}") from None

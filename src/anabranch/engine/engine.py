@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from bisect import bisect_left
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Lock
@@ -21,7 +21,7 @@ from anabranch import platforms
 from anabranch.config import EngineConfig, resolve
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.metrics import Metrics
-from anabranch.engine.runner import Runner, load_runner
+from anabranch.engine.runner import Launched, Progress, Runner, load_runner
 from anabranch.engine.sampler import needs_host_tokens
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
 from anabranch.loader.locate import locate
@@ -33,7 +33,6 @@ from anabranch.sampling_params import Grammar
 from anabranch.stages import stage
 
 if TYPE_CHECKING:
-    from anabranch.engine.runner import Launched
     from anabranch.text.grammar import GrammarCompiler, Matcher
     from anabranch.text.tokenizer import Tokenizer
 
@@ -46,29 +45,25 @@ NOT_FINITE_TEXT = (
 CONSTRAINTS = ("bad_words", "allowed_token_ids", "min_tokens", "grammar")
 """The parameters that forbid tokens."""
 LOG_SECONDS = 10.0
-"""Between two lines about logits that are not finite; those between are counted."""
-NUM_AT_ONCE = 8
-"""Grammars that are compiled at the same time: the others wait."""
+"""Between two log lines about logits that are not finite."""
+NUM_COMPILERS = 8
+"""Grammars that are compiled at the same time."""
 COMPILING_SECONDS = 0.01
-"""An engine that has nothing to do but wait for a grammar looks up this often for other requests."""
+"""How long a step without other work waits for a grammar."""
 
 
 class Engine:
     def __init__(
-        self,
-        config: EngineConfig,
-        runner: Runner,
-        model: ModelConfig,
-        tokenizer: Tokenizer | None = None,
+        self, config: EngineConfig, runner: Runner, model: ModelConfig, tokenizer: Tokenizer | None = None
     ) -> None:
-        """The runner is loaded; its pages are taken here, because only now it is known how many fit."""
+        """The runner has its model loaded; its pages are allocated here."""
         num_pages = runner.num_pages()
         self.kv = KVCache(
             model.cache_groups,
             num_pages,
             config.page_size,
             prefix_cache=config.prefix_cache,
-            max_chunk=config.page_size,  # whatever the budget: where sliding layers are short of pages chunks shrink
+            max_chunk=config.page_size,  # where groups that slide are short of pages, chunks shrink to this
         )
         longest = self._longest(config.max_model_len)
         if longest < config.max_model_len:
@@ -93,20 +88,17 @@ class Engine:
         self.compiler: GrammarCompiler | None = None
         self.compiler_lock = Lock()
         self.closed = False
-        self.compiler_threads = ThreadPoolExecutor(NUM_AT_ONCE, "grammar")
+        self.compiler_threads = ThreadPoolExecutor(NUM_COMPILERS, "grammar")
         self.num_arrived = 0
         self.eos_ids = frozenset(model.eos_ids)
         self.logged_not_finite = -math.inf
 
     def _longest(self, wanted: int) -> int:
         """The longest request the pool can hold alone, up to `wanted` tokens."""
-        low, high = 0, wanted
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.kv.fits(middle) else (low, middle - 1)
-        if low < 2:
+        longest = bisect_left(range(1, wanted + 1), True, key=lambda length: not self.kv.fits(length))
+        if longest < 2:
             raise ValueError("the KV pool does not hold a single request; give it more memory or pages")
-        return low
+        return longest
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -153,7 +145,7 @@ class Engine:
                 raise ValueError(f"{name}: the model folder has no tokenizer.json, and this needs one")
 
     def _bad_words(self, request: Request) -> list[list[int]]:
-        """Each word at the beginning of a text and after a space, which most vocabularies spell differently."""
+        """Each word as it is and after a space, which most vocabularies spell differently."""
         if self.tokenizer is None:
             return []
         spelled = {prefix + word for word in request.params.bad_words for prefix in ("", " ")}
@@ -164,7 +156,7 @@ class Engine:
         return f"{pages} pages of {self.config.page_size} tokens"
 
     def _matcher(self, grammar: Grammar) -> Future[Matcher]:
-        """To be copied: requests that wait for the same grammar wait for the same matcher."""
+        """To be copied: requests with the same grammar share its compilation."""
         for future, sequence in self.compiling:
             if sequence.request.params.grammar == grammar:
                 return future
@@ -214,12 +206,11 @@ class Engine:
         return updates + self._read(launched) if launched else updates
 
     def idle(self, waiting: bool = False) -> None:
-        """There was no work for a while: time for one thing that would make later steps faster. `waiting`: somebody
-        waits for it."""
+        """There was no work for a while: see Runner.idle."""
         self.runner.idle(waiting)
 
     def _take_compiled(self) -> list[Update]:
-        """Requests whose grammar is ready join the queue; a grammar that does not compile fails its request alone."""
+        """Queue requests whose grammar is compiled; one whose grammar does not compile ends with an error."""
         failed: list[Update] = []
         waiting = []
         if not self.scheduler.has_work and self.in_flight is None:
@@ -243,7 +234,7 @@ class Engine:
         return self.runner.launch(shares, self.kv.pages)
 
     def _read(self, launched: Launched) -> list[Update]:
-        """Wait for a step and hand out what it brought."""
+        """Wait for a step and make updates of its tokens."""
         tokens = launched.wait()
         updates = self._end_without_token(launched, tokens) if tokens and min(tokens) < 0 else []
         self._keep_routed(launched)
@@ -253,7 +244,7 @@ class Engine:
         for row, (share, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
             sequence = share[0]
             known = sequence.tokens
-            # What the lines below come to for most sequences in most steps.
+            # The lines below, in short, for most sequences in most steps.
             if sequence.plain and token not in sequence.stop_ids and len(known) + 1 < sequence.limit:
                 if sequence.finish_reason is None:
                     known.append(token)
@@ -272,7 +263,7 @@ class Engine:
         return updates
 
     def _end_without_token(self, launched: Launched, tokens: list[int]) -> list[Update]:
-        """Requests for which the step found no token (see ops.sample) end with an error, each for itself."""
+        """Requests for which the step found no token (see ops.sample) end with an error."""
         updates = []
         for share, token in zip(launched.sampling, tokens, strict=True):
             sequence = share.sequence
@@ -342,8 +333,6 @@ class Engine:
                 kept[share.begin :] = routed_TLK[row : row + count].tolist()
             row += count
 
-    # -- looking in ----------------------------------------------------------------------------------------------------
-
     def stats(self) -> dict[str, Any]:
         return {
             "running": len(self.scheduler.running),
@@ -369,12 +358,12 @@ class Engine:
 
 
 def _why_refused(error: BaseException) -> str:
-    """A grammar that is no good says so itself; what else may go wrong does not."""
+    """The message of a bad grammar; other errors get a prefix."""
     return str(error) if isinstance(error, ValueError) else f"grammar: {type(error).__name__}: {error}"
 
 
-def make_engine(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Engine:
-    """From a config to an engine that is ready: locate, detect, resolve, load, take the pages."""
+def make_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """An engine that is ready for requests."""
     from anabranch.text.tokenizer import Tokenizer
 
     with stage("config"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import gt
 
 from anabranch.engine.pages import PagePool
@@ -21,27 +22,25 @@ from anabranch.engine.radix_tree import Node, RadixTree
 from anabranch.models.cache import NEVER, CacheGroup
 
 
+@dataclass(slots=True)
 class _Tables:
     """The pages of one request. All its tables are equally long."""
 
-    __slots__ = ("capacity", "firsts", "lookup", "next_commit", "next_slide", "node", "root", "tables")
-
-    def __init__(self, tables: list[list[int]], firsts: list[int]) -> None:
-        self.tables = tables
-        self.firsts = firsts
-        """Per group, the first page it still has: it has all from there on that exist in this group."""
-        self.capacity = 0
-        """Tokens that have pages."""
-        self.lookup = 0, 0
-        """Tokens it looked up and found, until counted: a request that is refused its first page asks again."""
-        self.next_commit = NEVER
-        """Computed tokens that fill the next page for the tree."""
-        self.next_slide = NEVER
-        """Computed tokens with which the next page can be given back."""
-        self.root: Node | None = None
-        """None: it has no part in the prefix cache."""
-        self.node: Node | None = None
-        """How far it has committed: as many pages as the node is deep. May be dead."""
+    tables: list[list[int]]
+    firsts: list[int]
+    """Per group, the first page it still has: it has all from there on that exist in this group."""
+    capacity: int
+    """Tokens that have pages."""
+    next_slide: int
+    """Computed tokens with which the next page can be given back."""
+    lookup: tuple[int, int] = 0, 0
+    """Tokens it looked up and found, until counted: a request that gets no first page begins again later."""
+    next_commit: int = NEVER
+    """Computed tokens that fill the next page for the tree."""
+    root: Node | None = None
+    """None: it has no part in the prefix cache."""
+    node: Node | None = None
+    """How far it has committed: as many pages as the node is deep. May be dead."""
 
 
 class KVCache:
@@ -72,8 +71,8 @@ class KVCache:
     # The life of a request.
 
     def begin(self, id: str, tokens: Sequence[int], salt: str = "", reuse: bool = True) -> int:
-        """The request takes shares in the longest cached prefix and is told how many tokens that is: whole pages, but
-        never all tokens, because the last must be computed to know the next."""
+        """Start a request with the pages of the longest cached prefix; returns how many tokens these hold: whole pages,
+        but never all tokens, because the last must be computed to sample the next."""
         assert id not in self._requests, f"request {id} has begun already"
         assert tokens
         tree, size = self.tree, self.page_size
@@ -91,12 +90,10 @@ class KVCache:
                 tree.share(group, page)
                 table.append(page)
             tables.append(table)
-        request = self._requests[id] = _Tables(tables, firsts)
-        request.capacity = found
-        if reuse and self.prefix_cache:
-            request.lookup = len(tokens), found
-        request.next_slide = self._next_slide(firsts)
+        request = self._requests[id] = _Tables(tables, firsts, found, self._next_slide(firsts))
         if self.prefix_cache:
+            if reuse:
+                request.lookup = len(tokens), found
             if path:
                 tree.touch(path[-1])
             request.root, request.node = tree.enter(salt, path[-1] if path else None)
@@ -104,8 +101,8 @@ class KVCache:
         return found
 
     def grow(self, id: str, num_tokens: int) -> bool:
-        """Allocate pages for so many tokens, evicting unused ones if need be. False, and nothing done, if there are not
-        enough."""
+        """Allocate pages for its first `num_tokens` tokens, evicting unused ones if need be. False, and no change, if
+        there are not enough."""
         request = self._requests[id]
         if num_tokens <= request.capacity:
             return True
@@ -209,17 +206,9 @@ class KVCache:
         return max(1 - free / pool.num_pages for pool, free in zip(self.pools, self.num_free))
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether there are pages for a request of so many tokens from beginning to end, if it is alone."""
+        """Whether there are enough pages for a request of this length that runs alone."""
         most = [policy.peak_pages(num_tokens, self.max_chunk, self.page_size) for policy in self.policies]
         return all(pages <= pool.num_pages for pages, pool in zip(most, self.pools))
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all prefixes. Requests that run now keep their pages, but these never enter the cache: what was to be
-        forgotten (weights have changed, say) does not come back."""
-        self.tree.clear()
-        for request in self._requests.values():
-            request.root = request.node = None
-            request.next_commit = NEVER
 
     def check(self) -> None:
         """Every invariant, by brute force."""

@@ -1,7 +1,4 @@
-"""What the engine counts about itself, as plain Python objects; a server exports them as it likes.
-
-Knows seconds and tokens, never their text.
-"""
+"""What the engine counts about itself, as plain Python objects."""
 
 from __future__ import annotations
 

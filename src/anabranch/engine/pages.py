@@ -1,7 +1,4 @@
-"""A pool of equal pages with reference counts: which are free, how many hold each of the others.
-
-Ints alone: the pool knows neither what a page contains nor who holds it. There is one pool for each cache group.
-"""
+"""A pool of equal pages with reference counts, one for each cache group. It does not know what the pages hold."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ class PagePool:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}: give the KV pool more memory")
         self.num_pages = num_pages
         self.counts = [0] * num_pages
-        """Of each page, how many hold it; 0: free."""
+        """References on each page; 0: free."""
         self._free = list(reversed(range(num_pages)))  # a stack: the page given back last is handed out first
 
     @property
@@ -28,12 +25,12 @@ class PagePool:
         return pages
 
     def share(self, page: int) -> None:
-        """One holder more."""
+        """One reference more."""
         assert self.counts[page] > 0, f"page {page} is free"
         self.counts[page] += 1
 
     def release(self, page: int) -> None:
-        """One holder less; without holders the page is free again."""
+        """One reference less; without any the page is free again."""
         assert self.counts[page] > 0, f"page {page} is free already"
         self.counts[page] -= 1
         if not self.counts[page]:

@@ -6,6 +6,7 @@ The same code answers `anabranch plan` and sizes the KV pool. No torch, no devic
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -89,7 +90,7 @@ def page_bytes(group: CacheGroup, page_size: int, dtype: str) -> int:
 
 
 def held_pages(config: ModelConfig, context: int, page_size: int) -> list[int]:
-    """Pages of each cache group that one request of so many tokens holds."""
+    """Pages of each cache group that one request of `context` tokens holds."""
     return [group.policy.held_pages(context, page_size) for group in config.cache_groups]
 
 
@@ -146,15 +147,9 @@ class MemoryPlan:
         return max(0, self.kv) // request_bytes(self.config, context, self.page_size, self.dtype)
 
     def largest_context(self, num_requests: int = 1) -> int:
-        """Tokens that each of so many requests may have, up to the model's own limit."""
-        low, high = 0, self.config.max_position
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.concurrency(middle) >= num_requests:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        """Tokens that each of `num_requests` may have, up to the model's own limit."""
+        lengths = range(1, self.config.max_position + 1)
+        return bisect_left(lengths, True, key=lambda length: self.concurrency(length) < num_requests)
 
     def num_pages(self, context: int) -> list[int]:
         """Pages of each cache group, in the proportion that requests of `context` tokens hold them."""
@@ -227,5 +222,5 @@ def check_memory(
         raise ValueError(
             f"the model does not fit: it needs {needed / 1e9:.1f} GB ({parts}) and may use {usable / 1e9:.1f} GB "
             f"({free / 1e9:.1f} of {total / 1e9:.1f} GB are free, {fraction}); {raised}use a smaller model or dtype, "
-            "fewer pages, or a machine with more memory: `anabranch plan` tells what would fit"
+            "fewer pages, or a machine with more memory: see `anabranch plan`"
         )

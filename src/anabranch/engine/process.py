@@ -1,6 +1,6 @@
-"""The engine's process as its parent sees it: started, its stderr passed on, its end told.
+"""Starts the engine's process, passes its stderr on and reports its exit. Makes and removes the folder of its sockets.
 
-Knows nothing of messages. The folder of sockets is made and removed here.
+Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zmq
 
 import anabranch
 
-LAST_WORDS = 0.1  # seconds for what a process said just before it ended to arrive
+FLUSH_SECONDS = 0.1  # for what a process wrote just before it ended to arrive
 STDERR_LINES = 20
 STDERR_KEPT = 8192  # characters
 
@@ -30,7 +30,7 @@ STDERR_KEPT = 8192  # characters
 class EngineProcess:
     """The worker's process: its folder of sockets, its stderr (passed on, the end of it kept), its exit code.
 
-    Start it from the thread that lives longest: Linux ends it with the thread that started it (see worker.die_with).
+    Start it from a thread that lives longer: Linux ends it with the thread that started it (see worker.die_with).
     """
 
     def __init__(self, on_exit: Callable[[int], None]) -> None:
@@ -45,7 +45,7 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(packages)},
-                process_group=0,  # a terminal's Ctrl-C is for us, and its children end with it
+                process_group=0,  # no Ctrl-C of a terminal; its children can be killed with it
             )
         except BaseException:
             self.remove_folder()
@@ -77,11 +77,11 @@ class EngineProcess:
         stdout.close()
 
     def _wait(self) -> None:
-        if hasattr(os, "waitid"):  # its children go while the group's number cannot be anyone else's
+        if hasattr(os, "waitid"):  # kill its children while the group's number cannot be reused
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self.kill()
         code = self.popen.wait()
-        self.reader.join(LAST_WORDS)
+        self.reader.join(FLUSH_SECONDS)
         assert self.popen.stdin is not None
         self.popen.stdin.close()
         self.on_exit(code)
@@ -96,7 +96,7 @@ class EngineProcess:
 
 
 def socket_folder() -> Path:
-    """A folder of ours alone (mode 0700) whose sockets have names short enough for the system."""
+    """A private folder (mode 0700) with a path short enough for names of sockets."""
     folder = Path(tempfile.mkdtemp(prefix="anabranch-"))
     if len(os.fsencode(folder / "commands")) > zmq.IPC_PATH_MAX_LEN:
         folder.rmdir()

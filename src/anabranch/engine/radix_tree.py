@@ -59,7 +59,7 @@ class RadixTree:
         # The group whose queue orders leaves. Groups that do not slide have pages in the same nodes, held by the same
         # requests.
         self._leaf_group = next((group for group, policy in enumerate(policies) if not policy.slides), None)
-        # One heap a group of (stamp, −depth, page), at most one entry a page. Every unused page has one, or stands in
+        # One heap a group of (stamp, −depth, page), at most one entry a page. Every unused page has one, or is in
         # _inner. Entries are lazy: a page may be held or gone by now, or used since; then its key is too low, never too
         # high, so it is put right when it comes up.
         self._heaps: list[list[tuple[int, int, int]]] = [[] for _ in pools]
@@ -68,7 +68,7 @@ class RadixTree:
         """Pages of the leaf group that came up and were not leaves. Lazy too."""
 
     def match(self, tokens: Sequence[int], salt: str, max_pages: int) -> list[Node]:
-        """The longest path that a request may start from, at most so many pages."""
+        """The longest path that a request may start from."""
         path: list[Node] = []
         node, size = self.roots.get(salt), self.page_size
         usable = 0
@@ -112,7 +112,7 @@ class RadixTree:
         tables: Sequence[Sequence[int]],
         firsts: Sequence[int],
     ) -> Node:
-        """Insert a request's pages from its node on, up to so many; its pin moves to the last node, which is returned.
+        """Insert a request's first `num_pages` pages, from its node on; its pin moves to the last node, the result.
 
         `tables` has the request's pages of each group; those before `firsts` it no longer has. Where the tree has a
         page already it keeps its own; a hole is filled.
@@ -169,17 +169,6 @@ class RadixTree:
             self._shed(node)
         else:
             self._evict_leaf()
-
-    def clear(self) -> None:
-        """Forget everything. Pins are void: who stands in the tree now must neither extend nor leave."""
-        for group, owner in enumerate(self._owner):
-            for node in owner:
-                if node is not None:
-                    self._drop(node, group)
-            self._heaps[group].clear()
-            self._queued[group] = bytearray(len(owner))
-        self._inner.clear()
-        self.roots.clear()
 
     def _evict_leaf(self) -> None:
         group = self._leaf_group

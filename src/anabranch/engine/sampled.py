@@ -1,6 +1,6 @@
-"""What sampling gives back: tokens on the device, log probabilities on their way to the host.
+"""What sampling returns: tokens on the device, log probabilities being copied to the host.
 
-Knows nothing of parameters or slots. T tokens, V vocabulary, N best alternatives, R rows of a step.
+T tokens, V vocabulary, N best alternatives, R rows of a step.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Logprobs:
 
 
 def token_logprobs(logits_TV: torch.Tensor, token_T: torch.Tensor, top_n: int) -> Logprobs:
-    """Log probabilities of `token_T` under the logits (in any float dtype; they are computed in fp32), some rows at a
-    time: it takes little memory beside them."""
+    """Log probabilities of `token_T` under the logits (in any float dtype; computed in fp32, some rows at a time)."""
     top_n = min(top_n, logits_TV.shape[1])
     parts = [ops.logprobs(logits_TV[part].float(), token_T[part], top_n) for part in chunks(*logits_TV.shape)]
     if len(parts) == 1:

@@ -2,21 +2,20 @@
 
 What happens to a row of logits, in this order:
 
-1. masks: allowed_token_ids, the grammar, bad_words, min_tokens (EOS and stop_token_ids until so many tokens exist);
+1. masks: allowed_token_ids, the grammar, bad_words, min_tokens (EOS and stop_token_ids, until there are as many);
    and logit_bias, which is added
 2. repetition_penalty (tokens of prompt and output), then frequency_penalty and presence_penalty (of the output alone)
 3. temperature, top_k, top_p, min_p and the draw (ops.sample); temperature 0 takes the best of 2
 
 Log probabilities are the model's own: of the logits before all of this.
 
-A running request owns a slot. Its parameters lie in device tensors by slot; what a batch needs of them is gathered
-when the batch changes (sampling_plan.Plan), so that a step over the same slots as the last uploads nothing; or, where
-draws are all there is to do, by the device in every step.
+A running request has a slot. Its parameters are in device tensors by slot; what a batch needs of them is gathered when
+the batch changes (SamplingPlan), so that a step over the same slots as the last uploads nothing; or, where there is
+nothing to do but draws, by the device in every step.
 Randomness is a function of (seed, number of tokens generated, token id): nothing else in the batch, no slot and no
-preemption changes what a request draws from its logits. Nothing here waits for the device. A request that can be
-sampled only after the host has read its last token says so in `needs_host_tokens`; `accept` brings that token. A row of
-logits with NaN or +∞ in it has no token, nor has one in which nothing is allowed: a negative number stands for it
-(ops.sample).
+preemption changes what a request draws from its logits. Nothing here waits for the device. Some requests can be sampled
+only after the host has read their last token (`needs_host_tokens`, `accept`). A row of logits with NaN or +∞ in it, or
+in which nothing is allowed, gives a negative number instead of a token (ops.sample).
 
 R rows of a step, V vocabulary, S slots, N some of the rows, E edits of single logits, M words of a bit mask, P rows of
 the penalty table, L rows with log probabilities.
@@ -35,15 +34,16 @@ from anabranch import ops
 from anabranch.engine.sampled import Logprobs, Sampled, chunks, token_logprobs
 from anabranch.engine.sampling_plan import (
     FOREVER,
+    RANDOM,
     SPECIAL,
     Draw,
     Edit,
     Edits,
-    Kind,
     Occupant,
     Penalty,
     PenaltyTable,
-    Plan,
+    SamplingMode,
+    SamplingPlan,
     Trait,
 )
 from anabranch.ops.mask_logits import pack_mask
@@ -84,26 +84,25 @@ class Sampler:
         self.device = device
         self.seed = seed
         self.slots: list[Occupant | None] = [None] * max_num_seqs
-        self._having: dict[Trait, set[int]] = {trait: set() for trait in get_args(Trait)}
-        """Slots by what their requests want."""
+        self._slots_with: dict[Trait, set[int]] = {trait: set() for trait in get_args(Trait)}
         self._empty = set(range(max_num_seqs))
         self._joining: dict[int, Occupant] = {}
-        """Those of whom the device knows nothing yet."""
-        self._plans: dict[tuple[int, ...], Plan] = {}
-        """By slots; several, because requests that wait for the host skip every other step."""
-        # Parameters by slot; the last is nobody's, for padding rows.
+        """Those whose parameters are not on the device yet."""
+        self._plans: dict[tuple[int, ...], SamplingPlan] = {}
+        """By slots; several, because requests that need the host's tokens skip every other step."""
+        # Parameters by slot; the last slot is for padding rows.
         self._float_6S = torch.zeros(6, max_num_seqs + 1, device=device)
         """temperature, top_p, min_p, presence, frequency, repetition"""
         self._int_3S = torch.zeros(3, max_num_seqs + 1, dtype=torch.int64, device=device)
         """top_k, seed, tokens generated"""
         self._position_S = self._int_3S[2]
         self._nothing_S = torch.zeros(max_num_seqs + 1, device=device), self._int_3S.new_zeros(max_num_seqs + 1)
-        """Temperature 0; seed and position of somebody who does not draw."""
+        """Temperature 0; seed and position 0."""
         self._penalties = PenaltyTable(vocab_size, device)
         self._pinned = device.type != "cpu"
         self.by_slot = self._pinned
-        """Whether draws look up their parameters in every step instead of in a plan: kernels take all rows at once and
-        do not mind greedy ones among them. What a CPU has is better off with fewer."""
+        """Whether draws look up their parameters in every step, greedy rows too, instead of in a plan. Kernels take all
+        rows at once; on a CPU fewer rows are faster."""
 
     def add(
         self,
@@ -115,7 +114,7 @@ class Sampler:
         eos_ids: Sequence[int] = (),
         bad_word_ids: Sequence[Sequence[int]] = (),
     ) -> None:
-        """The request takes the slot, `output_ids` generated so far. The matcher is told those it does not know."""
+        """The request takes the slot, `output_ids` generated so far. The matcher accepts those it does not know."""
         assert self.slots[slot] is None, f"slot {slot} is taken"
         params = request.params
         check_token_ids(params, self.vocab_size)
@@ -133,7 +132,7 @@ class Sampler:
         occupant = Occupant(request, tuple(output_ids), matcher, edits, bad_sequences, history)
         self.slots[slot] = self._joining[slot] = occupant
         for trait in occupant.traits:
-            self._having[trait].add(slot)
+            self._slots_with[trait].add(slot)
         self._empty.remove(slot)
         self._plans.clear()
 
@@ -142,7 +141,7 @@ class Sampler:
         if occupant.penalty_row is not None:
             self._penalties.release(occupant.penalty_row)
         for trait in occupant.traits:
-            self._having[trait].remove(slot)
+            self._slots_with[trait].remove(slot)
         self._empty.add(slot)
         self.slots[slot] = None
         self._joining.pop(slot, None)
@@ -165,25 +164,25 @@ class Sampler:
         written over."""
         assert logits_RV.shape == (len(slots), self.vocab_size), f"logits {logits_RV.shape} of {len(slots)} slots"
         assert self._empty.isdisjoint(slots), f"slot {self._empty.intersection(slots).pop()} is empty"
-        kind = self.kind(slots)
-        if kind == "greedy":
+        mode = self.mode(slots)
+        if mode == "greedy":
             return Sampled(_best(logits_RV))
         turns = None if len(set(slots)) == len(slots) else _turns(slots)
-        if kind == "drawn" and self.by_slot:
+        if mode == "drawn" and self.by_slot:
             turn_R = None if turns is None else self._upload(turns)
-            return Sampled(self.sample_slots(logits_RV, self._upload(slots), kind, turn_R))
+            return Sampled(self.sample_slots(logits_RV, self._upload(slots), mode, turn_R))
         if turns is not None:
             return self._sample_in_turns(logits_RV, turns, slots)
         plan = self._plan(slots)
-        for occupant in plan.waiting:
+        for occupant in plan.needing_host:
             assert not occupant.unread, f"request {occupant.request.id}: its last token has not been accepted yet"
             occupant.unread = True
 
-        raw_LV = logits_RV if plan.asked_row_L is None else logits_RV[plan.asked_row_L]
+        raw_LV = logits_RV if plan.logprobs_row_L is None else logits_RV[plan.logprobs_row_L]
         if plan.changes_logits:
             if logits_RV.dtype != torch.float32:
                 logits_RV = logits_RV.float()  # what is added to them must not be rounded to less
-            elif plan.asked and plan.asked_row_L is None:
+            elif plan.logprobs_rows and plan.logprobs_row_L is None:
                 raw_LV = logits_RV.clone()
             self._change_logits(plan, logits_RV)
         token_R = self._choose(plan, logits_RV)
@@ -192,11 +191,11 @@ class Sampler:
             token_N = token_R[plan.penalty.row_N].clamp_(min=0)
             self._penalties.count(plan.penalty.table_row_N, token_N, plan.penalty.one_N)
         self._position_S.index_add_(0, plan.slot_R, plan.one_R)
-        if not plan.asked:
+        if not plan.logprobs_rows:
             return Sampled(token_R)
-        token_L = token_R.clamp(min=0) if plan.asked_row_L is None else token_R[plan.asked_row_L].clamp_(min=0)
+        token_L = token_R.clamp(min=0) if plan.logprobs_row_L is None else token_R[plan.logprobs_row_L].clamp_(min=0)
         found = token_logprobs(raw_LV, token_L, plan.top_n).to_host()
-        return Sampled(token_R, {row: (found, place) for place, row in enumerate(plan.asked)})
+        return Sampled(token_R, {row: (found, place) for place, row in enumerate(plan.logprobs_rows)})
 
     def _sample_in_turns(self, logits_RV: torch.Tensor, turns: list[int], slots: list[int]) -> Sampled:
         """First rows of slots, then second ones and so on, so that penalties count the tokens before."""
@@ -210,21 +209,23 @@ class Sampler:
             logprobs |= {rows[row]: found for row, found in sampled.logprobs.items()}
         return Sampled(token_R, logprobs)
 
-    def kind(self, slots: list[int]) -> Kind:
+    def mode(self, slots: list[int]) -> SamplingMode:
         if self._joining:
             self._join()
-        return "any" if self._some(SPECIAL, slots) else "drawn" if self._some(("cut", "uncut"), slots) else "greedy"
+        if self._some(SPECIAL, slots):
+            return "any"
+        return "drawn" if self._some(RANDOM, slots) else "greedy"
 
     def _some(self, traits: tuple[Trait, ...], slots: list[int]) -> bool:
         """Whether any of the slots has any of the traits."""
-        return any((having := self._having[trait]) and not having.isdisjoint(slots) for trait in traits)
+        return any((found := self._slots_with[trait]) and not found.isdisjoint(slots) for trait in traits)
 
     def sample_slots(
-        self, logits_RV: torch.Tensor, slot_R: torch.Tensor, kind: Kind, turn_R: torch.Tensor | None = None
+        self, logits_RV: torch.Tensor, slot_R: torch.Tensor, mode: SamplingMode, turn_R: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """token_R where only the device knows the rows' slots (max_num_seqs: padding). Can be captured; `kind` is
+        """token_R where only the device knows the rows' slots (max_num_seqs: padding). Can be captured; `mode` is
         "greedy" or "drawn". `turn_R`: how many rows before it have the same slot; None: none has."""
-        if kind == "greedy":
+        if mode == "greedy":
             zero_R, none_R = (tensor[: logits_RV.shape[0]] for tensor in self._nothing_S)
             return ops.sample(SampleCall(logits_RV, zero_R, none_R, none_R))
         temperature_R, top_p_R, min_p_R = self._float_6S[:3].index_select(1, slot_R)
@@ -236,7 +237,7 @@ class Sampler:
         self._position_S.index_add_(0, slot_R, torch.ones_like(slot_R))
         return token_R
 
-    def _plan(self, slots: list[int]) -> Plan:
+    def _plan(self, slots: list[int]) -> SamplingPlan:
         key = tuple(slots)
         plan = self._plans.get(key)
         if plan is None:
@@ -245,7 +246,7 @@ class Sampler:
             plan = self._plans[key] = self._make_plan(slots)
         return plan
 
-    def _change_logits(self, plan: Plan, logits_RV: torch.Tensor) -> None:
+    def _change_logits(self, plan: SamplingPlan, logits_RV: torch.Tensor) -> None:
         if plan.allowed is not None:
             self._mask(logits_RV, *plan.allowed)
         if plan.matcher_row_N is not None:
@@ -273,7 +274,7 @@ class Sampler:
         for part in chunks(row_N.shape[0], self.vocab_size):
             ops.mask_logits(logits_RV, row_N[part], allowed_NM[part])
 
-    def _choose(self, plan: Plan, logits_RV: torch.Tensor) -> torch.Tensor:
+    def _choose(self, plan: SamplingPlan, logits_RV: torch.Tensor) -> torch.Tensor:
         if plan.greedy:
             token_R = _best(logits_RV)
         else:
@@ -287,51 +288,49 @@ class Sampler:
                 token_R[row_N] = ops.sample(call)
         return token_R
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # When the batch changes
-    # -----------------------------------------------------------------------------------------------------------------
+    # -- when the batch changes ----------------------------------------------------------------------------------------
 
-    def _make_plan(self, slots: list[int]) -> Plan:
-        """One look at each row; all else costs as much as there are requests that want something special."""
+    def _make_plan(self, slots: list[int]) -> SamplingPlan:
         row_of = dict(zip(slots, range(len(slots))))
 
-        def having(trait: Trait) -> list[tuple[int, int, Occupant]]:
-            found = sorted((row_of[slot], slot) for slot in self._having[trait] if slot in row_of)
+        def with_trait(trait: Trait) -> list[tuple[int, int, Occupant]]:
+            found = sorted((row_of[slot], slot) for slot in self._slots_with[trait] if slot in row_of)
             return [(row, slot, self._occupant(slot)) for row, slot in found]
 
         slot_R = self._upload(slots)
-        plan = Plan(self._some(("greedy",), slots), slot_R, torch.ones_like(slot_R))
-        # Both give the same token where no token is excluded; without truncation there is less to do.
-        for trait in ("uncut", "cut"):
-            if rows := [row for row, slot in enumerate(slots) if slot in self._having[trait]]:
+        plan = SamplingPlan(self._some(("greedy",), slots), slot_R, torch.ones_like(slot_R))
+        # Both give the same token where nothing is filtered out; without filters there is less to do.
+        for trait in RANDOM:
+            if rows := [row for row, slot in enumerate(slots) if slot in self._slots_with[trait]]:
                 row_N = None if len(rows) == len(slots) else self._upload(rows)
-                plan.draws.append(self._plan_draw(row_N, slot_R if row_N is None else slot_R[row_N], trait == "cut"))
-        if edited := having("edited"):
+                slot_N = slot_R if row_N is None else slot_R[row_N]
+                plan.draws.append(self._plan_draw(row_N, slot_N, trait == "filtered"))
+        if edited := with_trait("edited"):
             plan.edits = self._plan_edits(edited)
-        if masked := having("masked"):
+        if masked := with_trait("masked"):
             masks = [o.allowed_M for _, _, o in masked if o.allowed_M is not None]
             plan.allowed = self._upload([row for row, _, _ in masked]), torch.stack(masks)
-        if penalized := having("penalized"):
+        if penalized := with_trait("penalized"):
             plan.penalty = self._plan_penalty(penalized)
 
-        waiting = having("waiting")
-        plan.waiting = [o for _, _, o in waiting]
-        plan.bad = [(row, o) for row, _, o in waiting if o.bad_sequences]
-        if matched := [(row, o.matcher) for row, _, o in waiting if o.matcher is not None]:
+        needing_host = with_trait("needs_host")
+        plan.needing_host = [o for _, _, o in needing_host]
+        plan.bad = [(row, o) for row, _, o in needing_host if o.bad_sequences]
+        if matched := [(row, o.matcher) for row, _, o in needing_host if o.matcher is not None]:
             plan.matchers = [matcher for _, matcher in matched]
             plan.matcher_row_N = self._upload([row for row, _ in matched])
-        if asked := having("asking"):
-            plan.asked = [row for row, _, _ in asked]
+        if asked := with_trait("logprobs"):
+            plan.logprobs_rows = [row for row, _, _ in asked]
             plan.top_n = max(o.params.logprobs or 0 for _, _, o in asked)
             if len(asked) < len(slots):
-                plan.asked_row_L = self._upload(plan.asked)
+                plan.logprobs_row_L = self._upload(plan.logprobs_rows)
         return plan
 
-    def _plan_draw(self, row_N: torch.Tensor | None, slot_N: torch.Tensor, cut: bool) -> Draw:
+    def _plan_draw(self, row_N: torch.Tensor | None, slot_N: torch.Tensor, filtered: bool) -> Draw:
         temperature_N, top_p_N, min_p_N = self._float_6S[:3, slot_N]
         top_k_N, seed_N = self._int_3S[:2, slot_N]
-        truncation = [top_k_N.int(), top_p_N, min_p_N] if cut else []
-        return Draw(row_N, slot_N, [temperature_N, seed_N, *truncation])
+        filters = [top_k_N.int(), top_p_N, min_p_N] if filtered else []
+        return Draw(row_N, slot_N, [temperature_N, seed_N, *filters])
 
     def _plan_edits(self, edited: list[tuple[int, int, Occupant]]) -> Edits:
         counts = [len(o.edits) for _, _, o in edited]
@@ -351,7 +350,7 @@ class Sampler:
         return Penalty(row_N, table_row_N, amounts, torch.ones_like(row_N, dtype=torch.int32))
 
     def _join(self) -> None:
-        """Tell the device about new requests."""
+        """Upload the parameters of new requests."""
         slots: list[int] = []
         floats: list[tuple[float, ...]] = []
         ints: list[tuple[int, ...]] = []
@@ -396,12 +395,12 @@ class Sampler:
         return occupant
 
     def check(self) -> None:
-        """Every row of the penalty table is free or belongs to exactly one request; no plan speaks of empty slots."""
+        """Every row of the penalty table is free or belongs to exactly one request; no plan has empty slots."""
         taken = [o.penalty_row for o in self.slots if o is not None and o.penalty_row is not None]
         assert sorted([*taken, *self._penalties.free]) == list(range(self._penalties.count_PV.shape[0]))
         assert all(self.slots[slot] is occupant for slot, occupant in self._joining.items())
         assert self._empty == {slot for slot, o in enumerate(self.slots) if o is None}
-        for trait, slots in self._having.items():
+        for trait, slots in self._slots_with.items():
             assert slots == {slot for slot, o in enumerate(self.slots) if o is not None and trait in o.traits}, trait
         assert all(self.slots[slot] is not None for key in self._plans for slot in key)
 

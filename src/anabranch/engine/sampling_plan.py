@@ -1,7 +1,4 @@
-"""What a sampler remembers: the request in a slot, the counts that penalties need, and what a batch of slots does.
-
-Data only; engine.sampler makes all of it and acts on it. Letters as there.
-"""
+"""The data of engine.sampler: the request in a slot, penalty counts, the plan of a batch. Letters as there."""
 
 from __future__ import annotations
 
@@ -18,14 +15,15 @@ if TYPE_CHECKING:
     from anabranch.text.grammar import Matcher
 
 GREEDY_BELOW = 1e-5
-"""Temperatures that would divide logits out of fp32's range; none of them differs from greedy."""
+"""Lower temperatures would divide logits out of fp32's range; they are greedy."""
 FOREVER = 1 << 62
 
-Trait = Literal["greedy", "uncut", "cut", "edited", "masked", "penalized", "waiting", "asking"]
-"""What a request wants of the sampler: one of the first three (`cut`: not all tokens may be drawn), any of the others.
-`waiting` ones need the host's tokens, `asking` ones want log probabilities."""
-SPECIAL: tuple[Trait, ...] = ("edited", "masked", "penalized", "waiting", "asking")
-"""What draws by the slots' parameters alone do not do."""
+Trait = Literal["greedy", "unfiltered", "filtered", "edited", "masked", "penalized", "needs_host", "logprobs"]
+"""What a request wants of the sampler: one of the first three (filtered: by top_k, top_p or min_p), any of the others.
+needs_host: the host must have read its last token before the next can be sampled."""
+RANDOM: tuple[Trait, ...] = ("unfiltered", "filtered")
+SPECIAL: tuple[Trait, ...] = ("edited", "masked", "penalized", "needs_host", "logprobs")
+"""What needs more than draws by the slots' parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class Occupant:
     allowed_M: torch.Tensor | None = None
     penalty_row: int | None = None
 
-    # What its parameters come to:
+    # Derived from its parameters:
     traits: tuple[Trait, ...] = field(init=False)
     timed: bool = field(init=False)
     """Some edits end."""
@@ -67,16 +65,16 @@ class Occupant:
     def __post_init__(self) -> None:
         p = self.request.params
         greedy = p.temperature < GREEDY_BELOW or p.top_k == 1
-        cut = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
+        filtered = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
         has: dict[Trait, bool] = {
             "greedy": greedy,
-            "cut": cut and not greedy,
-            "uncut": not (cut or greedy),
+            "filtered": filtered and not greedy,
+            "unfiltered": not (filtered or greedy),
             "edited": bool(self.edits),
             "masked": bool(p.allowed_token_ids),
             "penalized": p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1,
-            "waiting": self.matcher is not None or bool(self.bad_sequences),
-            "asking": p.logprobs is not None,
+            "needs_host": self.matcher is not None or bool(self.bad_sequences),
+            "logprobs": p.logprobs is not None,
         }
         self.traits = tuple(trait for trait, there in has.items() if there)
         self.timed = any(edit.until != FOREVER for edit in self.edits)
@@ -120,8 +118,8 @@ class PenaltyTable:
         self.count_PV.view(-1).index_add_(0, row_N * self.count_PV.shape[1] + token_N, one_N)
 
 
-Kind = Literal["greedy", "drawn", "any"]
-"""What a step needs of sampling: the best of each row; a draw by the slots' parameters and nothing else; anything."""
+SamplingMode = Literal["greedy", "drawn", "any"]
+"""What a step needs: the best token of each row; draws by the slots' parameters alone; anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,28 +153,26 @@ class Penalty:
 
 
 @dataclass(slots=True)
-class Plan:
-    """What a step over these slots does; holds until a request comes or goes."""
+class SamplingPlan:
+    """What a step over these slots does; valid until a request joins or leaves."""
 
     greedy: bool
     """Some row is greedy."""
     slot_R: torch.Tensor
     one_R: torch.Tensor
-    """What is added to their numbers of tokens."""
     draws: list[Draw] = field(default_factory=list)
     edits: Edits | None = None
     allowed: tuple[torch.Tensor, torch.Tensor] | None = None
     """row_N, allowed_NM"""
     penalty: Penalty | None = None
-    waiting: list[Occupant] = field(default_factory=list)
-    """Those that need the host's tokens."""
+    needing_host: list[Occupant] = field(default_factory=list)
     matchers: list[Matcher] = field(default_factory=list)
     matcher_row_N: torch.Tensor | None = None
     bad: list[tuple[int, Occupant]] = field(default_factory=list)
-    """Row and request of those with bad words of several tokens."""
-    asked: list[int] = field(default_factory=list)
+    """(row, request) where there are bad words of several tokens."""
+    logprobs_rows: list[int] = field(default_factory=list)
     """Rows that want log probabilities."""
-    asked_row_L: torch.Tensor | None = None
+    logprobs_row_L: torch.Tensor | None = None
     """None: all rows."""
     top_n: int = 0
 

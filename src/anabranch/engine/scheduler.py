@@ -1,4 +1,4 @@
-"""Who computes what in the next step: computed catches up with wanted.
+"""Which tokens of which sequences the next step computes.
 
 There are no phases. Each sequence has tokens (known, or sampled on the device and not yet read) and a number of them
 whose keys and values are computed; the scheduler hands out the difference, as far as the step's token budget and the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from anabranch.engine.kv_cache import KVCache
@@ -19,75 +20,54 @@ if TYPE_CHECKING:
     from anabranch.text.grammar import Matcher
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way through the engine."""
+    """A request in the engine."""
 
-    __slots__ = (
-        "bad_word_ids",
-        "finish_reason",
-        "id",
-        "limit",
-        "matcher",
-        "num_cached",
-        "num_computed",
-        "num_preemptions",
-        "num_prompt",
-        "num_tokens",
-        "order",
-        "placed",
-        "plain",
-        "quiet_until",
-        "request",
-        "slot",
-        "stop_ids",
-        "stop_token",
-        "tokens",
-        "waits_for_host",
-    )
+    request: Request
+    order: int
+    """Of arrival; breaks ties between equal priorities."""
+    waits_for_host: bool = False
+    """Must not be scheduled while its last token is unread (a grammar has to see it first)."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    bad_word_ids: list[list[int]] = field(default_factory=list)
+    matcher: Matcher | None = None
+    """Of its grammar, once that is compiled. For the sampler, as the bad words."""
 
-    def __init__(
-        self,
-        request: Request,
-        order: int,
-        waits_for_host: bool = False,
-        stop_ids: frozenset[int] = frozenset(),
-        bad_word_ids: list[list[int]] | None = None,
-    ) -> None:
-        self.request = request
-        self.id = request.id
-        self.order = order
-        """Of arrival; breaks ties between equal priorities."""
-        self.waits_for_host = waits_for_host
-        """Must not be scheduled while its last token is unread (a grammar has to see it first)."""
-        self.stop_ids = stop_ids
-        """Tokens that end it."""
-        self.bad_word_ids = bad_word_ids or []
-        self.matcher: Matcher | None = None
-        """Of its grammar, once that is compiled. For the sampler, as the bad words."""
-        params = request.params
+    id: str = field(init=False)
+    plain: bool = field(init=False)
+    """It wants its tokens and nothing else, and the host need not read one before the next is sampled."""
+    tokens: list[int] = field(init=False)
+    """Prompt and answer, as far as the host knows them."""
+    num_prompt: int = field(init=False)
+    num_tokens: int = field(init=False)
+    """Counts those too that launched steps sample and the host has not read yet."""
+    limit: int = field(init=False)
+    """The length at which it ends."""
+    num_computed: int = 0
+    """Tokens whose keys and values are in pages once all launched steps have run."""
+    num_cached: int = 0
+    """Prompt tokens found in the prefix cache when first admitted."""
+    quiet_until: int = 0
+    """While fewer tokens are computed, the next one changes nothing about its pages, needs nothing of the host, and is
+    not the answer's last."""
+    slot: int = -1
+    """Its row in the device's state while running."""
+    placed: bool = False
+    """Whether the runner has put its sampling state there."""
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.id = self.request.id
         wants_more = params.logprobs is not None or params.prompt_logprobs is not None or params.return_routed_experts
-        self.plain = not (wants_more or waits_for_host)
-        """Wants its tokens and nothing about them, and none waits for them."""
-        self.tokens = list(request.prompt_ids)
-        """Prompt and answer, as far as the host knows them."""
+        self.plain = not (wants_more or self.waits_for_host)
+        self.tokens = list(self.request.prompt_ids)
         self.num_prompt = self.num_tokens = len(self.tokens)
-        """num_tokens counts those too that launched steps sample and the host has not read yet."""
-        self.num_computed = 0
-        """Tokens whose keys and values are in pages once all launched steps have run."""
-        self.num_cached = 0
-        """Prompt tokens found in the prefix cache when first admitted."""
-        self.quiet_until = 0
-        """While fewer tokens are computed, the next one needs nothing of the KV cache, nor of the host, nor is it the
-        answer's last."""
-        self.limit = self.num_prompt + request.params.max_tokens
-        """The length at which it ends."""
-        self.slot = -1
-        """Its row in the device's state while running."""
-        self.placed = False
-        """Whether the runner has put its sampling state there."""
-        self.num_preemptions = 0
-        self.finish_reason: FinishReason | None = None
-        self.stop_token: int | None = None
+        self.limit = self.num_prompt + params.max_tokens
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -175,17 +155,17 @@ class Scheduler:
         """Hand out the step's tokens, and change the sequences as if the step had run. Shares of one token come first.
 
         Running sequences come first, those that miss a single token before those that miss many, so that a long prompt
-        never holds up the others' next tokens; then waiting ones by rank.
+        never delays the others' next tokens; then waiting ones by rank.
         """
         budget = self.max_num_batched_tokens
         shares: list[Share] = []
-        behind: list[Sequence] = []
+        long: list[Sequence] = []
         preempted = self.num_preemptions
         new, give = tuple.__new__, shares.append  # a quarter of a Share's own __new__
         for sequence in list(self.running):
             begin = sequence.num_computed
             end = begin + 1
-            # What the branch below comes to for most sequences in most steps.
+            # The branch below, in short, for most sequences in most steps.
             if begin < sequence.quiet_until and end == sequence.num_tokens and budget:
                 sequence.num_computed = end
                 sequence.num_tokens = end + 1
@@ -194,11 +174,11 @@ class Scheduler:
                 continue
             missing = self._missing(sequence)
             if missing > 1:
-                behind.append(sequence)
+                long.append(sequence)
             elif missing and budget:
                 budget -= self._give(sequence, 1, shares)
         num_single = len(shares)
-        for sequence in behind:
+        for sequence in long:
             if budget:
                 budget -= self._give(sequence, min(self._missing(sequence), budget), shares)
         self.admitted = []
@@ -226,7 +206,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return 0
-        self._hush(sequence)
+        self._set_quiet_until(sequence)
         sequence.num_computed = end = begin + given
         num_samples = int(end == sequence.num_tokens)
         sequence.num_tokens += num_samples
@@ -236,7 +216,7 @@ class Scheduler:
     def _admit(self, budget: int) -> Iterator[Share]:
         while budget and self.waiting and self.free_slots:
             sequence = self.waiting[0]
-            if sequence.num_pending or not min(self.kv.num_free):  # preempted while its last token was on its way
+            if sequence.num_pending or not min(self.kv.num_free):  # preempted while its last token was unread
                 return
             params = sequence.request.params
             reuse = params.prompt_logprobs is None and not params.return_routed_experts
@@ -252,14 +232,14 @@ class Scheduler:
             if not sequence.num_preemptions:
                 sequence.num_cached = found
             budget -= count
-            self._hush(sequence)
+            self._set_quiet_until(sequence)
             num_samples = int(count == len(sequence.tokens) - found)
             sequence.num_computed = found + count
             sequence.num_tokens += num_samples
             yield Share(sequence, found, found + count, num_samples)
 
-    def _hush(self, sequence: Sequence) -> None:
-        """Its pages have changed: how long may it go on without being looked at?"""
+    def _set_quiet_until(self, sequence: Sequence) -> None:
+        """After its pages have changed."""
         if not sequence.waits_for_host:
             sequence.quiet_until = min(self.kv.quiet_until(sequence.id), sequence.limit - 1)
 
@@ -277,7 +257,7 @@ class Scheduler:
         return True
 
     def _commit(self, sequence: Sequence) -> None:
-        """Full pages of known tokens may be shared from now on: whoever reads them is launched after whoever wrote."""
+        """Full pages of known tokens may be shared from now on: steps that read them are launched later."""
         self.kv.commit(sequence.id, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
 
     @property

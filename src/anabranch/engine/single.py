@@ -1,7 +1,4 @@
-"""One sequence through the paged cache, greedily: the smallest loop there is, the judge of models in tests.
-
-No scheduler, no batching, no sampling parameters: the engine has those.
-"""
+"""One greedy sequence through the paged cache, without scheduler or sampler: the reference for models in tests."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class SingleSequence:
         weight = model.embed_tokens.weight
         num_pages = -(-max_length // page_size)
         groups = model.config.cache_groups
-        # Any assignment of pages must work; backwards shows a mistaken "page i holds tokens i · S ..".
+        # Any assignment of pages must work; a reversed one shows code that takes page i for logical page i.
         self.pages = [list(reversed(range(num_pages))) for _ in groups]
         self.kv = kv_tensors.allocate(model.config, [num_pages] * len(groups), page_size, weight.dtype, weight.device)
         self.steps = StepMaker(len(groups), 1, max_length, page_size, weight.device)

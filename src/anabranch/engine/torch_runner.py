@@ -22,19 +22,19 @@ from anabranch.compile.prompt import PromptStep
 from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, prefill_sizes, prompt_sizes
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
-from anabranch.engine.batch import Rows, StepMaker
+from anabranch.engine.batch import HostStep, StepMaker
 from anabranch.engine.dry_run import dry_run
 from anabranch.engine.expert_counter import ExpertCounter
 from anabranch.engine.progress import Tally
-from anabranch.engine.runner import Launched, Pages, Progress
+from anabranch.engine.runner import Launched, Pages, Progress, Runner
 from anabranch.engine.sampled import Logprobs, Sampled, token_logprobs
 from anabranch.engine.sampler import Sampler
-from anabranch.engine.sampling_plan import Kind
+from anabranch.engine.sampling_plan import SamplingMode
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.engine.slots import Slots
 from anabranch.layers.mixer import Cache
 from anabranch.layers.step import Step
-from anabranch.loader.load import DTYPES, load_model
+from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
 from anabranch.models.decoder import Parts
 from anabranch.moe.tuning import tune
@@ -60,7 +60,7 @@ class Decoded:
     """expert_TK of each MoE layer."""
 
 
-class TorchRunner:
+class TorchRunner(Runner):
     def __init__(self, config: EngineConfig, platform: Platform, progress: Progress | None) -> None:
         self.platform = platform
         self.config = config
@@ -78,7 +78,7 @@ class TorchRunner:
         with stage("tune"):
             tune(self.model, platform, config.tune, config.max_num_batched_tokens, shown)
         self.num_active = plan.count_active(self.model.config)
-        self.decodes: BySize[Kind, Captured[Decoded]] | None = None
+        self.decodes: BySize[SamplingMode, Captured[Decoded]] | None = None
         """Captured steps of single tokens, where the platform has graphs."""
         self.prompts: BySize[str, PromptStep] | None = None
         """Captured steps of one request with several tokens."""
@@ -88,7 +88,7 @@ class TorchRunner:
         """For steps of more tokens than any captured one has, where pieces are compiled."""
 
     def _check_memory(self) -> None:
-        """Refuse what cannot fit before a weight is read or drawn: a host that runs out of memory kills the process."""
+        """ValueError if the model cannot fit, before its weights take memory."""
         model, memory = read_config(self.config.model), self.platform.memory()
         plan.check_memory(
             model,
@@ -112,13 +112,13 @@ class TorchRunner:
             model,
             memory.total,
             fraction=config.memory_fraction,
-            dtype=_name(self.dtype),
+            dtype=str(self.dtype).removeprefix("torch."),
             page_size=config.page_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             captured_tokens=self.captured_tokens,
         )
-        # Others may use the device too: what is free now, the weights being loaded, bounds the plan.
+        # Other processes may use the device too: the plan is limited by what is free now, with the weights loaded.
         found = replace(found, kv=min(found.kv, memory.free + memory.cached - found.workspace))
         return found.pool_pages(config, "see `anabranch plan`")
 
@@ -182,7 +182,7 @@ class TorchRunner:
         pool = platform.make_graph_pool()
         if config.graphs not in ("pieces", "none"):
 
-            def decode(kind: Kind, size: int) -> Captured[Decoded]:
+            def decode(kind: SamplingMode, size: int) -> Captured[Decoded]:
                 return Captured(platform, pool, self.steps.padding(size), partial(self.decode, kind, kv=self.kv))
 
             self.decodes = BySize(decode_sizes(config.max_num_seqs), decode)
@@ -232,24 +232,23 @@ class TorchRunner:
         routed = self.slots.routed
         record = bool(routed) and any(share.sequence.slot in routed for share in shares)
 
-        rows = self.steps.rows(shares, pages)
+        rows = self.steps.host_step(shares, pages)
         launched = self._replay(shares, rows, record)
         if launched is None:
             launched = self._run(shares, rows, record)
         self.experts.end_step()
         return launched
 
-    def _run(self, shares: list[Share], rows: Rows, record: bool) -> Launched:
+    def _run(self, shares: list[Share], rows: HostStep, record: bool) -> Launched:
         """Any step."""
         step, hidden_TD, recorded = self._forward(rows, self.experts.counts or record)
-        launched = Launched(
-            shares=shares,
-            sampling=shares
-            if rows.logit_rows is None
-            else [share for share in shares for _ in range(share.num_samples)],
-            prompt_logprobs=self._prompt_logprobs(hidden_TD, shares) if self.slots.prompt_logprobs else {},
-        )
-        if launched.sampling:
+        sampling = shares
+        if rows.logit_rows is not None:
+            sampling = [share for share in shares for _ in range(share.num_samples)]
+        launched = Launched(shares, sampling)
+        if self.slots.prompt_logprobs:
+            launched.prompt_logprobs = self._prompt_logprobs(hidden_TD, shares)
+        if sampling:
             rows_RD = hidden_TD if step.logit_row is None else hidden_TD[step.logit_row]
             self._sample(launched, self.model.logits(rows_RD))
         self.experts.count(recorded)
@@ -257,7 +256,7 @@ class TorchRunner:
             self._keep_routed(launched, recorded)
         return launched
 
-    def _forward(self, rows: Rows, record: bool) -> tuple[Step, torch.Tensor, list[torch.Tensor]]:
+    def _forward(self, rows: HostStep, record: bool) -> tuple[Step, torch.Tensor, list[torch.Tensor]]:
         """(step, hidden rows, expert_TK of each MoE layer); what is not captured of it, kernel by kernel."""
         num_rows = len(rows.slots)
         prompt = None if self.prompts is None or len(rows.starts) > 2 else self.prompts.find("any", num_rows)
@@ -275,14 +274,14 @@ class TorchRunner:
         recorded = self.experts.record(record)
         return step, self.model(step, self.kv), recorded
 
-    def _replay(self, shares: list[Share], rows: Rows, record: bool) -> Launched | None:
+    def _replay(self, shares: list[Share], rows: HostStep, record: bool) -> Launched | None:
         """A step of single tokens as a captured graph; None if there is none for it."""
         if self.decodes is None or rows.max_query > 1 or rows.logit_rows is not None:
             return None
         asking = self.slots.prompt_logprobs
         if asking and any(begin < s.num_prompt and s.slot in asking for s, begin, _, _ in shares):
             return None
-        kind = self.sampler.kind(rows.slots)
+        kind = self.sampler.mode(rows.slots)
         captured = self.decodes.find("greedy" if kind == "any" else kind, len(shares))
         if captured is None:
             return None
@@ -297,7 +296,7 @@ class TorchRunner:
             self._keep_routed(launched, decoded.experts)
         return launched
 
-    def decode(self, kind: Kind, packed_3R: torch.Tensor, kv: list[Cache]) -> Decoded:
+    def decode(self, kind: SamplingMode, packed_3R: torch.Tensor, kv: list[Cache]) -> Decoded:
         """What is captured: a step of single tokens, from the host's three numbers a row to the tokens it samples."""
         step = self.steps.unpack(packed_3R, self.steps.width, padded=True)
         recorded = self.experts.record(True)
@@ -341,7 +340,3 @@ class TorchRunner:
 
     def close(self) -> None:
         pass
-
-
-def _name(dtype: torch.dtype) -> str:
-    return next(name for name, value in DTYPES.items() if value == dtype)

@@ -1,7 +1,7 @@
-"""The engine in a process of its own: takes messages, steps, sends updates. `python -m anabranch.engine.worker`.
+"""The engine in a process of its own: reads messages, runs steps, sends updates. `python -m anabranch.engine.worker`.
 
 Knows the engine by the Protocol below and its client by two sockets, each bound by the side that reads it, in a private
-folder. The process never outlives its parent, never serves after its engine failed, and answers every request it took.
+folder. The process ends with its parent and after its engine failed, and answers every request it accepted.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from anabranch.stages import Stages
 
 log = logging.getLogger("anabranch.engine.worker")  # __name__ is __main__ here
 
-HEARTBEAT = 0.5  # seconds between two heart-beats
-IDLE_MS = 100  # an idle engine looks up this often for a SIGTERM
+HEARTBEAT = 0.5  # seconds between two heartbeats
+IDLE_MS = 100  # how often an idle engine checks for a SIGTERM
 QUIET = 0.25
-"""Seconds without a step after which the engine may do something for itself, once. That may take as long, and a request
-that comes meanwhile waits; under load gaps between requests are shorter, and none has to."""
-MAX_STEPS_AHEAD = 1000  # messages the client may lag behind before the engine waits for it
-LAST_WORDS_MS = 2000  # for the client to take what was sent before the end
-EXIT_SECONDS = 5.0  # after these the end is forced
+"""Seconds without a step after which Engine.idle is called, once. It may take as long, and a request that arrives
+meanwhile waits; under load gaps between requests are shorter, so that none does."""
+MAX_STEPS_AHEAD = 1000  # unread messages after which the engine waits for the client
+FLUSH_MS = 2000  # for the client to read what was sent before the exit
+EXIT_SECONDS = 5.0  # after these the exit is forced
 PROGRESS = 0.1  # seconds between two reports of the same stage
 PR_SET_PDEATHSIG = 1
-SAID = {"import": "importing", "config": "loading", "weights": "loading", "tune": "tuning"}
-SAID |= {"compile": "compiling", "capture": "capturing"}
-"""What the client hears of a stage of the start."""
+STAGES = {"import": "importing", "config": "loading", "weights": "loading", "tune": "tuning"}
+STAGES |= {"compile": "compiling", "capture": "capturing"}
+"""Names of a start's stages, as sent to the client."""
 
 
 class Engine(Protocol):
@@ -65,7 +65,7 @@ def address(folder: Path, inbox: str) -> str:
 
 
 class Pulse(threading.Thread):
-    """The heart-beat. It goes on inside a long step, so a hanging engine is told from a dead and from a busy one."""
+    """Sends heartbeats, also during a long step, so that a client can tell a hanging engine from one that has ended."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, parent: int) -> None:
         super().__init__(name="pulse", daemon=True)
@@ -74,14 +74,13 @@ class Pulse(threading.Thread):
         self.heard = 0
         self.num_steps = 0
         self.step_began: float | None = None
-        self.step_ended: float | None = None
 
     def run(self) -> None:
         socket = self.context.socket(zmq.PUSH)  # sockets belong to one thread
         socket.set(zmq.SNDHWM, 2)
         socket.connect(address(self.folder, "reports"))
         while True:
-            with contextlib.suppress(zmq.Again):  # the client sleeps; it will not miss this one
+            with contextlib.suppress(zmq.Again):  # the client has not read the last ones
                 socket.send(messages.encode(self._beat()), zmq.NOBLOCK)
             if self.ending.wait(HEARTBEAT):
                 break
@@ -90,13 +89,9 @@ class Pulse(threading.Thread):
         socket.close(linger=0)
 
     def _beat(self) -> messages.Heartbeat:
-        now, began, ended = time.monotonic(), self.step_began, self.step_ended
-        return messages.Heartbeat(
-            heard=self.heard,
-            num_steps=self.num_steps,
-            step_for=None if began is None else now - began,
-            idle_for=None if ended is None else now - ended,
-        )
+        began = self.step_began
+        step_for = None if began is None else time.monotonic() - began
+        return messages.Heartbeat(heard=self.heard, num_steps=self.num_steps, step_for=step_for)
 
 
 class Worker:
@@ -108,11 +103,11 @@ class Worker:
         self.stopping = False
         self.quiet_since = 0.0
         self.stage_at = 0.0
-        self.said: set[str] = set()
+        self.shown_stages: set[str] = set()
         self.stages = Stages.of_process(self._begin_stage)
 
     def run(self) -> int:
-        """The whole life; returns the exit code."""
+        """Start, serve, stop; returns the exit code."""
         try:
             engine = self._start()
         except Exception as error:
@@ -138,7 +133,7 @@ class Worker:
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self.stopping = True
-        if self.engine is None:  # loading may take minutes, and nobody waits for an answer
+        if self.engine is None:  # loading may take minutes, and there are no requests yet
             # Raised inside some library's callback it would be swallowed: the alarm raises it again until it gets out.
             signal.setitimer(signal.ITIMER_REAL, 0.5)
             raise SystemExit(128 + signal.SIGTERM)
@@ -161,17 +156,17 @@ class Worker:
             self._begin_stage("weights")
             self.engine = make_engine(start.config, self._progress)
         compile_server.close()
-        gc.freeze()  # what is there now stays, and need not be searched for garbage while requests wait
+        gc.freeze()  # these objects stay: no need to search them for garbage while requests wait
         self.stages.finish()
         log.debug("start-up:\n%s", self.stages.table())  # the server logs its own, with these in it
         self._send(messages.Ready(self._stats(self.engine)))
         return self.engine
 
     def _begin_stage(self, name: str) -> None:
-        said = SAID.get(name, name)
-        if said not in self.said:  # some imports come late: nobody is sent back to them
-            self.said.add(said)
-            self._send(messages.Stage(said))
+        shown = STAGES.get(name, name)
+        if shown not in self.shown_stages:  # some imports come late: no stage is shown twice
+            self.shown_stages.add(shown)
+            self._send(messages.Stage(shown))
 
     def _stats(self, engine: Engine) -> dict[str, Any]:
         return {**engine.stats(), "startup": self.stages.as_dict()}
@@ -183,7 +178,7 @@ class Worker:
             self._send(messages.Stage("loading", done, total))
 
     def _fail(self, error: Exception) -> None:
-        """The engine's state is unknown now: answer all and go."""
+        """The engine's state is unknown now: answer all requests and end."""
         log.error("the engine failed with %d requests in flight", len(self.running), exc_info=error)
         self.stopping = True
         text = messages.INTERNAL + one_line(error)
@@ -204,10 +199,10 @@ class Worker:
             log.exception("while closing the engine")
         self._send(messages.Ended())
 
-    # -- one turn ------------------------------------------------------------------------------------------------------
+    # -- serving -------------------------------------------------------------------------------------------------------
 
     def _take(self, engine: Engine, wait_ms: int) -> bool:
-        """Every message there is; the first may take wait_ms to come. False: none came."""
+        """Read all messages, waiting up to wait_ms for the first. False: there was none."""
         if not self.inbox.poll(wait_ms):
             return False
         while True:
@@ -229,7 +224,7 @@ class Worker:
                 self.running.pop(message.id, None)
                 engine.abort(message.id)
             elif isinstance(message, messages.AskStats):
-                self._tell_stats(engine, message.ticket)
+                self._send_stats(engine, message.ticket)
             elif isinstance(message, messages.Stop):
                 self.stopping = True
             else:
@@ -246,7 +241,7 @@ class Worker:
         else:
             self.running[request.id] = None
 
-    def _tell_stats(self, engine: Engine, ticket: int) -> None:
+    def _send_stats(self, engine: Engine, ticket: int) -> None:
         try:
             frame = messages.encode(messages.Stats(ticket, self._stats(engine)))
         except Exception as error:
@@ -258,8 +253,7 @@ class Worker:
         pulse = self.pulse
         pulse.step_began = time.monotonic()
         updates = engine.step()
-        pulse.step_began, pulse.step_ended = None, time.monotonic()
-        self.quiet_since = pulse.step_ended
+        pulse.step_began, self.quiet_since = None, time.monotonic()
         pulse.num_steps += 1
         self.updates += updates
 
@@ -268,7 +262,7 @@ class Worker:
             return
         self._send(messages.Updates(self.updates, self.pulse.heard))
         for update in self.updates:
-            if update.finish_reason is not None:  # only now: what could not be sent is still owed an answer
+            if update.finish_reason is not None:  # only now: what could not be sent still needs an answer
                 self.running.pop(update.id, None)
         self.updates = []
 
@@ -276,7 +270,7 @@ class Worker:
         self._send_frame(messages.encode(message))
 
     def _send_frame(self, frame: bytes) -> None:
-        while not self.outbox.poll(IDLE_MS, zmq.POLLOUT):  # the client lags far behind: the engine waits for it
+        while not self.outbox.poll(IDLE_MS, zmq.POLLOUT):  # the client has not read many messages: wait for it
             if self.stopping:
                 return
         self.outbox.send(frame)
@@ -291,28 +285,28 @@ def one_line(error: BaseException) -> str:
 
 
 def die_with(parent: int) -> None:
-    """Nothing outlives the parent: Linux kills us when the thread that started us ends. Elsewhere `watch_stdin` sees it
-    go, and Pulse does if a sibling process holds the other end of our stdin too."""
+    """End with the parent: Linux kills this process when the thread that started it ends. Elsewhere `watch_stdin` ends
+    it, and Pulse if a sibling process holds the other end of stdin too."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             log.warning("prctl: %s", os.strerror(ctypes.get_errno()))
-    if os.getppid() != parent:  # it went before we asked
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
 def watch_stdin() -> None:
-    """The parent holds the other end and writes nothing: the end of file is its end."""
+    """The parent holds the other end and writes nothing: end of file means that it has ended."""
     while os.read(0, 4096):
         pass
     os._exit(1)
 
 
 def main(folder: Path, parent: int) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to decide
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     die_with(parent)
     threading.Thread(target=watch_stdin, name="watch-stdin", daemon=True).start()
-    logs.set_up(level=logging.WARNING)  # until the parent has said what it wants to see
+    logs.set_up(level=logging.WARNING)  # until Start brings the parent's level
 
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -338,7 +332,7 @@ def main(folder: Path, parent: int) -> int:
     pulse.ending.set()
     pulse.join()
     inbox.close(linger=0)
-    outbox.close(linger=LAST_WORDS_MS)
+    outbox.close(linger=FLUSH_MS)
     context.term()
     if code != 0:
         logging.shutdown()

@@ -1,4 +1,4 @@
-"""Looks at which experts tokens went to, in MLX's models. The ids of a token come in no particular order.
+"""Records which experts tokens went to, in MLX's models. The ids of a token are in no particular order.
 
 L MoE layers, N token rows, K experts per token, E experts.
 """
@@ -13,7 +13,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 
 class WatchedGLU(SwitchGLU):
-    """Becomes the class of a model's own experts: mlx_lm's files hand them the ids, and nobody else."""
+    """Replaces the class of a model's experts: only they are given the ids."""
 
     watch: ExpertWatch
 

@@ -1,8 +1,8 @@
-"""What mlx_lm's model files compute of the families we know, and how they want it written down.
+"""What mlx_lm's model files compute of the supported families, and the config keys they read.
 
-mlx_lm reads the keys of hub files and passes over those it has no code for: a checkpoint that needs one of them would
-run and answer wrongly. So everything a ModelConfig can say is either translated here or refused by name. Each entry was
-held against transformers: `tests/mlx/test_families.py` takes every tiny checkpoint of the catalogue through both.
+mlx_lm ignores keys of config.json that it has no code for: a checkpoint that needs one of them would run and answer
+wrongly. So everything in a ModelConfig is either translated here or refused by name. `tests/mlx/test_families.py`
+compares every tiny checkpoint with transformers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FAMILIES = {
 
 
 def check(model: ModelConfig, max_model_len: int) -> None:
-    """ValueError naming everything about this model that mlx_lm would pass over."""
+    """ValueError naming everything about this model that mlx_lm would ignore."""
     if model.model_type not in FAMILIES:
         raise ValueError(
             f"model_type {model.model_type!r} has not been proven with mlx_lm (proven: {', '.join(FAMILIES)});"
@@ -89,9 +89,9 @@ def windows(model: ModelConfig, max_model_len: int) -> list[int]:
 
 
 def hub_keys(model: ModelConfig, nested: bool) -> dict[str, Any]:
-    """config.json as mlx_lm reads it: whatever dialect the file was written in, these keys say it in the hub's.
+    """config.json as mlx_lm reads it, in the hub's dialect.
 
-    Nested: the text model's keys stand in `text_config`.
+    Nested: the text model's keys are in `text_config`.
     """
     first = model.layers[0]
     keys: dict[str, Any] = {
@@ -115,7 +115,7 @@ def hub_keys(model: ModelConfig, nested: bool) -> dict[str, Any]:
         "rope_theta": attention.rope.theta,
         "rope_scaling": _rope_scaling(attention.rope),
         "rope_parameters": None,
-        # Windows are the caches' business: no file but gemma4's makes masks of two kinds.
+        # Windows are in the caches: no file but gemma4's makes masks of two kinds.
         "layer_types": None,
         "sliding_window": None,
     }
@@ -160,7 +160,7 @@ def _gemma4_keys(model: ModelConfig) -> dict[str, Any]:
     for layer in model.layers:
         types.append("sliding_attention" if layer.attention.window else "full_attention")
         kinds.setdefault(types[-1], layer.attention)
-    # A model may lack one of the kinds; what is said of it is then never read.
+    # A model may lack one of the kinds; its keys are then never read.
     full = kinds.get("full_attention", model.layers[0].attention)
     sliding = kinds.get("sliding_attention", full)
     moe = model.layers[0].moe

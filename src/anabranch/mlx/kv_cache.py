@@ -1,6 +1,6 @@
-"""The working copy: mlx_lm's caches of some rows, which join and leave by merge, extract and filter.
+"""The working copy of keys and values: mlx_lm's caches of some rows, which join and leave by merge, extract and filter.
 
-A row alone has mlx_lm's plain caches, whose attention needs no mask; several have its batched ones, padded on the left.
+One row has mlx_lm's plain caches, whose attention needs no mask; several have its batched ones, padded on the left.
 Layers with a window keep only that. Knows nothing of pages and memory.
 
 B rows, T tokens, V vocabulary, N tokens, G key-value heads, D head dim.
@@ -26,7 +26,7 @@ class Row:
     slot: int
     """The sequence's when it joined: if it has another now, or none, it has left."""
     tables: list[list[int]]
-    """Its pages, per cache group; the bookkeeper's own lists."""
+    """Its pages, per cache group; the lists of engine.kv_cache itself."""
     length: int
     """Tokens computed."""
     saved: int
@@ -51,7 +51,7 @@ class Batch:
         """Per layer."""
 
     def forward(self, model: Any, token_BT: list[list[int]]) -> mx.array:
-        """Logits [B, T, V]; nothing is computed before somebody evaluates them or the caches."""
+        """Logits [B, T, V]; computed when they or the caches are evaluated."""
         logits_BTV = model(mx.array(token_BT), cache=self.caches)
         for row in self.rows:
             row.length += len(token_BT[0])

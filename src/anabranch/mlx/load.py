@@ -1,7 +1,7 @@
-"""From a model folder to a model in MLX: what cannot run or does not fit is refused, then mlx_lm loads it.
+"""Loads a model folder into MLX with mlx_lm, after refusing what cannot run or does not fit.
 
-The memory guard comes before the first weight is read: a Mac that runs out of memory does not fail an allocation, it
-swaps, and then its kernel panics.
+Memory is checked before the first weight is read: a Mac that runs out of memory does not fail an allocation, it swaps,
+and then its kernel panics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SERVED = {
     "shared_expert": (("auto", "inline"), "mlx_lm runs a shared expert after the routed ones"),
     "tune": (("off", "fast"), "none of our kernels run in MLX, so there is nothing to measure"),
 }
-"""Of options that are torch's: the values that MLX can serve, or need not mind, and why no others."""
+"""Of options for torch: the values that work with MLX, and why no others do."""
 PACKED_FILES = "model*.safetensors"
 """Those that mlx_lm reads."""
 
@@ -112,8 +112,8 @@ def weight_bytes(folder: Path, raw: dict[str, Any], model: ModelConfig, dtype: s
 
 
 def _read(model: nn.Module, progress: Callable[[int, int], None] | None) -> int:
-    """One parameter after another, so that of experts that are stacked only one layer's are in memory twice. Gives the
-    bytes of all."""
+    """Read one parameter after another, so that only one layer's experts are in memory twice while they are stacked.
+    Returns the bytes of all."""
     arrays: list[Any] = [array for _, array in tree_flatten(model.parameters())]
     total, done = sum(array.nbytes for array in arrays), 0
     for array in arrays:

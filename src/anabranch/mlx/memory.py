@@ -1,9 +1,9 @@
-"""What fits, in bytes and pages, before and after the weights are there. Ints alone: this file does not import MLX.
+"""What fits, in bytes and pages, before and after the weights are loaded. Ints alone: this file does not import MLX.
 
-Keys and values exist twice. Pages at rest (`pool`) hold what was computed, shared as far as prefixes agree; requests
-that decode have a working copy (`kv_cache`), because MLX's attention wants a batch in one piece. Each gets half of what
-the weights and one step's scratch leave. The copy pads every row of a batch to its longest: what that takes is counted
-here, and rows that do not fit beside each other take turns.
+Keys and values are kept twice. Pages (`pool`) hold what was computed, shared as far as prefixes agree; requests that
+decode have a working copy (`kv_cache`), because MLX's attention needs a batch in one piece. Each gets half of what the
+weights and one step's scratch leave. The copy pads every row of a batch to its longest: that is counted here, and rows
+that do not fit at the same time take turns.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from anabranch.models.config import ModelConfig
 from anabranch.platforms import Memory
 
 PREFILL_TOKENS = 2048
-"""Computed at a time: what one step's scratch is for."""
+"""Prompt tokens that are computed at a time."""
 SPARE_TOKENS = 256
-"""By so many mlx_lm lets a cache grow at a time."""
+"""Tokens by which mlx_lm lets a cache grow at a time."""
 
 
 def workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
@@ -28,7 +28,7 @@ def workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int
 
 
 def guard(config: EngineConfig, model: ModelConfig, dtype: str, weights: int, memory: Memory) -> None:
-    """Refuse what would not fit with one request of one page."""
+    """ValueError if the model does not fit with one request of one page."""
     usable = min(int(memory.total * config.memory_fraction), memory.free)
     page = plan.request_bytes(model, config.page_size, config.page_size, dtype)
     needed = weights + workspace_bytes(config, model, dtype) + 2 * page
@@ -62,7 +62,7 @@ def num_pages(config: EngineConfig, model: ModelConfig, dtype: str, weights: int
 
 
 def working_bytes(model: ModelConfig, dtype: str, lengths: Sequence[int]) -> int:
-    """Keys and values of a batch with rows of so many tokens: all as long as the longest, or the window."""
+    """Keys and values of a batch with rows of these lengths: all as long as the longest, or the window."""
     longest = max(lengths)
     values = sum(group.num_values * (group.policy.num_kept(longest) + SPARE_TOKENS) for group in model.cache_groups)
     return len(lengths) * values * ITEM_BYTES[dtype]

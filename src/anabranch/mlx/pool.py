@@ -1,4 +1,4 @@
-"""Keys and values at rest: pages, as the engine's bookkeepers hand them out. Knows slots, not who holds them.
+"""Keys and values in pages, as engine.kv_cache allocates them. Knows slots, not requests.
 
 N tokens, G key-value heads, D head dim.
 """

@@ -4,8 +4,8 @@ A share's tokens but the last are computed alone, for their keys and values; the
 run together, so that logits are made of nothing else. Sampling is torch's, on the host: logits cross over once a step,
 and from the same logits a seed draws the same tokens as on any other platform.
 
-All that touches MLX runs in one thread of the runner's own (`thread`), while whoever called waits. What a step computes
-is enqueued there, and sampled when somebody asks for it or when the next step needs it.
+All that touches MLX runs in one thread of the runner's own (`thread`), while the caller waits. What a step computes is
+enqueued there, and sampled when its tokens are read or when the next step needs them.
 
 R sampled rows, B rows of a batch, V vocabulary, N tokens, L MoE layers, K experts per token.
 """
@@ -24,7 +24,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from anabranch import kernels, platforms
 from anabranch.config import EngineConfig
 from anabranch.engine import plan
-from anabranch.engine.runner import Launched, Pages, Progress
+from anabranch.engine.runner import Launched, Pages, Progress, Runner
 from anabranch.engine.sampled import Logprobs, token_logprobs
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.scheduler import Sequence, Share
@@ -70,12 +70,12 @@ class InFlight:
         return self.token_R
 
 
-class MlxRunner:
+class MlxRunner(Runner):
     def __init__(self, config: EngineConfig, platform: Platform, progress: Progress | None) -> None:
         self.platform = platform
         self.config = config
         self.model = read_config(config.model, quantized=True)
-        kernels.bind(platforms.make("cpu"))  # that is where torch has its part here: the sampler
+        kernels.bind(platforms.make("cpu"))  # for the sampler
         self.thread = MlxThread()
         with stage("weights"):
             self.loaded = self.thread.run(lambda: load(config, self.model, platform, progress))
@@ -168,7 +168,7 @@ class MlxRunner:
         return launched
 
     def _sweep(self) -> None:
-        """Sequences that have left, or left and come back to start anew, leave their places."""
+        """Remove the rows of sequences that have left their slot, even if they have come back since."""
         left = [row for s, row in self.rows.items() if s.slot != row.slot or not s.placed]
         self.working.leave(left)
         for row in left:
@@ -178,7 +178,7 @@ class MlxRunner:
         sequence = share.sequence
         if not sequence.placed:
             self.slots.place(sequence)
-            # What it begins with lies in pages that others filled.
+            # Its first tokens may be in pages that other requests filled.
             tables = pages(sequence.id)
             self.rows[sequence] = Row(sequence, sequence.slot, tables, length=share.begin, saved=share.begin)
         row = self.rows[sequence]
@@ -186,8 +186,8 @@ class MlxRunner:
         return row
 
     def _groups(self, rows: list[Row]) -> list[list[Row]]:
-        """Rows that decode together. Those that wait for the host skip every other step: among the others they would
-        have to be taken out and put back each time."""
+        """Rows that decode together. Those that wait for the host skip every other step: in a batch with others they
+        would be taken out and put back each time."""
         if not self.config.async_scheduling:
             return self.working.groups(rows)
         waiting = [row for row in rows if row.sequence.waits_for_host]
@@ -205,13 +205,13 @@ class MlxRunner:
         self.working.save(batch)
 
     def _prefill(self, step: InFlight, share: Share, row: Row, tokens: list[int]) -> None:
-        """Keys and values of tokens from which nothing is sampled. Logits are computed only for log probabilities."""
+        """Compute tokens from which nothing is sampled. Their logits are computed only for log probabilities."""
         sequence, targets = share.sequence, share.prompt_targets
         top_n = sequence.request.params.prompt_logprobs or 0
         size = ROWS_OF_LOGITS if targets else memory.PREFILL_TOKENS
         batch = self.working.assemble([row], len(tokens))
         for begin in range(0, len(tokens), size):
-            if begin:  # nothing is computed until it is asked for: a long prompt would be one large graph
+            if begin:  # else a long prompt would be one large graph
                 mx.eval(batch.arrays(), self.working.pool.take_changes())
             logits_1NV = batch.forward(self.loaded.model, [tokens[begin : begin + size]])
             if part := targets[begin : begin + size]:

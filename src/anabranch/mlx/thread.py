@@ -1,7 +1,7 @@
-"""The one thread that MLX sees. Its streams belong to the thread that made them, and steps come from any.
+"""The one thread that calls MLX: its streams belong to the thread that made them, and steps come from any thread.
 
-The thread clears its streams before it ends: left to the end of the process, that would race with the process's own
-clearing up, and now and then abort it.
+The thread clears its streams before it ends: at the end of the process that would race with the process's own clean-up
+and sometimes abort it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class MlxThread:
         thread = threading.Thread(target=_serve, args=(self._work,), name="mlx", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _end, self._work, thread)
-        """Ends the thread, once; by itself when nobody holds this any more, and when Python ends."""
+        """Ends the thread, once; called when this object is collected and when Python ends."""
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """What `work` gives or raises there."""
+        """Call `work` there; returns or raises what it does."""
         assert self.close.alive, "the thread has ended"
         future: Future[Result] = Future()
         self._work.put((future, work))
         try:
             return future.result()
-        except KeyboardInterrupt:  # the work goes on: whoever comes next must find it done
+        except KeyboardInterrupt:  # the work goes on: the next call must find it done
             wait([future])
             raise
 

@@ -1,7 +1,7 @@
-"""Which rows are in which batch, and which are at rest because the others need the room.
+"""Which rows are in which batch, and which are parked because others need the memory.
 
-Pages at rest are the truth for everything but a row's last, unfinished page: pages are saved when they fill, so that
-others find them as a prefix. A row that has to make room saves the rest and is dropped; it comes back from its pages.
+Pages are saved when they are full, so that other requests find them as a prefix. A row that is parked saves the rest
+and is dropped; it is loaded again from its pages.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ class WorkingSet:
     def __init__(
         self, pool: Pool, windows: Sequence[int], room: int, cost: Callable[[Sequence[int]], int], share: bool
     ) -> None:
-        """`cost(lengths)` is what a batch of such rows takes of `room`. `share`: whole pages are for others too."""
+        """`cost(lengths)`: bytes of a batch of such rows; `room`: bytes for all. `share`: save full pages."""
         self.pool = pool
         self.windows = windows
         self.room = room
         self.cost = cost
         self.share = share
         self.batches: list[Batch] = []
-        """The one used last comes last."""
+        """Least recently used first."""
         self.num_parked = 0
-        """How often a row had to make room."""
+        """How often a row was parked."""
 
     def groups(self, rows: Sequence[Row]) -> list[list[Row]]:
         """Rows that run together: all of them, if their batch fits; else the longer half apart from the shorter."""
@@ -36,7 +36,7 @@ class WorkingSet:
         return self.groups(rows[:middle]) + self.groups(rows[middle:])
 
     def assemble(self, rows: Sequence[Row], num_tokens: int = 1) -> Batch:
-        """A batch of exactly these rows, wherever they are now, with room for so many tokens more."""
+        """A batch of exactly these rows, with room for `num_tokens` more tokens."""
         wanted = set(rows)
         parts: list[Batch] = []
         for batch in list(self.batches):
@@ -53,7 +53,7 @@ class WorkingSet:
         return self.batches[-1]
 
     def save(self, batch: Batch) -> None:
-        """After tokens were computed: whole pages are for others from now on."""
+        """After tokens were computed: save pages that are full now."""
         if self.share:
             for row in batch.rows:
                 if row.length // self.pool.page_size > row.saved // self.pool.page_size:
@@ -74,8 +74,7 @@ class WorkingSet:
         assert all(row.saved <= row.length for row in rows)
 
     def _make_room(self, needed: int) -> None:
-        """For a batch that costs `needed`: those used last are parked. Batches take turns, so it is longest until these
-        are needed again."""
+        """Park the batches used last until `needed` bytes are free. Batches take turns, so these are needed latest."""
         costs = [self.cost([row.length for row in batch.rows]) for batch in self.batches]
         while costs and needed + sum(costs) > self.room:
             batch = self.batches.pop()
@@ -89,7 +88,7 @@ class WorkingSet:
             return
         for group, table in zip(self.pool.groups, row.tables, strict=True):
             begin, window = row.saved, self.windows[group.layers[0]]
-            if window and not self.share:  # nobody saved what has left the window meanwhile, and its pages are others'
+            if window and not self.share:  # what has left the window was not saved, and its pages are given back
                 begin = max(begin, row.length - window + 1)
             slots = self.pool.slots(table, begin, row.length)
             for layer_id in group.layers:
