@@ -49,7 +49,7 @@ $(INSTALLED): $(RUNTIME)
 QUICK := tests/test_house.py tests/ops $(patsubst %,tests/engine/test_%.py,pages radix_tree kv_cache scheduler batch) \
     tests/models/test_transformers.py -k "not test_transformers or qwen3_moe"
 quick: lint  ## lint and the tests to run after every edit, in about a minute
-	$(PYTEST) -q $(QUICK)
+	$(PYTEST) -q -rfE $(QUICK)
 
 test: lint  ## lint, types and the tests that need neither a GPU nor much time, in about 10 minutes
 	$(PYTEST)

@@ -97,10 +97,10 @@ def test_streamed_text_is_the_final_text(llm: LLM, params: SamplingParams) -> No
 
 
 FAMILIES = {case.model_type: case for case in reversed(tiny.CASES)}
-KIND_OF_TOKENIZER = {"mixtral": "llama", "llama": "unigram", "gemma4": "gemma", "gemma4_text": "gemma"}
+KIND_OF_TOKENIZER = {"mixtral": "llama", "llama": "unigram", "gemma4_text": "gemma"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma4"])  # gemma4_text is the same to it
 def test_streamed_text_is_the_final_text_for_every_family(family: str, tmp_path: Path) -> None:
     case = FAMILIES[family]
     folder = tiny_tokenizers.write(KIND_OF_TOKENIZER.get(family, "qwen"), tmp_path)
@@ -121,8 +121,8 @@ def test_streamed_text_is_the_final_text_for_every_family(family: str, tmp_path:
         return await asyncio.gather(*map(one, all_params))
 
     streams = [*asyncio.run(together()), *(collect(llm, "The river divides", params) for params in all_params)]
-    for params, deltas in zip(all_params * 2, streams, strict=True):
-        (whole,) = llm.generate("The river divides", params)
+    answers = llm.generate(["The river divides"] * len(all_params), all_params)
+    for whole, deltas in zip(answers * 2, streams, strict=True):
         assert whole.text and "".join(delta.text for delta in deltas) == whole.text
         assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
         assert deltas[-1].completion.finish_reason == whole.completions[0].finish_reason
