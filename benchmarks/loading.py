@@ -30,7 +30,7 @@ from anabranch import kernels, platforms
 from anabranch.bench.records import commit
 from anabranch.loader import dummy, names
 from anabranch.loader.checkpoint import read_checkpoint
-from anabranch.loader.load import DTYPES, build
+from anabranch.loader.load import build
 from anabranch.loader.read import read_weights
 from anabranch.models.config import read_config
 
@@ -64,12 +64,8 @@ def write(folder: Path, size: float) -> int:
     layer = 2 * (3 * 128 * 2048 * 768 + 2 * 2048 * 4096 + 2 * 2048 * 512)
     layers = max(1, round((size * 1e9 - 4 * 151936 * 2048) / layer))
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}, indent=1))
-    model = build(read_config(folder), platforms.make("cpu"), torch.bfloat16)
-    parameters = dict(model.named_parameters())
-    shapes: dict[str, list[int]] = {}
-    for parameter, layouts in names.parameter_layouts(model):
-        for piece in layouts[-1]:
-            shapes[piece.name] = list(parameters[parameter][piece.index].shape)
+    model = build(read_config(folder), torch.bfloat16)
+    shapes = {name: list(shape) for name, shape in names.checkpoint_shapes(model).items()}
     shards: list[dict[str, list[int]]] = [{}]
     for name, shape in shapes.items():
         if 2 * sum(map(num_elements, shards[-1].values())) >= SHARD:
@@ -115,7 +111,7 @@ def load(folder: Path, threads: int | None) -> tuple[torch.nn.Module, list[names
     """The model, and the seconds that reading its weights into memory took."""
     config, platform = read_config(folder), platforms.current()
     kernels.bind(platform)
-    model = build(config, platform, DTYPES["bfloat16"])
+    model = build(config, torch.bfloat16)
     copies = names.match(model, read_checkpoint(folder))
     model.to_empty(device=platform.device)
     platform.synchronize()

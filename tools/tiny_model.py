@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from anabranch.loader.load import build
-from anabranch.loader.names import parameter_layouts
+from anabranch.loader.names import checkpoint_shapes
 from anabranch.models.config import read_config
-from anabranch.platforms import make
 
 CONFIG = {
     "architectures": ["Qwen2MoeForCausalLM"],
@@ -56,14 +55,11 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_weights(folder: Path, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    model = build(read_config(folder), make("cpu"), torch.float32)
-    parameters = dict(model.named_parameters())
+    model = build(read_config(folder), torch.float32)
     tensors = {}
-    for parameter, layouts in parameter_layouts(model):
-        for piece in layouts[-1]:
-            shape = parameters[parameter][piece.index].shape
-            noise = torch.randn(shape, generator=generator)
-            tensors[piece.name] = 1 + 0.1 * noise if "norm" in piece.name else 0.2 * noise
+    for name, shape in checkpoint_shapes(model).items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = 1 + 0.1 * noise if "norm" in name else 0.2 * noise
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -68,6 +68,15 @@ def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Paramet
             yield path, module, [full for layout in module.layouts for full in _spellings(model, parent, layout)]
 
 
+def checkpoint_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """The tensors of a plain checkpoint of this model, with one tensor per expert and projection: name → shape."""
+    return {
+        piece.name: tuple(torch.empty(target.shape, device="meta")[piece.index].shape)
+        for _, target, layouts in parameter_layouts(model)
+        for piece in layouts[-1]
+    }
+
+
 def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
     """The layout once for each of the model's ways to spell names."""
     names = [model.family.checkpoint_names(f"{parent}.{piece.name}") for piece in layout]

@@ -327,9 +327,10 @@ from anabranch.kernels.compiling import compile_server
 from anabranch.kernels.triton import experts
 from anabranch.kernels.compiling.precompile import precompile, recording
 from anabranch.ops import experts as op
+from anabranch.ops.arguments import map_tensors
 torch.manual_seed(0)
 calls = [sample for label, sample in op.samples(torch.bfloat16, torch.Generator("cpu").manual_seed(0))][:4]
-calls = [{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in call.items()} for call in calls]
+calls = [map_tensors(torch.Tensor.cuda, call) for call in calls]
 calls = [call for call in calls if experts.accepts(**call)]
 assert calls
 with recording() as jobs:

@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import experts
 from anabranch.kernels.triton import norm as kernel
+from anabranch.ops.experts import ExpertsCall
+from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import dtypes, everywhere
@@ -104,7 +106,8 @@ def test_the_sum_is_that_of_the_experts_kernels() -> None:
         given = {"rows_TKD": rows_TKD, "expert_TK": expert_TK, "residual_TD": residual_TD, "weight_D": weight_D}
         if tokens <= 512:
             judge(ops.sum_add_rms_norm, {**given, "eps": 1e-6}, torch.bfloat16, "cuda")
-        call = experts.Call(residual_TD, expert_TK, expert_TK, rows_TKD, rows_TKD, "silu")  # two of them are looked at
+        unused = Weight.of(rows_TKD)
+        call = ExpertsCall(residual_TD, weight_D, expert_TK, unused, unused, "silu")
         x_TD = experts.sum_into(call, rows_TKD, torch.empty_like(residual_TD), False, True)
         expected = kernel.add_rms_norm(x_TD, residual_TD, weight_D, 1e-6)
         for _ in range(10):

@@ -127,7 +127,7 @@ def test_weights_lie_in_blocks_and_experts_the_way_the_grouped_product_takes_the
     # Each layer: qkv, output, and two stacks of experts. Not embeddings, routers and norms, nor a head of 97 rows.
     assert mode.calls.count("npu_format_cast") == 2 * 4
     experts = model.layers[0].mlp.experts
-    assert experts.gate_up_EFD.transpose(1, 2).is_contiguous() and experts.down_EDI.transpose(1, 2).is_contiguous()
+    assert all(weight.data.transpose(1, 2).is_contiguous() for weight in (experts.gate_up_EFD, experts.down_EDI))
     on_cpu = load_model(tmp_path, platform=CpuPlatform(), dtype="bfloat16")
     for (name, found), expected in zip(model.named_parameters(), on_cpu.parameters(), strict=True):
         assert found.shape == expected.shape and torch.equal(found.cpu(), expected), name
