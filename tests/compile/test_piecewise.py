@@ -235,7 +235,7 @@ def test_compiled_once_for_all_sizes_and_starts(
         second = PieceCompiler("inductor", platform, LONGEST)
         assert torch.equal(run(model, CompiledDecoder(model, second), prompt(model, 37), kv), expected)
         assert (second.num_loaded, second.num_compiled) == (2, 1)
-        assert "is no compiled piece" in caplog.text
+        assert "is not a compiled piece" in caplog.text
         assert sorted(path.stat().st_size > 1000 for path in torn.parent.iterdir()) == [True] * 3, "no leftovers"
         second.made_with["code"] = "other"
         assert not second.path(decoder.split.pieces[1]).exists()

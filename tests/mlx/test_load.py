@@ -87,7 +87,7 @@ def test_packed_weights_keep_their_16_bits(packed: Path) -> None:
     ("options", "message"),
     [
         ({"load_format": "dummy"}, "load_format dummy: MLX reads safetensors alone; use safetensors"),
-        ({"moe_combine": "ordered"}, "moe_combine ordered: mlx_lm sums experts in its own way; use fastest"),
+        ({"moe_combine": "ordered"}, "moe_combine ordered: mlx_lm sums experts in its own way; use auto or fastest"),
         ({"shared_expert": "stream"}, "shared_expert stream: mlx_lm runs a shared expert after .*; use auto or inline"),
         ({"tune": "full"}, "tune full: none of our kernels run in MLX"),
         ({"graphs": "full"}, "graphs full: platform 'mlx' captures no graphs"),

@@ -54,7 +54,7 @@ def test_what_other_programs_hold_counts() -> None:
 @pytest.mark.parametrize("total", [24, 36, 64, 128])
 @pytest.mark.parametrize("window", [0, 4096])
 def test_pages_and_the_working_copy_share_what_is_left(total: int, window: int) -> None:
-    layers = [replace(MODEL.layers[0], attention=replace(ATTENTION, window=window))] * 24 + [MODEL.layers[0]] * 24
+    layers = [replace(MODEL.layers[0], mixer=replace(ATTENTION, window=window))] * 24 + [MODEL.layers[0]] * 24
     model = replace(MODEL, layers=tuple(layers))
     after = Memory(free=total * GB - FOUR_BITS, total=total * GB)
     pages = memory.num_pages(CONFIG, model, "bfloat16", FOUR_BITS, after)
@@ -83,7 +83,7 @@ def test_a_batch_is_as_wide_as_its_longest_row() -> None:
     spare = memory.SPARE_TOKENS
     assert memory.working_bytes(MODEL, "bfloat16", [100]) == (100 + spare) * token
     assert memory.working_bytes(MODEL, "bfloat16", [100, 1000, 10]) == 3 * (1000 + spare) * token
-    sliding = replace(MODEL, layers=(replace(MODEL.layers[0], attention=replace(ATTENTION, window=64)),) * 48)
+    sliding = replace(MODEL, layers=(replace(MODEL.layers[0], mixer=replace(ATTENTION, window=64)),) * 48)
     assert memory.working_bytes(sliding, "bfloat16", [100, 1000]) == 2 * (64 + spare) * token
 
 

@@ -27,7 +27,9 @@ class Scaled(Format):
 
 @pytest.fixture
 def scaled() -> Iterator[Format]:
-    yield register(Scaled())
+    made = Scaled()
+    register(made)
+    yield made
     del format._registered[Scaled.name]
 
 

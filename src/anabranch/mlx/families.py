@@ -7,16 +7,18 @@ compares every tiny checkpoint with transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+from anabranch.mlx import qwen2_moe
 from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """What the model file of a family can do."""
+class ModelFile:
+    """What mlx_lm's model file of a family can do."""
 
     ropes: tuple[str, ...] = ("default",)
     qkv_bias: tuple[bool, ...] = (False,)
@@ -27,22 +29,15 @@ class Family:
     """Some layers of a model with experts may have none."""
     mixed_windows: bool = False
     """Layers may differ in their window: the file makes a mask for each kind."""
+    mlp_bias: bool = False
     activation: str = "silu"
+    keys: Callable[[ModelConfig], dict[str, Any]] | None = None
+    """The family's own keys, in place of those that most families share."""
+    module: ModuleType | None = None
+    """A module of ours with Model and Args, in place of mlx_lm's."""
 
 
 ROPES = ("default", "linear", "llama3")
-GEMMA4 = Family(ropes=("default", "proportional"), mixed_windows=True, activation="gelu_tanh")
-
-FAMILIES = {
-    "llama": Family(ropes=ROPES, qkv_bias=(True, False), output_bias=(True, False)),
-    "qwen3": Family(ropes=ROPES),
-    "qwen2_moe": Family(qkv_bias=(True,), any_head_dim=False),
-    "qwen3_moe": Family(dense_layers=True),
-    "mixtral": Family(any_head_dim=False),
-    "olmoe": Family(ropes=ROPES, qkv_bias=(True, False), output_bias=(True, False)),
-    "gemma4": GEMMA4,
-    "gemma4_text": GEMMA4,
-}
 
 
 def check(model: ModelConfig, max_model_len: int) -> None:
@@ -59,7 +54,7 @@ def check(model: ModelConfig, max_model_len: int) -> None:
         )
 
 
-def _refusals(model: ModelConfig, family: Family, max_model_len: int) -> Iterator[str]:
+def _refusals(model: ModelConfig, family: ModelFile, max_model_len: int) -> Iterator[str]:
     for layer in model.layers:
         attention, moe = layer.attention, layer.moe
         if attention.rope.kind not in family.ropes:
@@ -74,7 +69,7 @@ def _refusals(model: ModelConfig, family: Family, max_model_len: int) -> Iterato
             yield f"head_dim {attention.head_dim}, which is not hidden_size / num_attention_heads"
         if moe is None and not family.dense_layers and any(other.moe for other in model.layers):
             yield "layers without experts (mlp_only_layers, decoder_sparse_step)"
-    if model.mlp_bias and model.model_type != "llama":
+    if model.mlp_bias and not family.mlp_bias:
         yield "mlp_bias"
     if model.activation != family.activation:
         yield f"hidden_act {model.activation!r}"
@@ -103,8 +98,9 @@ def hub_keys(model: ModelConfig, nested: bool) -> dict[str, Any]:
         "max_position_embeddings": model.max_position,
         "tie_word_embeddings": model.tie_embeddings,
     }
-    if FAMILIES[model.model_type] is GEMMA4:
-        keys |= _gemma4_keys(model)
+    own_keys = FAMILIES[model.model_type].keys
+    if own_keys is not None:
+        keys |= own_keys(model)
         return {"text_config": keys, "vocab_size": model.vocab_size} if nested else keys
     attention = first.attention
     keys |= {
@@ -191,3 +187,18 @@ def _gemma4_keys(model: ModelConfig) -> dict[str, Any]:
         "top_k_experts": moe.top_k if moe else None,
         "moe_intermediate_size": moe.width if moe else None,
     }
+
+
+GEMMA4 = ModelFile(ropes=("default", "proportional"), mixed_windows=True, activation="gelu_tanh", keys=_gemma4_keys)
+BIASES = (True, False)
+FAMILIES = {
+    "llama": ModelFile(ropes=ROPES, qkv_bias=BIASES, output_bias=BIASES, mlp_bias=True),
+    "qwen3": ModelFile(ropes=ROPES),
+    "qwen2_moe": ModelFile(qkv_bias=(True,), any_head_dim=False, module=qwen2_moe),
+    "qwen3_moe": ModelFile(dense_layers=True),
+    "mixtral": ModelFile(any_head_dim=False),
+    "olmoe": ModelFile(ropes=ROPES, qkv_bias=BIASES, output_bias=BIASES),
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
+}
+"""By `model_type`."""

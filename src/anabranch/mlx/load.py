@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import torch
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
@@ -22,7 +21,7 @@ from anabranch.config import EngineConfig
 from anabranch.formats import ITEM_BYTES
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.read import own_head
-from anabranch.mlx import families, memory, qwen2_moe
+from anabranch.mlx import families, memory
 from anabranch.models.config import ModelConfig
 from anabranch.platforms import Platform
 
@@ -55,7 +54,8 @@ def load(
             raise ValueError(f"{name} {getattr(config, name)}: {reason}; use {' or '.join(values)}")
     families.check(model, config.max_model_len)
     raw = json.loads((folder / "config.json").read_text())
-    dtype = choose_dtype(config.dtype, model, platform, packed="quantization" in raw)
+    dtype = config.dtype
+    check_dtype(dtype, model, platform)
     memory.guard(config, model, dtype, weight_bytes(folder, raw, model, dtype), platform.memory())
     try:
         keys = families.hub_keys(model, nested="text_config" in raw)
@@ -67,21 +67,16 @@ def load(
 
 
 def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    return (qwen2_moe.Model, qwen2_moe.Args) if config["model_type"] == "qwen2_moe" else _get_classes(config)
+    own: Any = families.FAMILIES[config["model_type"]].module
+    return _get_classes(config) if own is None else (own.Model, own.Args)
 
 
-def choose_dtype(asked: str, model: ModelConfig, platform: Platform, packed: bool) -> str:
-    """Of activations, keys and values. Experts that are not packed need Metal for less than 32 bits."""
-    if asked not in ("auto", *DTYPES):
-        raise ValueError(f"dtype {asked!r} is not one of auto, {', '.join(DTYPES)}")
-    if asked == "auto":
-        wanted = getattr(torch, model.dtype)
-        chosen = wanted if packed else platform.compute_dtype(wanted)
-        return str(chosen).removeprefix("torch.")
+def check_dtype(dtype: str, model: ModelConfig, platform: Platform) -> None:
+    """ValueError unless MLX computes this model in a dtype. Experts that are not packed need Metal for less than 32
+    bits."""
     sparse = any(layer.moe for layer in model.layers)
-    if asked != "float32" and sparse and not packed and not platform.has("metal"):
-        raise ValueError(f"dtype {asked}: MLX's CPU backend multiplies experts in float32 alone; use auto or float32")
-    return asked
+    if dtype != "float32" and sparse and not model.packed and not platform.has("metal"):
+        raise ValueError(f"dtype {dtype}: MLX's CPU backend multiplies experts in float32 alone; use auto or float32")
 
 
 def weight_bytes(folder: Path, raw: dict[str, Any], model: ModelConfig, dtype: str) -> int:
