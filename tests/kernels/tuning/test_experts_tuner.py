@@ -344,9 +344,9 @@ def test_tuning_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert tuned.table is not None and tuned.measured
     tuned.table.check()
     experts_tables.forget()
-    began = time.monotonic()
+    began = time.process_time()
     assert experts_tuner.ensure(shape, weights, "silu", platform, "fast", 4096).measured == ()
-    assert time.monotonic() - began < 0.2
+    assert time.process_time() - began < 0.2
     bench = experts_tuner.ExpertsBench(shape, weights, "silu", platform)
     for tokens in (1, 3, 16, 100, 1500):
         call = bench.draw(tokens, weights[0])
