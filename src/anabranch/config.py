@@ -168,6 +168,6 @@ def resolve_dtype(dtype: str, model: ModelConfig, platform: Platform) -> str:
         raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     if dtype != "auto" or model.packed:
         return model.dtype if dtype == "auto" else dtype
-    import torch  # whoever has a platform has imported it; commands that need neither start without
+    import torch  # imported already where there is a platform; commands without one start faster
 
     return str(platform.compute_dtype(getattr(torch, model.dtype))).removeprefix("torch.")

@@ -66,7 +66,7 @@ class Updates(Message):
     """The updates of one step."""
 
     updates: list[Update]
-    heard: int
+    num_received: int
     """Messages the engine had received before that step: only requests whose Add is among them can have updates."""
 
 
@@ -79,7 +79,7 @@ class Stats(Message):
 class Heartbeat(Message):
     """Contains durations, not times, because the clocks of two processes may differ."""
 
-    heard: int
+    num_received: int
     num_steps: int
     step_for: float | None
     """Seconds that the running step has taken; None between steps."""

@@ -305,12 +305,12 @@ class EngineClient:
 
     def _deliver(self, message: messages.Updates) -> None:
         self._step_began = None
-        heard = message.heard
-        self._num_read = max(self._num_read, heard)
+        num_received = message.num_received
+        self._num_read = max(self._num_read, num_received)
         streams = self._streams
         for update in message.updates:
             stream = streams.get(update.id)
-            if stream is None or heard < stream.number:  # aborted meanwhile, or of an earlier request with this id
+            if stream is None or num_received < stream.number:  # aborted, or an earlier request with this id
                 continue
             if update.finish_reason is not None:
                 self._forget(update.id)
@@ -320,7 +320,7 @@ class EngineClient:
         if isinstance(message, messages.Heartbeat):
             self.last_heartbeat = now = time.monotonic()
             self._step_began = None if message.step_for is None else now - message.step_for
-            self._num_read = max(self._num_read, message.heard)
+            self._num_read = max(self._num_read, message.num_received)
             self.num_steps = message.num_steps
             self._connected("pulse")
         elif isinstance(message, messages.Stats):

@@ -50,7 +50,7 @@ ROWS_OF_LOGITS = 256
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a captured step leaves behind."""
+    """The results of a captured decode step."""
 
     token_R: torch.Tensor
     """Not for requests that want more of the sampler: theirs are drawn from the logits afterwards."""

@@ -71,7 +71,7 @@ class Pulse(threading.Thread):
         super().__init__(name="pulse", daemon=True)
         self.context, self.folder, self.parent = context, folder, parent
         self.ending = threading.Event()
-        self.heard = 0
+        self.num_received = 0
         self.num_steps = 0
         self.step_began: float | None = None
 
@@ -91,7 +91,7 @@ class Pulse(threading.Thread):
     def _beat(self) -> messages.Heartbeat:
         began = self.step_began
         step_for = None if began is None else time.monotonic() - began
-        return messages.Heartbeat(heard=self.heard, num_steps=self.num_steps, step_for=step_for)
+        return messages.Heartbeat(num_received=self.num_received, num_steps=self.num_steps, step_for=step_for)
 
 
 class Worker:
@@ -143,7 +143,7 @@ class Worker:
     def _start(self) -> Engine:
         self.inbox.poll()
         frame = self.inbox.recv()
-        self.pulse.heard += 1
+        self.pulse.num_received += 1
         start = messages.decode_command(frame)
         if not isinstance(start, messages.Start):
             raise ValueError(f"the first message must be Start, not {type(start).__name__}")
@@ -210,7 +210,7 @@ class Worker:
                 frame = self.inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return True
-            self.pulse.heard += 1
+            self.pulse.num_received += 1
             try:
                 message = messages.decode_command(frame)
             except Exception as error:
@@ -260,7 +260,7 @@ class Worker:
     def _send_updates(self) -> None:
         if not self.updates:
             return
-        self._send(messages.Updates(self.updates, self.pulse.heard))
+        self._send(messages.Updates(self.updates, self.pulse.num_received))
         for update in self.updates:
             if update.finish_reason is not None:  # only now: what could not be sent still needs an answer
                 self.running.pop(update.id, None)

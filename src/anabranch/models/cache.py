@@ -39,11 +39,11 @@ class CachePolicy:
         return NEVER
 
     def num_kept(self, num_tokens: int) -> int:
-        """Tokens that the query after so many needs."""
+        """Tokens, of `num_tokens`, that the next query needs."""
         return num_tokens
 
     def held_pages(self, num_tokens: int, page_size: int) -> int:
-        """The most pages that a request of up to so many tokens holds between steps."""
+        """The most pages that a request of up to `num_tokens` tokens holds between steps."""
         return -(-num_tokens // page_size)
 
     def peak_pages(self, num_tokens: int, max_chunk: int, page_size: int) -> int:

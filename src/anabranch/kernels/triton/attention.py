@@ -122,7 +122,7 @@ class Launch(NamedTuple):
     """Whether it lets the next kernel start early."""
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """Which kernels run, and how."""
 
     many: Launch | None
@@ -142,7 +142,7 @@ def make_plan(
     dependent: bool,
     prefill_tile: PrefillTile | HopperTile | None = None,
     decode_tile: DecodeTile | None = None,
-) -> Plan:
+) -> AttentionPlan:
     """The tiles: those instead of what would be chosen. A plan takes longer than the launches, hence the cache."""
     apart = shape.padded_heads() * shape.padded_dim() <= MAX_QUERIES
     decoding = apart and shape.R > 0 and (shape.max_query == 1 or shape.T == 1)
@@ -152,7 +152,7 @@ def make_plan(
         tile = prefill_tile or attention_tiles.choose_prefill(shape.T * shape.H, shape.D, shape.dtype, machine, page)
         many = plan_many(shape, machine, dependent, tile)
     if not decoding and (shape.R < 2 or not apart):
-        return Plan(many, None, alone=1)
+        return AttentionPlan(many, None, alone=1)
     chosen = decode_tile or attention_tiles.choose_decode(shape.R * shape.G, shape.D, shape.dtype, machine)
     return plan_single(shape, machine, dependent, chosen)._replace(many=many, pad=decoding)
 
@@ -168,7 +168,7 @@ def plan_many(shape: Shape, machine: Machine, dependent: bool, tile: PrefillTile
     return Launch((shape.G, blocks), options, few_programs(machine, shape.G * blocks))
 
 
-def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTile) -> Plan:
+def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTile) -> AttentionPlan:
     R, G, heads = shape.R, shape.G, next_power_of_2(shape.H // shape.G)
     # However short the contexts of this step are: those of the next one need not be, and it should find its kernels.
     most_keys = max(shape.M * shape.S, 2 * tile.keys)
@@ -189,7 +189,7 @@ def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTil
         "num_stages": tile.stages,
         **launch_options(dependent),
     }
-    return Plan(None, Launch((G, num_pieces), options, few_programs(machine, G * num_pieces)))
+    return AttentionPlan(None, Launch((G, num_pieces), options, few_programs(machine, G * num_pieces)))
 
 
 def compiled_for(shape: Shape, num_entries: int, bounds: tuple[int, ...]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def attend_many(launch: Launch, *arguments: Any) -> None:
 
 
 def attend_single(
-    plan: Plan, shape: Shape, tensors: tuple[torch.Tensor, ...], numbers: tuple[int | float, ...]
+    plan: AttentionPlan, shape: Shape, tensors: tuple[torch.Tensor, ...], numbers: tuple[int | float, ...]
 ) -> None:
     """`tensors` and `numbers` are the kernel's, in its order, but for those that are made here."""
     assert plan.single is not None
