@@ -143,8 +143,8 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
         refused = f"graphs {config.graphs}: platform {platform.name!r}"
         if not platform.has("graphs"):
             raise ValueError(f"{refused} captures no graphs; use auto or none")
-        if platform.graph_mode == "pieces" and config.graphs != "pieces":
-            raise ValueError(f"{refused} captures only what is between attentions; use auto, pieces or none")
+        if platform.graph_mode == "pieces" and config.graphs in ("full", "decode"):
+            raise ValueError(f"{refused} captures only what is between attentions; use auto, pieces or compiled")
     values = {
         "dtype": resolve_dtype(config.dtype, model, platform),
         "max_model_len": model.max_position,

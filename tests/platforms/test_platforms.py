@@ -139,8 +139,10 @@ def test_a_platform_may_capture_all_steps_in_pieces(tmp_path: Path) -> None:
     platform = PiecesPlatform()
     config = resolve(EngineConfig(model=""), read_config(tmp_path), platform)
     assert config.graphs == "pieces"
-    for graphs in ("full", "compiled", "traced", "decode"):
-        message = f"graphs {graphs}: platform 'fake' captures only what is between attentions; use auto, pieces or none"
+    for graphs in ("full", "decode"):
+        message = (
+            f"graphs {graphs}: platform 'fake' captures only what is between attentions; use auto, pieces or compiled"
+        )
         with pytest.raises(ValueError, match=message):
             resolve(EngineConfig(model="", graphs=graphs), read_config(tmp_path), platform)
     assert models.other_answers(tmp_path, platform) == []

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         )
         for size in sizes
     ]
-    on_disk = _on_disk(folder)
+    on_disk = _on_disk(folder, config)
     if options.json:
         print(json.dumps(_as_json(config, dtype, plans, on_disk), indent=1))
     else:
@@ -66,11 +66,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _on_disk(folder: Path) -> tuple[int, int] | None:
+def _on_disk(folder: Path, config: ModelConfig) -> tuple[int, int] | None:
     """(bytes, files) of the checkpoint; None if there is only a config."""
     if not any(folder.glob("*.safetensors*")):
         return None
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_checkpoint(folder, quantized=config.format != "plain")
     return checkpoint.num_bytes, len(checkpoint.files)
 
 
@@ -83,7 +83,7 @@ def _as_text(
     config: ModelConfig, dtype: str, plans: list[planning.MemoryPlan], on_disk: tuple[int, int] | None
 ) -> list[str]:
     counts, num_bytes = planning.count_weights(config), planning.weight_bytes(config, dtype)
-    total, item = sum(counts.values()), ITEM_BYTES[dtype]
+    total = sum(counts.values())
     moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
     experts = f", {moe.num_experts} experts, {moe.top_k} per token" if moe else ""
     lines = [f"{config.model_type}: {len(config.layers)} layers, hidden size {config.hidden_size}{experts}", ""]
@@ -100,7 +100,8 @@ def _as_text(
         sizes = " + ".join(" × ".join(map(str, shape)) for shape in group.spec.shapes)
         per, kept = ("token" if group.policy.per_token else "request"), group.policy.num_kept(config.max_position)
         window = f", the last {kept:,} tokens" if group.policy.slides else ""
-        lines.append(f"  {group.num_values * item:,} bytes per {per}: {len(group.layers)} layers × ({sizes}){window}")
+        size = group.num_values * ITEM_BYTES[group.spec.dtype or dtype]
+        lines.append(f"  {size:,} bytes per {per}: {len(group.layers)} layers × ({sizes}){window}")
     lines += ["", f"{'memory':>10}{'for KV':>12}" + "".join(f"{f'{n:,} tokens':>16}" for n in contexts(config))]
     for plan in plans:
         cells = "".join(f"{f'{plan.concurrency(n):,}':>16}" for n in contexts(config))
@@ -121,7 +122,6 @@ def _as_text(
 def _as_json(
     config: ModelConfig, dtype: str, plans: list[planning.MemoryPlan], on_disk: tuple[int, int] | None
 ) -> dict[str, Any]:
-    item = ITEM_BYTES[dtype]
     return {
         "model_type": config.model_type,
         "dtype": dtype,
@@ -130,7 +130,7 @@ def _as_json(
         "on_disk_bytes": on_disk[0] if on_disk else None,
         "kv_bytes_per_token": [
             {
-                "bytes": group.num_values * item,
+                "bytes": group.num_values * ITEM_BYTES[group.spec.dtype or dtype],
                 "layers": len(group.layers),
                 "window": group.policy.num_kept(config.max_position) if group.policy.slides else 0,
             }

@@ -67,8 +67,10 @@ class PromptStep:
             written = self.model.write(self.cut, self.step, self.caches)
             mixed = self.model.mix(self.cut, written, self.step, self.caches)
             self.cut = None  # its memory is for those that come after it
+            del written
             try:
                 self.cut = parts.send(mixed)
+                del mixed
             except StopIteration as end:
                 self.x_TD, self.parts = end.value, None
 

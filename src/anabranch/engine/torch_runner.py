@@ -180,7 +180,7 @@ class TorchRunner(Runner):
     def _plan_graphs(self) -> None:
         config, platform = self.config, self.platform
         pool = platform.make_graph_pool()
-        if config.graphs not in ("pieces", "none"):
+        if config.graphs not in ("pieces", "none") and platform.graph_mode == "full":
 
             def decode(kind: SamplingMode, size: int) -> Captured[Decoded]:
                 return Captured(platform, pool, self.steps.padding(size), partial(self.decode, kind, kv=self.kv))

@@ -7,6 +7,7 @@ config.json names if the checkpoint has all of its tensors in that format; other
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -91,14 +92,22 @@ def _copies(weight: Weight, path: str, layouts: list[Layout], wanted: Format, ch
     if _share(checkpoint, layout, wanted) < 1:
         layout, format = _best(checkpoint, layouts, PLAIN), PLAIN
     if weight.format is not format:
-        weight.set_format(format)
+        with torch.device("meta"):
+            weight.set_format(format)
     names = {piece.name: format.checkpoint_names(piece.name) for piece in layout}
     for tensor, spec in format.tensors(weight.full_shape).items():
-        whole = torch.empty(spec.shape, device="meta")
+        whole, taken_of = torch.empty(spec.shape, device="meta"), Counter[str]()
         for piece in layout:
             source, index = _find(checkpoint, names[piece.name][tensor]), format.part(tensor, piece.index)
             taken = _shape_of(source.shape, format.part(tensor, piece.part))
             _check(source, taken, tuple(whole[index].shape), spec.dtype)
+            taken_of[source.name] += math.prod(taken)
+        for name, count in taken_of.items():
+            if count != checkpoint.tensors[name].num_elements:
+                raise CheckpointError(
+                    f"{checkpoint.tensors[name].file}: tensor {name!r} has shape "
+                    f"{list(checkpoint.tensors[name].shape)}, config.json asks for {count} elements"
+                )
         for piece in weight.shard.pieces(layout, weight.full_shape):
             index, part = format.part(tensor, piece.index), format.part(tensor, piece.part)
             yield Copy(checkpoint.tensors[names[piece.name][tensor]], f"{path}.{tensor}", index, part)
@@ -142,7 +151,8 @@ def _find(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 
 def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> None:
-    ignored = (*model.family.ignored, *(["lm_head.weight"] if model.config.tie_embeddings else []))
+    ignored = model.family.ignored
+    used = used | ({"lm_head.weight"} if model.config.tie_embeddings else set())
     surplus = [
         tensor
         for name, tensor in checkpoint.tensors.items()

@@ -91,13 +91,14 @@ def run_parts(parts: Parts, mix: Callable[[Cut], torch.Tensor]) -> torch.Tensor:
             mixed = mix(cut)
             del cut  # its tensors are not needed any more
             cut = parts.send(mixed)
+            del mixed
     except StopIteration as end:
         x_TD: torch.Tensor = end.value
         return x_TD
 
 
 class Decoder(nn.Module):
-    """Parameters are named as Hugging Face names them, but for what is packed; see `layers/packing`."""
+    """Parameters are named as Hugging Face names them, but for what is packed; see `ops/weight`."""
 
     layers: Sequence[Layer]
 

@@ -59,7 +59,7 @@ class Shard:
             if isinstance(place, int):  # one of several whole pieces, an expert: this rank has it or not
                 count = shape[self.dim] // self.num_ranks
                 if place // count == self.rank:
-                    yield Piece(piece.name, (*index[: self.dim], place % count, *index[self.dim + 1 :]))
+                    yield Piece(piece.name, (*index[: self.dim], place % count, *index[self.dim + 1 :]), piece.part)
                 continue
             begin, end, _ = place.indices(shape[self.dim])
             if (end - begin) % self.num_ranks:
@@ -113,10 +113,12 @@ class Weight(nn.Module):
 
     @classmethod
     def view(cls, format: Format, shape: Shape, tensors: dict[str, torch.Tensor]) -> Weight:
-        """These tensors as an argument of an op: nothing is allocated or copied. No module of a model, and without a
-        dtype, shard and layouts."""
+        """These tensors as an argument of an op: nothing is allocated or copied. No module of a model, and without
+        shard and layouts; the dtype of a quantised one is fp32, unless `dense` is given another."""
         weight = cls.__new__(cls)
-        weight.__dict__.update(format=format, shape=shape, _parameters=tensors, _buffers={}, _modules={})
+        weight.__dict__.update(
+            format=format, shape=shape, _dtype=torch.float32, _parameters=tensors, _buffers={}, _modules={}
+        )
         return weight
 
     def set_format(self, format: Format) -> None:

@@ -307,7 +307,8 @@ def read_model(engine: EngineConfig, settings: Settings) -> Model:
         config = read_config(folder, quantized=True)
         has_weights = False
     if has_weights:
-        read_checkpoint(folder)  # headers only: an incomplete file is an error before a process is started
+        # Headers only: an incomplete file is an error before a process is started.
+        read_checkpoint(folder, quantized=config.format != "plain")
     template = ChatTemplate(folder, settings.chat_template)
     tokenizer = Tokenizer(folder)
     added = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
