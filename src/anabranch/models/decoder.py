@@ -42,7 +42,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def mixer(self) -> Mixer:
-        return getattr(self, self.mixer_name)  # type: ignore[no-any-return]
+        return self._modules[self.mixer_name]  # type: ignore[return-value]
 
     def before(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         x_TD, residual_TD = self.input_layernorm.add(x, residual_TD)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from anabranch.formats import PLAIN
 from anabranch.ops.op import Sample, op
 from anabranch.ops.weight import Weight
 
@@ -47,4 +48,6 @@ def linear(
 ) -> torch.Tensor:
     """x · weightᵀ + bias, in x's dtype; with `out_dtype` the sum is not rounded to x's dtype on its way there."""
     dtype = out_dtype or x_TD.dtype
+    if dtype == x_TD.dtype and weight_FD.format is PLAIN:  # as it is: this is what most products on a CPU are
+        return F.linear(x_TD, weight_FD.data, bias_F)
     return F.linear(x_TD.to(dtype), weight_FD.dense(dtype), None if bias_F is None else bias_F.to(dtype))

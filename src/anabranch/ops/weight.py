@@ -151,6 +151,8 @@ class Weight(nn.Module):
 
     def dense(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The numbers themselves, as the format defines them."""
+        if self.format is PLAIN and dtype in (None, self.data.dtype):
+            return self.data
         return self.format.dequantize(self.tensors, self.shape, dtype or self.dtype)
 
     def lay_out(self, platform: Platform) -> None:

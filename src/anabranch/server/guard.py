@@ -82,7 +82,8 @@ class Guard:
             await self.app(scope, receive, send_with_id)
         except ApiError as error:
             noted["error"] = error.code
-            await respond(error)
+            if not status:
+                await respond(error)
         except ClientGone:
             status = CLIENT_GONE
         except asyncio.CancelledError:  # by uvicorn, at the end of the process: not worth a traceback

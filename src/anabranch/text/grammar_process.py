@@ -142,8 +142,9 @@ class GrammarTrial:
         """The outcome; ValueError if the grammar cannot be tried."""
         for _ in range(2):
             process = self._running()
+            pair = socket.socketpair()  # where it fails, this process lacks descriptors, and that one is fine
             try:
-                return process.run(trial)
+                return process.run(trial, *pair)
             except (OSError, EOFError):  # it died or hangs
                 with self._lock:
                     self._drop(process)
@@ -203,9 +204,9 @@ class TrialProcess:
             raise ValueError(f"grammar: the process that tries grammars out cannot use this tokenizer: {refused}")
         self._ready = True
 
-    def run(self, trial: Trial) -> Outcome:
-        """OSError or EOFError: the process died or hangs."""
-        mine, theirs = socket.socketpair()
+    def run(self, trial: Trial, mine: socket.socket, theirs: socket.socket) -> Outcome:
+        """The outcome, by way of a pair of sockets, which are closed. OSError or EOFError: the process died or
+        hangs."""
         with mine:
             mine.settimeout(trial["wall_seconds"] + GRACE_SECONDS)
             with theirs:
