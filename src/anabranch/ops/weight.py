@@ -106,10 +106,8 @@ class Weight(nn.Module):
 
     @classmethod
     def of(cls, data: torch.Tensor) -> Weight:
-        """A plain weight that is this tensor."""
-        weight = cls(tuple(data.shape), dtype=data.dtype) if data.is_meta else _meta(data)
-        weight.data = nn.Parameter(data, requires_grad=False)
-        return weight
+        """A plain weight that is this tensor, as an argument of an op."""
+        return cls.view(PLAIN, tuple(data.shape), {"data": data})
 
     @classmethod
     def view(cls, format: Format, shape: Shape, tensors: dict[str, torch.Tensor]) -> Weight:
@@ -160,8 +158,3 @@ class Weight(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 parameter.data = platform.lay_out(parameter.data)
-
-
-def _meta(data: torch.Tensor) -> Weight:
-    with torch.device("meta"):
-        return Weight(tuple(data.shape), dtype=data.dtype)
