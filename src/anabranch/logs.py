@@ -1,7 +1,5 @@
 """The format of log lines: text, or JSON. They hold numbers and names, never a prompt or an answer."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

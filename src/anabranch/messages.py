@@ -4,8 +4,6 @@ engine.worker and engine.client send them. Request, SamplingParams and Update ar
 every type and range and executes nothing. Only serving imports this file.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -3,8 +3,6 @@
 Where 0 means "auto" in a configuration, the types refuse a 0 on the command line: to get auto, leave the option out.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable

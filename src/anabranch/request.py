@@ -1,7 +1,5 @@
 """Requests to the engine, and its updates and outputs. Plain data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -3,8 +3,6 @@
 Plain data, without torch or a tokenizer; sent between processes as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Prints µs per step for several numbers of running requests: first while all of 
 others join with a prompt in every step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

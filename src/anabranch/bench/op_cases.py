@@ -7,8 +7,6 @@ An op is called as the engine calls it, `ops.NAME(...)`, so that the bound kerne
 function with `@cases("NAME")`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

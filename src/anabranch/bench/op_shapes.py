@@ -1,7 +1,5 @@
 """The models whose shapes ops are timed with: the bundled configs, with figures of targets.json, and a tiny one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache
 

@@ -11,8 +11,6 @@ move the bytes and the time to do the arithmetic, at rates measured on that mach
 accelerator: one tiny model, to see that everything runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

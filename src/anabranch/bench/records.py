@@ -1,7 +1,5 @@
 """What all benchmarks share: the names of bundled configs, the source of a figure (commit, machine) and plot files."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -7,8 +7,6 @@ is than the best of the others; ✓ marks a target that is reached. targets.json
 floors and the figures that cannot be compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -9,8 +9,6 @@ two pieces of an answer. E2EL: time to its end. The JSON file has the keys of vL
 early and shows what was measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

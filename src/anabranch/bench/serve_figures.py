@@ -2,8 +2,6 @@
 table and a plot. Knows no HTTP.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

@@ -4,8 +4,6 @@ Random prompts have exactly the given lengths where the server tokenises (/token
 takes token ids; elsewhere they are text of about that length, and the count that the server reports is used.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -3,8 +3,6 @@
 `demo/` is a model folder like any other; its README.md says how it was made.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 NAME = "anabranch-demo"

@@ -1,8 +1,6 @@
 """Test whether a platform computes correctly: every op × kernel × sample, a tiny model of each family, streams, copies
 and graphs, compared with references on the CPU. Prints a line for each; the exit code is 1 if anything is wrong."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -7,8 +7,6 @@
 141  the reader of our output has closed it (as after SIGPIPE)
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib

@@ -4,8 +4,6 @@ Reads config.json and the headers of safetensors files only, so it needs no GPU 
 shows common sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Serve a model over HTTP: a chat page at http://127.0.0.1:8000, the APIs of OpenAI and Anthropic under /v1."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

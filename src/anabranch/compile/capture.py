@@ -1,7 +1,5 @@
 """Captured steps by variant and padded size; missed sizes are captured later. And the simplest one, a single graph."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable

@@ -4,8 +4,6 @@ any number of tokens; then captured per padded size, or called as it is for size
 The shared expert of a compiled piece runs after the routed ones: compiled code runs on one stream.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

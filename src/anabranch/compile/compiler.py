@@ -4,8 +4,6 @@ A file's name is the hash of the code, torch version, device and piece that it w
 read is skipped with a warning and written again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

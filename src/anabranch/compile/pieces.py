@@ -8,8 +8,6 @@ piece ends with the mixer's write to its cache: the slots stand in a buffer, so 
 L layers, T token rows (padded), N real ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ layers, and the others are launched while it runs.
 T token rows (padded).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The sizes that steps are padded to: few enough to be captured, close enough that padding costs little."""
 
-from __future__ import annotations
-
 
 def decode_sizes(largest: int) -> list[int]:
     """Ascending, up to `largest`, which is one of them. Gaps grow with size: from 64 on, padding is under an eighth."""

@@ -4,8 +4,6 @@ A piece knows nothing of the layer it came from: its inputs are numbered as they
 any other, so that pieces of equal layers are equal, which `Piece.key` says.
 """
 
-from __future__ import annotations
-
 import hashlib
 import operator
 import re

@@ -6,8 +6,6 @@ nothing can be compiled again unnoticed. Parameters are inputs of the graph, not
 T token rows.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every op × kernel × sample, a tiny model of each family, and the contract of s
 compared with references on the CPU. Needs no files and no package but torch, so that any platform can run it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 T rows, D width.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial

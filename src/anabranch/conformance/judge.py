@@ -1,7 +1,5 @@
 """Is a function a kernel of an op? Judged on one sample, by the op's reference in fp32 on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

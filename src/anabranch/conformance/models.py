@@ -3,8 +3,6 @@
 For a platform with a runner of its own (Platform.runner), only the engine's answers are compared.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every op on the platform: each of its kernels that the platform can use, and the op as the engine calls it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Sizes are multiples of 16 and heads are 64 wide, so that kernels which need such shapes are used.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

@@ -4,8 +4,6 @@ every few steps; and the ids themselves for requests that ask for them.
 L MoE layers, T token rows, K experts per token, E experts.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -10,8 +10,6 @@ After 10 tokens the next query, at position 10, sees 5 .. 10: slide gives back t
 [[7, 2, 9], [0, 5, 1]]. A third group with one state per request would have [4, 0, 0] all the time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

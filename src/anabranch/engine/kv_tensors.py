@@ -3,8 +3,6 @@
 P pages, S tokens in a page.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Sequence

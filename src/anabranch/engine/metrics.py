@@ -1,7 +1,5 @@
 """What the engine counts about itself, as plain Python objects."""
 
-from __future__ import annotations
-
 import bisect
 import time
 from collections import Counter

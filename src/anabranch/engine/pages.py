@@ -1,7 +1,5 @@
 """A pool of equal pages with reference counts, one for each cache group. It does not know what the pages hold."""
 
-from __future__ import annotations
-
 
 class PagePool:
     def __init__(self, num_pages: int) -> None:

@@ -3,8 +3,6 @@
 Knows nothing of messages.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import io

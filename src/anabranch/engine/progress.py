@@ -1,7 +1,5 @@
 """Progress on standard error, for people; silent when that is not a terminal."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -4,8 +4,6 @@ The engine decides who computes what and which pages they have; a runner owns th
 sampling state. Platforms name their runner as "module:class" (Platform.runner).
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One greedy sequence through the paged cache, without scheduler or sampler: the reference for models in tests."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 
 import torch

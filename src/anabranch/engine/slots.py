@@ -1,7 +1,5 @@
 """Which sequence's sampling state each slot holds: bookkeeping that all runners share."""
 
-from __future__ import annotations
-
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.scheduler import Sequence
 

@@ -5,8 +5,6 @@ Steps in which every sequence has one token are replayed as captured graphs wher
 R sampled rows, L MoE layers, T token rows, K experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

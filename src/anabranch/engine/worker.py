@@ -4,8 +4,6 @@ Knows the engine by the Protocol below and its client by two sockets, each bound
 folder. The process ends with its parent and after its engine failed, and answers every request it accepted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

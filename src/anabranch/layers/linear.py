@@ -1,7 +1,5 @@
 """Linear layers, plain or of several projections packed into one matrix, and the embedding."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

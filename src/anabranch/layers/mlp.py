@@ -1,7 +1,5 @@
 """The dense gated feed-forward."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -3,8 +3,6 @@
 T token rows, R requests, M page-table width. Made in one place, `engine/batch`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

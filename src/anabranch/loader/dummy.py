@@ -1,7 +1,5 @@
 """Random weights without files, for benchmarks: every parameter uniform in ±1e-3, drawn on the device."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

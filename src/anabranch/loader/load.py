@@ -4,8 +4,6 @@ Order: config, platform, an empty model, headers against its parameters (everyth
 here), and only then memory and weights.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

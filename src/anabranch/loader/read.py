@@ -8,8 +8,6 @@ to their place: no copy, no second model in memory.
 Whether the files are sound was asked before (`checkpoint`), as was what goes where (`names`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

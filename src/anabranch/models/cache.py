@@ -4,8 +4,6 @@ Logical page i of a request is for its tokens [i · page_size, (i + 1) · page_s
 until when; the cache manager, the memory plan and the runners ask it and know no kind of layer themselves.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ A key that changes what transformers computes is followed as transformers does, 
 name; `tests/models/test_config_fuzz.py` compares the two.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

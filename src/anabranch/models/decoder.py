@@ -3,8 +3,6 @@
 T token rows, D hidden width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 

@@ -3,8 +3,6 @@
 Pure Python without torch. Which tokens end a text is read from the same file by `config`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

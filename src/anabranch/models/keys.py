@@ -3,8 +3,6 @@
 Knows JSON, types and upper bounds; does not know families. Pure Python without torch.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

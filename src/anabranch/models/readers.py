@@ -3,8 +3,6 @@
 A missing key means what it means in transformers, family by family. Pure Python without torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Which key wins and what an absent one means is as in transformers; what transformers cannot run is refused by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal

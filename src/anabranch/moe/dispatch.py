@@ -7,8 +7,6 @@ the `experts` op, because a kernel for few tokens needs no sort. Expert parallel
 in each direction.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

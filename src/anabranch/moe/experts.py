@@ -3,8 +3,6 @@
 E experts, D hidden width, I expert width, F = 2 · I, M rows, K experts per row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Gates: of a feed-forward's values, and of a whole feed-forward. T rows, I intermediate width, D width."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

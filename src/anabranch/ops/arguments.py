@@ -3,8 +3,6 @@
 Moving samples to a device, changing their dtype and comparing them look into records and weights here, and only here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ T tokens of all requests one after another, R requests, H query heads, G key-val
 D head dim of queries and keys, E of values, P pages, S slots in a page, M page-table width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

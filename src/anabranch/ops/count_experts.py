@@ -3,8 +3,6 @@
 L MoE layers, T token rows, K experts per token, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

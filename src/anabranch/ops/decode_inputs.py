@@ -7,8 +7,6 @@ length with that token. All else follows, so that a captured step takes one smal
 R rows, S slots, M page-table width, N columns of it that are wanted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

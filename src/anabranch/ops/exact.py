@@ -7,8 +7,6 @@ conversions) and arithmetic of integers. Kernels do the same steps (kernels/trit
 multiply-add. Against the true functions they are good to about 1e-6.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

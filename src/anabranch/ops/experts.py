@@ -6,8 +6,6 @@ number of tokens: few tokens need no sort at all.
 T tokens, D hidden width, K experts per token, E experts, I expert width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Dense projection. T tokens, D inputs, F outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Log probabilities of chosen tokens and of the best alternatives. T rows, V vocabulary, N alternatives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -3,8 +3,6 @@
 R rows of logits, V vocabulary, N rows that are masked, M words of 32 bits: bit i of word m is token 32 · m + i.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -3,8 +3,6 @@
 T tokens, D width, K experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

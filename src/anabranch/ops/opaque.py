@@ -6,8 +6,6 @@ weight becomes its tensors, the name of its format and its shape.
 A `torch.library.Library` makes opaque ops, because calling what it makes costs less than calling a `custom_op`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

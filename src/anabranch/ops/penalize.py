@@ -3,8 +3,6 @@
 R rows of logits, V vocabulary, N rows that are penalised, P rows of the tables that count tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

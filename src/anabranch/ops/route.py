@@ -3,8 +3,6 @@
 T tokens, E experts, K chosen per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ whatever else is in the batch, on any device, and no generator state has to be k
 its rounding open (see ops.exact): from the same logits, every kernel must draw the same token, always.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

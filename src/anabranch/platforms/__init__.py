@@ -2,8 +2,6 @@
 available. Third parties add one through the entry point group `anabranch.platforms` (name → Platform subclass).
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib

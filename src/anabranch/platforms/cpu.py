@@ -1,7 +1,5 @@
 """The CPU: works everywhere, x86-64 and ARM, Linux and macOS."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform as host

@@ -1,7 +1,5 @@
 """NVIDIA GPUs through torch.cuda."""
 
-from __future__ import annotations
-
 import torch
 
 from anabranch.config import batch_tokens

@@ -1,7 +1,5 @@
 """AMD GPUs through ROCm, whose torch module is torch.cuda: the CUDA platform, and what differs."""
 
-from __future__ import annotations
-
 import torch
 
 from anabranch.platforms.cuda import CudaPlatform

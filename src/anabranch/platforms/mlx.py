@@ -4,8 +4,6 @@ MLX runs on Linux too, on the CPU and slower than torch: there it is never detec
 (ANABRANCH_PLATFORM=mlx). The packages are imported when they are used, not with this file.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import platform as host
 import re

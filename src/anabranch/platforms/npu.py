@@ -4,8 +4,6 @@ The runtime reads ASCEND_RT_VISIBLE_DEVICES. Attention takes its lengths from th
 (kernels/vendor/torch_npu/attention), so no capture may contain it: all steps are captured in pieces between attentions.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 

@@ -1,7 +1,5 @@
 """Intel GPUs through torch.xpu: Triton kernels where they are for `xpu`, torch elsewhere; nothing is captured."""
 
-from __future__ import annotations
-
 import torch
 
 from anabranch.platforms.accelerator import AcceleratorPlatform

@@ -1,7 +1,5 @@
 """The FastAPI application: routes and their schemas. The guard answers every error, as JSON of the route's dialect."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, NoReturn
 

@@ -5,8 +5,6 @@ unknown field, at the top or inside, is an error that names its path and the nea
 silently ignored misleads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import gc

@@ -2,8 +2,6 @@
 refused body, and the time in which a client receives nothing. Errors of HTTP itself have the same JSON as all others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

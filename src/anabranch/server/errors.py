@@ -4,8 +4,6 @@
 repeats 408, 409, 429 and everything from 500 on: an error that would come again has the header `x-should-retry: false`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -10,8 +10,6 @@ visitor's machine. The browser still sends the name: an unknown one is refused. 
 address is allowed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

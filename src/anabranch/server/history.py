@@ -3,8 +3,6 @@
 Counts and seconds only, never text. engine.metrics has the totals for Prometheus.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

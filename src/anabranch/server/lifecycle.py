@@ -8,8 +8,6 @@ The port answers from the beginning, so that probes see "loading". The engine is
 this one. Nothing here knows a route.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Answers in OpenAI's dialect, whole or in chunks: of chats, and of completions as lm-eval asks for them."""
 
-from __future__ import annotations
-
 import base64
 import sys
 import time

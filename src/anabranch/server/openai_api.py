@@ -1,7 +1,5 @@
 """The routes of OpenAI's dialect, and vLLM's /tokenize and /detokenize."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

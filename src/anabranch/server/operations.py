@@ -4,8 +4,6 @@ Metrics are `anabranch:…`, on request also `vllm:…`. Their labels are few an
 reason, a route's pattern, a status.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ that a schema does not know is refused, at every depth. Fields marked "no effect
 such as those of an answer that comes back as part of the conversation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from json import dumps
 from types import MappingProxyType

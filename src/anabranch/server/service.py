@@ -6,8 +6,6 @@
 Knows no dialect: token ids go in, Deltas come out. Of HTTP it knows the status of an error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Settings of the server: addresses, keys, limits, timeouts. The engine's settings are config.EngineConfig."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Knows bytes and connections, no dialect. An answer's status is decided by its fi
 ordinary error, a failure after it is an `error` event that ends the stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine

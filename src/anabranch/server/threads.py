@@ -4,8 +4,6 @@
 default executor. A chat template that loops and a read from a pipe cannot be stopped, so here nothing waits for them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

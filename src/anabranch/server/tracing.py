@@ -5,8 +5,6 @@ OTEL_EXPORTER_OTLP_TRACES_ENDPOINT); needs the extra `otel`. A caller's `tracepa
 trace. Wraps the guard, so that refused requests have spans too; attributes are what the guard logs.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ special tokens: encode it with add_special_tokens=False. special_text.render_cha
 message spells apart from the template's own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime

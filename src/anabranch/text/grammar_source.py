@@ -3,8 +3,6 @@
 Runs in the child processes of grammar_process, so that the engine spends no time on large grammars.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

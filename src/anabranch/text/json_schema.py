@@ -5,8 +5,6 @@ where no value can fit two options (Overlap). A schema comes from a client and m
 passed over. Of llguidance this file knows only the options.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Used offline in the engine's own process, and when serving in the server's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -9,8 +9,6 @@ changed constant may leave the key as it was.
 processes. It does nothing to a Triton that hashes in another way.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from triton.runtime.jit import DependenciesFinder

@@ -5,8 +5,6 @@ seconds, error or null]) and null after the last. It never opens a device. It ex
 while without requests; its children exit with it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

@@ -3,8 +3,6 @@
 Imported only by kernels written in Gluon.
 """
 
-from __future__ import annotations
-
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma

@@ -18,8 +18,6 @@ process. `precompile` raises nothing: it returns the names of kernels that did n
 launch will raise, and a tuner only drops a candidate.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import inspect

@@ -4,8 +4,6 @@ Both use parts of Triton that change between releases. A version without them fa
 compilation at the first launch. `anabranch doctor` prints what applies.
 """
 
-from __future__ import annotations
-
 import triton
 
 GLUON = ("3.6", "3.7", "3.8", "3.9")

@@ -6,8 +6,6 @@ T token rows, R requests, H query heads, G key-value heads, D head dim, E that o
 M page-table width, Q queries of one request, B decode rows of a group, L keys of each.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

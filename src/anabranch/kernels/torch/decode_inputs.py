@@ -4,8 +4,6 @@ padding.
 R rows, S slots, M page-table width, N columns of it that are wanted.
 """
 
-from __future__ import annotations
-
 import torch
 
 from anabranch import ops

@@ -3,8 +3,6 @@
 T tokens, D hidden width, K experts per token, E experts, I expert width, N = T · K pairs.
 """
 
-from __future__ import annotations
-
 import torch
 
 from anabranch import ops

@@ -3,8 +3,6 @@
 T tokens, D inputs, F outputs.
 """
 
-from __future__ import annotations
-
 import torch
 
 from anabranch import ops

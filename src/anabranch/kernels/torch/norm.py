@@ -1,7 +1,5 @@
 """RMSNorm in few calls; torch's own makes more of them. fp32 only, but for what is composed. T tokens, D width."""
 
-from __future__ import annotations
-
 import torch
 
 from anabranch import ops

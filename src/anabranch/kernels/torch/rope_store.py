@@ -1,7 +1,5 @@
 """Head norms, rope and the KV write in few calls. T tokens, H query heads, G key-value heads, D head dim, F pairs."""
 
-from __future__ import annotations
-
 import torch
 
 from anabranch import ops

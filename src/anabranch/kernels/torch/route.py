@@ -1,7 +1,5 @@
 """The usual router in few calls: a softmax, the winners by a stable sort, renormalised or not. T tokens, E experts."""
 
-from __future__ import annotations
-
 import torch
 
 from anabranch import ops

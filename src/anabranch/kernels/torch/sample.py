@@ -9,8 +9,6 @@ R requests, V vocabulary, S stretches of W tokens, M tokens of some stretches, N
 * Noise: cheap bounds leave some thirty tokens of a row that need it exactly.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

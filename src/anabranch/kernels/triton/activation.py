@@ -4,8 +4,6 @@ feed-forwards, one of them scaled by a gate.
 T rows, I intermediate width, D width.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -12,8 +12,6 @@ This is one provider of the op. A vendor's attention library would be another: a
 under its own name (`needs`: whether it can be imported), put before "triton" in a platform's `providers`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

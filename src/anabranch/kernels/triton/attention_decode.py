@@ -18,8 +18,6 @@ page table must have been written before the predecessor, which usually writes k
 hold those of the previous step. Every program waits, also one without work: the successor relies on it.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

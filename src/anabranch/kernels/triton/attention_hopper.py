@@ -13,8 +13,6 @@ power of two or are above 256, pages that do not divide a block into whole group
 are not contiguous.
 """
 
-from __future__ import annotations
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -12,8 +12,6 @@ On Hopper the kernel starts before its predecessor has finished (`PDL`) and find
 attention_decode and under the same condition.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

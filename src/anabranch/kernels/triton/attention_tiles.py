@@ -5,8 +5,6 @@ D head dim; BN keys in a block, BM rows (tokens × heads that share keys) of a p
 `decode_override` and `prefill_override` replace the choice for all calls, for benchmarks/attention_sweep.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 

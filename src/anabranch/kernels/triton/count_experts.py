@@ -3,8 +3,6 @@
 L MoE layers, T token rows, K experts per token, E experts.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

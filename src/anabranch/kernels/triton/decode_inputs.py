@@ -3,8 +3,6 @@
 R rows, S slots, M page-table width, N columns of it that are copied.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Kernels that call them must be launched with `**EXACT`: a fused multiply-add wou
 need not be exact: it serves to skip most tokens without computing their noise.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -15,8 +15,6 @@ to bring rows back to their token (`combine`):
 Tiles come from a table that was measured for this shape on this device (kernels/tuning), else from experts_tiles.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import replace

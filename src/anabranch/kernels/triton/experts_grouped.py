@@ -12,8 +12,6 @@ are all tokens, and the rows of tokens that did not choose e are computed but no
 `SWAP` makes the weights the left operand: few rows are then the narrow side of the matrix unit, not the wide one.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

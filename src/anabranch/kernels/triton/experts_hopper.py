@@ -15,8 +15,6 @@ than loading the expert's weights again for them.
 Not supported: biases, fp32, adding into tokens' rows (see experts_grouped).
 """
 
-from __future__ import annotations
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

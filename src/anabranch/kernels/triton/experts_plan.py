@@ -7,8 +7,6 @@ expert has at most one tile that is not full. Pairs of an expert are in no parti
 do not depend on its place in a tile.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ they have used it; both go through the stages in the same order and count steps.
 column block and the row range of the tile that begins in it. WHO is the index of a multiplying warpgroup.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -13,8 +13,6 @@ wait. Before the wait, only results of kernels before the predecessor may be rea
 lets its successor start, so router ids may be read there and `h` may not.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

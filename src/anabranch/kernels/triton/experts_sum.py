@@ -1,7 +1,5 @@
 """The last step of experts whose rows are written out: sum the rows of each token. T tokens, K experts, D width."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@
 twenty times.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

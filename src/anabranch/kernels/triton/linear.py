@@ -16,8 +16,6 @@ On Hopper some tens of tokens and middling weights are linear_hopper's, which sh
 Sums are fp32 and in a fixed order.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from types import ModuleType

@@ -14,8 +14,6 @@ launch.
 fit into the shared memory of all multiprocessors together.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -8,8 +8,6 @@ combines the chunks and finds the best N one by one: the next one is in the stre
 read again.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

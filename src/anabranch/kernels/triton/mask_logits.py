@@ -3,8 +3,6 @@
 R rows of logits, V vocabulary, N rows that are masked, M words of 32 bits.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ T tokens, D normalised width, K experts per token, R rows of a program; a row ma
 The weight is a parameter, so with dependent launch it is loaded before the wait.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ logits have the same bits and a seed draws the same tokens.
 R rows of logits, V vocabulary, N rows that are penalised, P rows of the tables that count tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

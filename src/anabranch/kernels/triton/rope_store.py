@@ -11,8 +11,6 @@ Norm weights are parameters: with dependent launch they are fetched before the w
 so that attention reads what is older than the projection (lengths, page tables) before its own wait.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

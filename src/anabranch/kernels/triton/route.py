@@ -19,8 +19,6 @@ A NaN logit makes the row's weights NaN; its experts are still distinct.
 # A tuple of Triton's may change its length:
 # mypy: disable-error-code="assignment, misc"
 
-from __future__ import annotations
-
 import functools
 import math
 

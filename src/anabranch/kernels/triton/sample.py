@@ -19,8 +19,6 @@ Logits may be bf16 or fp16: they become fp32, exactly, as they are loaded. Liste
 A list that does not fit into its place (flat distributions) is not used: step 3 goes over the row itself, the same way.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

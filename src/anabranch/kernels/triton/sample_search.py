@@ -8,8 +8,6 @@ for one uses keys, integers in the same order: each pass over the tokens compare
 1 / (P + 1) of the interval.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -7,8 +7,6 @@ loop over the elements to find.
 # Tuples in Triton may change their length:
 # mypy: disable-error-code="assignment, misc"
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ The list is short because each entry is a pair of kernels to compile. benchmarks
 it was made from; a device with other needs gets its tiles by adding a line here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

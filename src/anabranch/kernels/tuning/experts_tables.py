@@ -3,8 +3,6 @@
 D hidden width, I expert width (`inner`), K experts per token, E experts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

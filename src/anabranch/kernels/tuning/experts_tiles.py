@@ -6,8 +6,6 @@ The rule was made from sweeps on an H200 with the shapes of Qwen3-30B-A3B, Gemma
 (benchmarks/results/experts_h200.json).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

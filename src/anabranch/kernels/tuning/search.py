@@ -3,8 +3,6 @@
 Knows neither the op nor the device: a `Bench` compiles and times what this file asks for.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -14,8 +14,6 @@ A file that is missing, damaged, or for another shape or code is never an error:
 and the op's own rule decides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 T token rows, D hidden width, E experts, K per token.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -13,8 +13,6 @@ No build step and no external files: the policy below lets a browser connect to 
 these files. The page uses the routes that every client uses, and /debug/stats and /debug/experts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fastapi import APIRouter, Response

@@ -6,8 +6,6 @@ cannot enforce is refused; `format` is an annotation, as JSON Schema has it by d
 and may be anything.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod

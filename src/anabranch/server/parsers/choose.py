@@ -1,7 +1,5 @@
 """Which notation of calls and of thoughts a model has: given by name, or found in the text of its chat template."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

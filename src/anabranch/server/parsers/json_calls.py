@@ -12,8 +12,6 @@ Objects are read by their brackets and strings; the client has to check whether 
 passed on as they come, character by character.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Plain data of this package: the parts that a reader gives, and the tools that a model may call."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

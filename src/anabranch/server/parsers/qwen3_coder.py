@@ -14,8 +14,6 @@ Text that does not fit ends the arguments, and what follows up to the closing ta
 forget the outer tag: a function that was offered is called without it too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

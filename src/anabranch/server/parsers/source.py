@@ -8,8 +8,6 @@ What was read is held until the parser knows what it was: `release` returns it, 
 text that is neither read nor held is never longer than the longest tag, so the cost of a piece is linear in its length.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
