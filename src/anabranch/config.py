@@ -31,6 +31,7 @@ CHOICES = {
     "moe_combine": ("auto", "fastest", "fused", "ordered", "unfused"),
     "shared_expert": ("auto", "stream", "inline"),
     "tune": ("off", "fast", "full"),
+    "quantization": ("none", "fp8", "int4"),
 }
 """Fields of EngineConfig that have one of a few values."""
 GENERATION_CONFIGS = ("auto", "model", "none")
@@ -43,6 +44,7 @@ FLAG_HELP = {
     "moe_combine": "how experts' rows are summed; ordered: the same bits every time",
     "shared_expert": "where a shared expert runs",
     "tune": "measure the experts' tiles at start if no table fits",
+    "quantization": "quantise the weights of a plain checkpoint while loading it",
 }
 
 
@@ -89,6 +91,10 @@ class EngineConfig:
     them. Auto: stream where the platform has streams."""
     tune: str = "fast"
     """Where no table of measured tiles fits model and GPU, measure at start: for 15 seconds, or in full; off: never."""
+    quantization: str = "none"
+    """Quantise the matrices of the layers while a plain checkpoint is loaded. fp8: E4M3 in blocks of 128 × 128; int4:
+    in groups of 128 inputs. Embedding, head and routers stay as they are, as does a checkpoint that is quantised
+    already."""
     expert_load_interval: int = 16
     """Steps between two copies of the expert histogram, which counts every token, to the host; 0: no histogram."""
     generation_config: str = "auto"

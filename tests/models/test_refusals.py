@@ -164,8 +164,8 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"vocab_size": 1 << 40}, "vocab_size"),
     ("llama", {"intermediate_size": 1 << 40}, "intermediate_size"),
     ("llama", {"torch_dtype": "float8_e4m3fn"}, "dtype"),
-    ("qwen3_moe", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    ("gemma4", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+    ("qwen3_moe", {"quantization_config": {"quant_method": "modelopt"}}, "quantization_config"),
+    ("gemma4", {"quantization_config": {"quant_method": "gptq", "bits": 3}}, "quantization_config"),
     ("gemma4_text", {"hidden_size_per_layer_input": 16}, "hidden_size_per_layer_input"),
     ("gemma4", {"hidden_size_per_layer_input": MISSING}, "hidden_size_per_layer_input"),  # the family's default is 256
     ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers"),

@@ -68,7 +68,7 @@ def _on_disk(folder: Path, config: ModelConfig) -> tuple[int, int] | None:
     """(bytes, files) of the checkpoint; None if there is only a config."""
     if not any(folder.glob("*.safetensors*")):
         return None
-    checkpoint = read_checkpoint(folder, quantized=config.format != "plain")
+    checkpoint = read_checkpoint(folder, quantized=bool(config.sources))
     return checkpoint.num_bytes, len(checkpoint.files)
 
 

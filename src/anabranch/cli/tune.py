@@ -84,7 +84,7 @@ def draw(shape: tuple[Any, ...], device: torch.device) -> tuple[Weight, Weight]:
 
     num_experts, width, inner, _, dtype, format = shape
 
-    chosen = formats.known()[format]
+    chosen = formats.named(format)
 
     def normal(*size: int) -> Weight:
         data = torch.empty(size, dtype=dtype, device=device).normal_(std=size[-1] ** -0.5)

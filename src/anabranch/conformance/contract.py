@@ -6,6 +6,7 @@ T rows, D width.
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 
 import torch
 
@@ -99,7 +100,7 @@ def staging(platform: Platform) -> Iterator[str]:
         expected = source_TD[part].to(dtype)
         target = torch.zeros(expected.shape, dtype=dtype, device=platform.device)
         platform.synchronize()
-        made.put(view_TD, [(target, part)])
+        made.put(view_TD, [(target, itemgetter(part) if part else None)])
         made.wait()
         view_TD.zero_()
         yield from _differs(f"what was staged ({label})", target.cpu(), expected)

@@ -64,7 +64,7 @@ def count_weights(config: ModelConfig) -> dict[WeightKind, int]:
 
 def weight_bytes(config: ModelConfig, dtype: str) -> dict[WeightKind, int]:
     """Memory of the weights by kind, in the model's format."""
-    format = formats.known()[config.format]
+    format = config.sources[0].format() if config.sources else formats.PLAIN
     total: dict[WeightKind, int] = dict.fromkeys(get_args(WeightKind), 0)
     for kind, shape in weights(config):
         quantized = kind in QUANTIZED and len(shape) > 1

@@ -67,6 +67,7 @@ class TorchRunner(Runner):
             config.model,
             dtype=config.dtype,
             load_format=config.load_format,  # type: ignore[arg-type]
+            quantization=config.quantization,
             platform=platform,
             progress=progress,
             moe_combine=config.moe_combine,

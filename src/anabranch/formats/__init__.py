@@ -1,8 +1,28 @@
-"""One file per format of quantised weights, found by listing this folder; `format` has the base class and `plain`.
+"""Formats of weights, and how checkpoints keep them.
 
-Knows shapes, names and arithmetic of weights, not layers, kernels or files. Importing it does not import torch.
+`format` has the base class and `plain`, `grouped` the quantised formats; `source` is the contract between a
+checkpoint's tensors and a format, `scaled` and `packed4` implement it, and `methods` reads `quantization_config`. Knows
+shapes, names and arithmetic of weights, not layers, kernels or files. Importing it does not import torch.
 """
 
-from anabranch.formats.format import ITEM_BYTES, PLAIN, Format, Index, Shape, TensorSpec, format_of, known, register
+from anabranch.formats.format import ITEM_BYTES, PLAIN, Format, Index, Shape, TensorSpec, named, register
+from anabranch.formats.grouped import Grouped
+from anabranch.formats.source import IGNORED, PLAIN_SOURCE, Method, Source, register_method, sources_of
 
-__all__ = ["ITEM_BYTES", "PLAIN", "Format", "Index", "Shape", "TensorSpec", "format_of", "known", "register"]
+__all__ = [
+    "IGNORED",
+    "ITEM_BYTES",
+    "PLAIN",
+    "PLAIN_SOURCE",
+    "Format",
+    "Grouped",
+    "Index",
+    "Method",
+    "Shape",
+    "Source",
+    "TensorSpec",
+    "named",
+    "register",
+    "register_method",
+    "sources_of",
+]

@@ -1,22 +1,19 @@
-"""What the numbers of a weight are: which tensors hold it, what a checkpoint calls them, and what they mean.
+"""What the numbers of a weight are: which tensors hold it, and what they mean.
 
 A weight has a logical shape, such as [outputs, inputs]. In the format `plain` one tensor of that shape holds it, in the
 model's dtype; a quantised format keeps packed integers, scales, zero points. Kernels accept calls by format, and tuning
-tables are keyed by its name. `dequantize` is the definition that every kernel is tested against.
+tables are keyed by its name. `dequantize` is the definition that every kernel is tested against. What a checkpoint
+calls these tensors, and in which shapes it keeps them, is the business of a `Source`.
 
 torch is not imported here: the memory plan adds up bytes without it.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -48,16 +45,17 @@ class Format:
 
     name = "plain"
 
+    @property
+    def kind(self) -> str:
+        """What a kernel that multiplies by such weights has among its traits."""
+        return self.name
+
     def tensors(self, shape: Shape) -> dict[str, TensorSpec]:
         """The tensors that hold a weight of this logical shape, by name. ValueError if it cannot have this format."""
         return {"data": TensorSpec(shape)}
 
-    def checkpoint_names(self, name: str) -> dict[str, str]:
-        """For each tensor, its name in a checkpoint that would call the plain weight `name`."""
-        return {"data": name}
-
-    def part(self, tensor: str, index: Index) -> Index:
-        """The part of `tensor` that holds `index` of the logical weight. ValueError if that cannot be taken apart."""
+    def part(self, tensor: str, index: Index, shape: Shape) -> Index:
+        """The part of `tensor` that holds `index` of a weight of this logical shape. ValueError if there is none."""
         return index
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -68,10 +66,6 @@ class Format:
         """The tensors for a dense weight."""
         return {"data": dense}
 
-    def describes(self, quantization_config: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint whose config.json has this `quantization_config` keeps weights in this format."""
-        return False
-
     def num_bytes(self, shape: Shape, dtype: str) -> int:
         """Memory of a weight in a model of this dtype."""
         specs = self.tensors(shape).values()
@@ -80,26 +74,23 @@ class Format:
 
 PLAIN = Format()
 _registered: dict[str, Format] = {PLAIN.name: PLAIN}
-"""By name: `plain`, and formats that have no file in this package."""
+_parsers: list[Callable[[str], Format | None]] = []
+"""For formats with numbers in their names, such as a group size."""
 
 
 def register(format: Format) -> None:
-    """Add a format from outside of this package; it replaces one of the same name."""
+    """Add a format; it replaces one of the same name."""
     _registered[format.name] = format
 
 
-def known() -> dict[str, Format]:
-    """Every format by name."""
-    return _built_in() | _registered
+def register_parser(parse: Callable[[str], Format | None]) -> None:
+    """Add formats by a function from a name to one of them; None: the name is not theirs."""
+    _parsers.append(parse)
 
 
-@functools.cache
-def _built_in() -> dict[str, Format]:
-    names = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.name != "format"]
-    modules = [importlib.import_module(f"anabranch.formats.{name}") for name in names]
-    return {format.name: format for module in modules for format in module.FORMATS}
-
-
-def format_of(quantization_config: Mapping[str, Any]) -> Format | None:
-    """The format that config.json describes; None if it is not known."""
-    return next((format for format in known().values() if format.describes(quantization_config)), None)
+def named(name: str) -> Format:
+    """The format of this name."""
+    for parse in _parsers:
+        if name not in _registered and (format := parse(name)) is not None:
+            _registered[name] = format
+    return _registered[name]

@@ -5,6 +5,7 @@ here), and only then memory and weights.
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,11 +14,12 @@ from typing import Literal
 
 import torch
 
-from anabranch import kernels, platforms
+from anabranch import kernels, ops, platforms
 from anabranch.config import resolve_dtype
-from anabranch.layers.linear import Linear
+from anabranch.formats import PLAIN
+from anabranch.layers.linear import Linear, PackedLinear
 from anabranch.loader import dummy, names
-from anabranch.loader.checkpoint import Checkpoint, read_checkpoint
+from anabranch.loader.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.loader.read import Progress, own_head, read_weights
 from anabranch.models import family
@@ -25,6 +27,7 @@ from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder
 from anabranch.moe.experts import Experts
 from anabranch.moe.setup import MoESetup, make_setup
+from anabranch.ops.weight import Weight
 from anabranch.stages import count, stage
 
 log = logging.getLogger(__name__)
@@ -41,19 +44,21 @@ def load_model(
     progress: Progress | None = None,
     moe_combine: str = "fastest",
     shared_expert: str = "auto",
+    quantization: str = "none",
 ) -> Decoder:
-    """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it."""
+    """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it.
+    `quantization`: a format of formats.rounded for the plain matrices of the layers."""
     with stage("config"):
         folder = locate(str(model), weights=load_format != "dummy")
         config = read_config(folder)
-        checkpoint = None if load_format == "dummy" else read_checkpoint(folder, quantized=config.format != "plain")
+        checkpoint = None if load_format == "dummy" else read_checkpoint(folder, quantized=bool(config.sources))
         if config.tie_embeddings and checkpoint is not None:
             config = _untie(config, checkpoint)
         platform = platform or platforms.current()
         kernels.bind(platform)
         moe = make_setup(platform, combine=moe_combine, shared_expert=shared_expert)
         decoder = build(config, DTYPES[resolve_dtype(dtype, config, platform)], moe)
-        copies = [] if checkpoint is None else names.match(decoder, checkpoint)
+        copies = [] if checkpoint is None else names.match(decoder, checkpoint, quantization)
     with stage("weights"):
         decoder.to_empty(device=platform.device)
         parameters = dict(decoder.named_parameters())
@@ -63,8 +68,40 @@ def load_model(
             count(sum(parameter.nbytes for parameter in parameters.values()))
         else:
             count(read_weights(parameters, copies, platform, progress))
+        settle(decoder, platform)
         lay_out(decoder, platform)
     return decoder
+
+
+def settle(decoder: Decoder, platform: platforms.Platform) -> None:
+    """After loading: refuse scales that are no numbers; replace quantised weights by dense ones where no kernel of this
+    platform multiplies by them, if there is memory for that. If not, they are dequantised in every call."""
+    quantized = {name: w for name, w in decoder.named_modules() if isinstance(w, Weight) and w.format is not PLAIN}
+    if not quantized:
+        return
+    scales = [weight.tensors["scale"] for weight in quantized.values() if "scale" in weight.tensors]
+    finite = torch.stack([scale.isfinite().all() for scale in scales]).tolist() if scales else []
+    for (name, _), good in zip(quantized.items(), finite):
+        if not good:
+            raise CheckpointError(f"weight {name!r} has a scale that is not a finite number; download the model again")
+    op_of = {Linear: ops.linear, PackedLinear: ops.linear, Experts: ops.experts}
+    multiplied = {id(w): op_of[type(m)] for m in decoder.modules() if type(m) in op_of for w in m.children()}
+    dense = [
+        weight
+        for weight in quantized.values()
+        if (op := multiplied.get(id(weight))) is None or not any(weight.format.kind in k.traits for k in op.bound)
+    ]
+    num_bytes = sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in dense)
+    if num_bytes > 0.8 * platform.memory().free:
+        log.warning(
+            "%.1f GB of dequantised weights do not fit in memory: they are dequantised in every step, which is slow",
+            num_bytes / 1e9,
+        )
+        return
+    for weight in dense:
+        weight.set_dense()
+    if dense:
+        log.info("dequantised %d weights: no kernel of this platform multiplies by their format", len(dense))
 
 
 def _untie(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:

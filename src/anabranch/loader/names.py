@@ -1,22 +1,22 @@
 """Which checkpoint tensor fills which part of which parameter; refuses missing, surplus and wrongly shaped tensors.
 
-Works on a model without memory (meta device) and on headers: no weight is read here. A weight takes the format that
-config.json names if the checkpoint has all of its tensors in that format; otherwise it is plain.
+Works on a model without memory (meta device) and on headers: no weight is read here. A weight is taken from the first
+of the sources that config.json names of which the checkpoint has all tensors; otherwise it is plain.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from anabranch import formats
-from anabranch.formats import PLAIN, Format, Index
+from anabranch.formats import IGNORED, PLAIN_SOURCE, Index, Shape, Source, TensorSpec, rounded
 from anabranch.loader.checkpoint import DTYPES, FLOATS, Checkpoint, CheckpointError, TensorInfo
 from anabranch.ops.weight import Layout, Piece, Weight
 
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Put `source[part]` into `parameter[index]`."""
+    """Put `convert(source)[part]` into `parameter[index]`."""
 
     source: TensorInfo
     parameter: str
     index: Index
     part: Index = ()
+    convert: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -40,19 +41,29 @@ class Copy:
         return source.num_bytes * math.prod(_shape_of(source.shape, self.part)) // max(1, source.num_elements)
 
 
-def match(model: Decoder, checkpoint: Checkpoint) -> list[Copy]:
-    """One Copy for every tensor the model needs, in file order; CheckpointError if one is missing or left over."""
+def match(model: Decoder, checkpoint: Checkpoint, quantization: str = "none") -> list[Copy]:
+    """One Copy for every tensor the model needs, in file order; CheckpointError if one is missing or left over. Plain
+    matrices of layers are quantised as `quantization` says."""
+    target_format = rounded.FORMATS.get(quantization)
     copies: list[Copy] = []
-    format = formats.known()[model.config.format]
     for name, target, layouts in parameter_layouts(model):
         if isinstance(target, Weight):
-            copies += _copies(target, name, layouts, format, checkpoint)
+            sources = model.config.sources
+            if target_format is not None and not sources and _is_projection(name, target.full_shape):
+                if rounded.can_round(target_format, target.full_shape):
+                    sources = (rounded.Rounded(target_format),)
+            copies += _copies(target, name, layouts, sources, checkpoint)
         else:
-            source = _find(checkpoint, _best(checkpoint, layouts, PLAIN)[0].name)
-            _check(source, source.shape, tuple(target.shape), "")
+            source = _find(checkpoint, _best(checkpoint, layouts, PLAIN_SOURCE)[0].name)
+            _check(source, (TensorSpec(tuple(target.shape)),))
             copies.append(Copy(source, name, ()))
     _refuse_surplus(model, checkpoint, {copy.source.name for copy in copies})
     return sorted(copies, key=lambda copy: (copy.source.file, copy.source.begin))
+
+
+def _is_projection(path: str, shape: Shape) -> bool:
+    """Whether a weight is a matrix of a layer that is multiplied by: not the embedding, the head or a router."""
+    return path.startswith("layers.") and ".router." not in path and len(shape) > 1
 
 
 def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Parameter, list[Layout]]]:
@@ -87,60 +98,110 @@ def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
     ]
 
 
-def _copies(weight: Weight, path: str, layouts: list[Layout], wanted: Format, checkpoint: Checkpoint) -> Iterator[Copy]:
-    layout, format = _best(checkpoint, layouts, wanted), wanted
-    if _share(checkpoint, layout, wanted) < 1:
-        layout, format = _best(checkpoint, layouts, PLAIN), PLAIN
+def _copies(
+    weight: Weight, path: str, layouts: list[Layout], sources: tuple[Source, ...], checkpoint: Checkpoint
+) -> Iterator[Copy]:
+    source, layout = _choose(checkpoint, layouts, sources if len(weight.full_shape) > 1 else ())
+    names = {piece.name: source.names(piece.name) for piece in layout}
+    whole = torch.empty(weight.full_shape, device="meta")
+    stored: dict[str, Shape] = {}
+    """The logical shape of each checkpoint tensor."""
+    taken_of = Counter[str]()
+    for piece in layout:
+        infos = {tensor: _find(checkpoint, name) for tensor, name in names[piece.name].items()}
+        wanted = tuple(whole[piece.index].shape)
+        shape = stored[piece.name] = source.logical(infos["data"].shape) if piece.part else wanted
+        if _shape_of(shape, piece.part) != wanted:
+            raise _misshapen(infos["data"], wanted)
+        for tensor, info in infos.items():
+            _check(info, source.stored(tensor, shape))
+        taken_of[piece.name] += math.prod(wanted)
+    for name, count in taken_of.items():
+        if count != math.prod(stored[name]):
+            info = checkpoint.tensors[names[name]["data"]]
+            raise CheckpointError(
+                f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, config.json asks for {count} elements"
+            )
+    dtypes = {tensor: DTYPES[info.dtype] for tensor, info in infos.items()}
+    pieces = [*weight.shard.pieces(layout, weight.full_shape)]
+    starts = {start for piece in (*layout, *pieces) for start in _starts(piece, whole)}
+    try:
+        format = source.format(tuple(starts), dtypes)
+        specs = format.tensors(weight.full_shape)
+    except ValueError as error:
+        raise CheckpointError(f"{infos['data'].file}: tensor {infos['data'].name!r}: {error}") from None
     if weight.format is not format:
         with torch.device("meta"):
             weight.set_format(format)
-    names = {piece.name: format.checkpoint_names(piece.name) for piece in layout}
-    for tensor, spec in format.tensors(weight.full_shape).items():
-        whole, taken_of = torch.empty(spec.shape, device="meta"), Counter[str]()
-        for piece in layout:
-            source, index = _find(checkpoint, names[piece.name][tensor]), format.part(tensor, piece.index)
-            taken = _shape_of(source.shape, format.part(tensor, piece.part))
-            _check(source, taken, tuple(whole[index].shape), spec.dtype)
-            taken_of[source.name] += math.prod(taken)
-        for name, count in taken_of.items():
-            if count != checkpoint.tensors[name].num_elements:
-                raise CheckpointError(
-                    f"{checkpoint.tensors[name].file}: tensor {name!r} has shape "
-                    f"{list(checkpoint.tensors[name].shape)}, config.json asks for {count} elements"
-                )
-        for piece in weight.shard.pieces(layout, weight.full_shape):
-            index, part = format.part(tensor, piece.index), format.part(tensor, piece.part)
-            yield Copy(checkpoint.tensors[names[piece.name][tensor]], f"{path}.{tensor}", index, part)
+    for piece in pieces:
+        name, shape = piece.name, stored[piece.name]
+        for tensor in specs:
+            changes = source.changes(tensor, format)
+            convert = partial(source.convert, tensor, shape=shape, format=format) if changes else None
+            index, part = format.part(tensor, piece.index, weight.shape), format.part(tensor, piece.part, shape)
+            yield Copy(checkpoint.tensors[names[name][tensor]], f"{path}.{tensor}", index, part, convert)
 
 
-def _shape_of(shape: tuple[int, ...], part: Index) -> tuple[int, ...]:
+def _choose(checkpoint: Checkpoint, layouts: list[Layout], sources: tuple[Source, ...]) -> tuple[Source, Layout]:
+    """The source and layout that the checkpoint has. If it has none completely: those of which it has most, so that
+    what is missing can be named."""
+    found = [(source, _best(checkpoint, layouts, source)) for source in (*sources, PLAIN_SOURCE)]
+    for source, layout in found:
+        if _share(checkpoint, layout, source) == 1 and _holds(checkpoint, layout[0], source):
+            return source, layout
+    return max(found, key=lambda pair: (_holds(checkpoint, pair[1][0], pair[0]), _share(checkpoint, pair[1], pair[0])))
+
+
+def _holds(checkpoint: Checkpoint, piece: Piece, source: Source) -> bool:
+    """Whether the checkpoint has the piece's numbers with a dtype of this source."""
+    info = checkpoint.tensors.get(source.names(piece.name).get("data", ""))
+    return info is not None and any(_is_of(info, spec) for spec in source.stored("data", (8, 8)))
+
+
+def _is_of(info: TensorInfo, spec: TensorSpec) -> bool:
+    return DTYPES[info.dtype] == spec.dtype if spec.dtype else info.dtype in FLOATS
+
+
+def _starts(piece: Piece, whole: torch.Tensor) -> Iterator[int]:
+    """The outputs at which a piece begins, in the weight and in its checkpoint tensor."""
+    for index, dim in ((piece.index, whole.dim() - 2), (piece.part, whole[piece.index].dim() - 2)):
+        place = index[dim] if 0 <= dim < len(index) else slice(None)
+        if isinstance(place, slice) and place.step in (None, 1):
+            yield place.start or 0
+
+
+def _shape_of(shape: Shape, part: Index) -> Shape:
     """Of a part of a tensor that consists of slices."""
     sizes = (len(range(size)[taken]) for size, taken in zip(shape, part) if isinstance(taken, slice))
     return (*sizes, *shape[len(part) :])
 
 
-def _check(source: TensorInfo, shape: tuple[int, ...], wanted: tuple[int, ...], dtype: str) -> None:
-    """CheckpointError unless the tensor has the shape and the numbers that a parameter needs; no `dtype`: any float."""
-    if source.dtype not in FLOATS if not dtype else DTYPES[source.dtype] != dtype:
+def _check(info: TensorInfo, allowed: tuple[TensorSpec, ...]) -> None:
+    """CheckpointError unless the tensor looks like one of these."""
+    if not any(_is_of(info, spec) for spec in allowed):
         raise CheckpointError(
-            f"{source.file}: tensor {source.name!r} is {source.dtype}, where {dtype or 'floating-point numbers'} "
+            f"{info.file}: tensor {info.name!r} is {info.dtype}, where {allowed[0].dtype or 'floating-point numbers'} "
             "should be; is the checkpoint complete, and of the format that config.json names?"
         )
-    if shape != wanted:
-        raise CheckpointError(
-            f"{source.file}: tensor {source.name!r} has shape {list(source.shape)}, config.json asks for {list(wanted)}"
-        )
+    if info.shape not in [spec.shape for spec in allowed]:
+        raise _misshapen(info, allowed[0].shape)
 
 
-def _best(checkpoint: Checkpoint, layouts: list[Layout], format: Format) -> Layout:
+def _misshapen(info: TensorInfo, wanted: Shape) -> CheckpointError:
+    return CheckpointError(
+        f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, config.json asks for {list(wanted)}"
+    )
+
+
+def _best(checkpoint: Checkpoint, layouts: list[Layout], source: Source) -> Layout:
     """The layout the checkpoint uses: the one of which it holds most. What that one lacks is missing."""
-    return max(layouts, key=lambda layout: _share(checkpoint, layout, format))
+    return max(layouts, key=lambda layout: _share(checkpoint, layout, source))
 
 
-def _share(checkpoint: Checkpoint, layout: Layout, format: Format) -> float:
+def _share(checkpoint: Checkpoint, layout: Layout, source: Source) -> float:
     """How much of a layout the checkpoint holds, 0 to 1."""
-    names = [name for piece in layout for name in format.checkpoint_names(piece.name).values()]
-    return sum(name in checkpoint.tensors for name in names) / len(names)
+    names = [name for piece in layout for name in source.names(piece.name).values()]
+    return sum(name in checkpoint.tensors for name in names) / len(names) if names else 0.0
 
 
 def _find(checkpoint: Checkpoint, name: str) -> TensorInfo:
@@ -152,6 +213,8 @@ def _find(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> None:
     ignored = model.family.ignored
+    if model.config.sources:
+        ignored = (*ignored, *IGNORED)
     used = used | ({"lm_head.weight"} if model.config.tie_embeddings else set())
     surplus = [
         tensor

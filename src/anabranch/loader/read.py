@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 
-from anabranch.formats import Index
 from anabranch.loader import checkpoint
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from anabranch.loader.names import Copy
-from anabranch.platforms import Platform, Staging
+from anabranch.platforms import Platform, Staging, Take
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), by the thread that reads weights."""
@@ -38,8 +38,8 @@ buffer is then 16 MB, no more: page-locked memory comes in powers of two."""
 THREADS = 12
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, ours) for name, ours in checkpoint.DTYPES.items()}
 
-Place = tuple[torch.Tensor, Index]
-"""A view into a parameter, and which part of the checkpoint's tensor fills it."""
+Place = tuple[torch.Tensor, Take | None]
+"""A view into a parameter, and what is taken from the checkpoint's tensor for it; None: all of it, as it is."""
 
 
 def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
@@ -83,8 +83,8 @@ class Part:
     @property
     def is_plain(self) -> bool:
         """Its bytes are the parameter's bytes."""
-        target, part = self.places[0]
-        plain = len(self.places) == 1 and not part and target.is_contiguous()
+        target, take = self.places[0]
+        plain = len(self.places) == 1 and take is None and target.is_contiguous()
         return plain and target.dtype == DTYPES[self.source.dtype]
 
 
@@ -140,7 +140,7 @@ def cut(parameters: Mapping[str, torch.Tensor], copies: Sequence[Copy], limit: i
     open_parts: list[Part] = []
     begin = end = num_bytes = 0
     for source, group in groupby((copy for copy in copies if copy.source.num_bytes), key=lambda copy: copy.source):
-        places = tuple((parameters[copy.parameter][copy.index], copy.part) for copy in group)
+        places = tuple((parameters[copy.parameter][copy.index], taker(copy)) for copy in group)
         for part in _pieces(source, places, limit):
             at = source.begin + part.first * DTYPES[source.dtype].itemsize
             follows = open_parts and open_parts[-1].source.file == source.file and at == end
@@ -156,15 +156,23 @@ def cut(parameters: Mapping[str, torch.Tensor], copies: Sequence[Copy], limit: i
         yield Span(open_parts[0].source.file, begin, tuple(open_parts))
 
 
+def taker(copy: Copy) -> Take | None:
+    """What a copy takes from its source."""
+    convert, part = copy.convert, copy.part
+    if convert is None:
+        return itemgetter(part) if part else None
+    return lambda source: convert(source)[part]
+
+
 def _pieces(source: TensorInfo, places: tuple[Place, ...], limit: int) -> Iterator[Part]:
-    (target, part), *others = places
-    if others or part or not target.is_contiguous() or source.num_bytes <= limit:
+    (target, take), *others = places
+    if others or take or not target.is_contiguous() or source.num_bytes <= limit:
         yield Part(source, 0, source.num_elements, places)
         return
     flat, most = target.view(-1), limit // DTYPES[source.dtype].itemsize
     for first in range(0, source.num_elements, most):
         count = min(most, source.num_elements - first)
-        yield Part(source, first, count, ((flat[first : first + count], ()),))
+        yield Part(source, first, count, ((flat[first : first + count], None),))
 
 
 class Reader:
@@ -196,8 +204,8 @@ class Reader:
             if not hasattr(self.mine, "buffer"):
                 self.mine.buffer = torch.empty(self.room, dtype=torch.uint8)
             for source, places in self._read_to(span, self.mine.buffer):
-                for target, part in places:
-                    target.copy_(source[part])
+                for target, take in places:
+                    target.copy_(source if take is None else take(source))
         return span.num_bytes
 
     def _stagings(self) -> list[Staging]:

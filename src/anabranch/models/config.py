@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from anabranch.formats import PLAIN, Format, Shape, format_of
+from anabranch.formats import Shape, Source, sources_of
 from anabranch.models import family
 from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
 from anabranch.models.keys import ConfigError, Keys, read_json, shown
@@ -143,8 +143,8 @@ class ModelConfig:
     max_position: int
     dtype: str = "float32"
     """What the checkpoint was made in: float32, float16 or bfloat16."""
-    format: str = "plain"
-    """Of its quantised weights; see anabranch.formats."""
+    sources: tuple[Source, ...] = ()
+    """How the checkpoint keeps its quantised weights; (): it has none."""
     packed: bool = False
     """The checkpoint's weights are quantised by MLX."""
     mlp_bias: bool = False
@@ -166,9 +166,7 @@ def read_config(folder: str | Path, *, quantized: bool = False) -> ModelConfig:
     reads quantised weights itself, of any format."""
     path = Path(folder) / "config.json"
     keys = Keys(read_json(path), path)
-    format = _format(keys)
-    if format is None and not quantized:
-        raise keys.fail("'quantization_config': quantised checkpoints are not supported yet; use the original weights")
+    sources = () if quantized else _sources(keys)
     families, model_type = family.known(), keys.get("model_type")
     if not isinstance(model_type, str) or model_type not in families:
         near = difflib.get_close_matches(shown(model_type), families, 1)
@@ -182,17 +180,21 @@ def read_config(folder: str | Path, *, quantized: bool = False) -> ModelConfig:
             raise keys.fail(f"'architectures' = {shown(architecture)}: only models that generate text are supported")
     config = families[model_type].read(keys)
     _check(keys, config)
-    name = PLAIN.name if format is None else format.name
-    return replace(config, eos_ids=_eos_ids(keys), format=name, packed="quantization" in keys.raw)
+    return replace(config, eos_ids=_eos_ids(keys), sources=sources, packed="quantization" in keys.raw)
 
 
-def _format(keys: Keys) -> Format | None:
-    """Of the weights; None if it is not known here."""
+def _sources(keys: Keys) -> tuple[Source, ...]:
     for where in (keys.raw, keys.mapping("text_config")):
-        if "quantization_config" in where:
-            found = where["quantization_config"]
-            return format_of(found) if isinstance(found, dict) else None
-    return PLAIN
+        found = where.get("quantization_config")
+        if found is None:
+            continue
+        if not isinstance(found, dict):
+            raise keys.fail(f"'quantization_config' must be an object, not {shown(found)}")
+        try:
+            return sources_of(found)
+        except ValueError as error:
+            raise keys.fail(f"'quantization_config': {error}; use the original weights") from None
+    return ()
 
 
 def _eos_ids(keys: Keys) -> tuple[int, ...]:

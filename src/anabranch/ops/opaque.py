@@ -92,7 +92,7 @@ def unflatten(types: Iterable[Any], flat: Sequence[Any]) -> list[Any]:
     for type in types:
         value = next(given)
         if type is Weight:
-            format, shape = formats.known()[next(given)], tuple(next(given))
+            format, shape = formats.named(next(given)), tuple(next(given))
             value = Weight.view(format, shape, dict(zip(format.tensors(shape), value, strict=True)))
         values.append(value)
     return values

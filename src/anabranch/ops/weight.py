@@ -127,6 +127,13 @@ class Weight(nn.Module):
             dtype = getattr(torch, spec.dtype) if spec.dtype else self._dtype
             self.register_parameter(name, nn.Parameter(torch.empty(spec.shape, dtype=dtype), requires_grad=False))
 
+    def set_dense(self) -> None:
+        """Replace a quantised weight by the numbers it stands for."""
+        dense = self.dense(self._dtype)
+        self._parameters.clear()
+        self.format = PLAIN
+        self.register_parameter("data", nn.Parameter(dense, requires_grad=False))
+
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._parameters)  # type: ignore[arg-type]

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from anabranch.formats import Index
-from anabranch.platforms.platform import Memory, Platform
+from anabranch.platforms.platform import Memory, Platform, Take
 
 
 class AcceleratorPlatform(Platform):
@@ -118,16 +117,16 @@ class DeviceStaging:
         self.buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         self.stream = api.Stream(device)
 
-    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, Index]]) -> None:
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, Take | None]]) -> None:
         with self.api.stream(self.stream):
-            (target, part), *others = places
-            if not others and not part and target.dtype == source.dtype and target.is_contiguous():
+            (target, take), *others = places
+            if not others and take is None and target.dtype == source.dtype and target.is_contiguous():
                 target.copy_(source, non_blocking=True)
                 return
             # Torch would convert or rearrange on the host, and wait; the device does it instead.
             arrived = source.to(self.stream.device, non_blocking=True)
-            for target, part in places:
-                target.copy_(arrived[part])
+            for target, take in places:
+                target.copy_(arrived if take is None else take(arrived))
 
     def wait(self) -> None:
         self.stream.synchronize()

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from anabranch.formats import Index
-from anabranch.platforms.platform import Fetch, HostPlatform, Memory
+from anabranch.platforms.platform import Fetch, HostPlatform, Memory, Take
 
 
 class FakePlatform(HostPlatform):
@@ -76,15 +75,15 @@ class FakeStaging:
 
     def __init__(self, num_bytes: int) -> None:
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-        self.late: list[tuple[torch.Tensor, torch.Tensor, Index]] = []
+        self.late: list[tuple[torch.Tensor, torch.Tensor, Take | None]] = []
 
-    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, Index]]) -> None:
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, Take | None]]) -> None:
         assert source.is_contiguous() and source.untyped_storage().data_ptr() == self.buffer.data_ptr()
-        self.late += [(target, source, part) for target, part in places]
+        self.late += [(target, source, take) for target, take in places]
 
     def wait(self) -> None:
-        for target, source, part in self.late:
-            target.copy_(source[part])
+        for target, source, take in self.late:
+            target.copy_(source if take is None else take(source))
         self.late.clear()
 
 

@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-from anabranch.formats import Index
-
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -56,15 +54,19 @@ class Fetch(Protocol):
     def wait(self) -> torch.Tensor: ...
 
 
+Take = Callable[[torch.Tensor], torch.Tensor]
+"""From a checkpoint's tensor to what fills a parameter, computed on the device."""
+
+
 class Staging(Protocol):
     """A buffer on the host from which copies to the device are started."""
 
     buffer: torch.Tensor
     """Bytes."""
 
-    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, Index]]) -> None:
-        """Start copying `source`, a contiguous view of the buffer: each place's tensor becomes that part of it. dtypes
-        may differ."""
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, Take | None]]) -> None:
+        """Start copying `source`, a contiguous view of the buffer: each place's tensor becomes what is taken from it,
+        or all of it. dtypes may differ."""
 
     def wait(self) -> None:
         """Wait until all that was put has arrived; then the buffer may be written again."""

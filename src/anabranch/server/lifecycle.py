@@ -306,7 +306,7 @@ def read_model(engine: EngineConfig, settings: Settings) -> Model:
         has_weights = False
     if has_weights:
         # Headers only: an incomplete file is an error before a process is started.
-        read_checkpoint(folder, quantized=config.format != "plain")
+        read_checkpoint(folder, quantized=bool(config.sources))
     template = ChatTemplate(folder, settings.chat_template)
     tokenizer = Tokenizer(folder)
     added = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}

@@ -1,0 +1,116 @@
+"""How a checkpoint keeps quantised weights: what it calls their tensors, in which shapes, and how they become ours.
+
+`quantization_config` of config.json names a method; the method's file gives the sources that may occur. The loader
+takes a weight from the first source of which the checkpoint has all tensors, and from a plain tensor otherwise: so
+headers decide what a weight is, not the lists of exceptions in config.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from math import gcd
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anabranch.formats.format import PLAIN, Format, Shape, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = (
+    ".input_scale",
+    ".weight_shape",
+    ".g_idx",
+    ".qzeros",
+    ".input_zero_point",
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+)
+"""Ends of the names of tensors that quantised checkpoints have and that weight-only products do not need."""
+
+
+class Source:
+    def names(self, name: str) -> dict[str, str]:
+        """The checkpoint's name of each tensor of the weight that a plain checkpoint calls `name`; {}: it has none."""
+        raise NotImplementedError
+
+    def format(self, starts: tuple[int, ...] = (), dtypes: Mapping[str, str] = {}) -> Format:
+        """Of a weight whose pieces begin at these outputs, and whose tensors have these dtypes in the checkpoint."""
+        raise NotImplementedError
+
+    def stored(self, tensor: str, shape: Shape) -> tuple[TensorSpec, ...]:
+        """What the tensor of a piece of this logical shape may look like in the checkpoint; no dtype: any float."""
+        raise NotImplementedError
+
+    def logical(self, shape: Shape) -> Shape:
+        """The logical shape of the piece whose `data` has this shape in the checkpoint."""
+        return shape
+
+    def convert(self, tensor: str, stored: torch.Tensor, shape: Shape, format: Format) -> torch.Tensor:
+        """From the checkpoint's tensor of such a piece to the format's."""
+        return stored
+
+    def changes(self, tensor: str, format: Format) -> bool:
+        """Whether `convert` does anything with this tensor besides changing its dtype."""
+        return False
+
+
+class PlainSource(Source):
+    """One tensor with the weight's name and shape, of any float."""
+
+    def names(self, name: str) -> dict[str, str]:
+        return {"data": name}
+
+    def format(self, starts: tuple[int, ...] = (), dtypes: Mapping[str, str] = {}) -> Format:
+        return PLAIN
+
+    def stored(self, tensor: str, shape: Shape) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(shape),)
+
+
+PLAIN_SOURCE = PlainSource()
+
+Method = Callable[[Mapping[str, Any]], tuple[Source, ...]]
+"""From `quantization_config` to its sources; ValueError with the reason where it cannot be read."""
+
+_registered: dict[str, Method] = {}
+
+
+def register_method(name: str, method: Method) -> None:
+    """Add a `quant_method` from outside of this package; it replaces one of the same name."""
+    _registered[name] = method
+
+
+@functools.cache
+def _built_in() -> dict[str, Method]:
+    names = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "methods")])]
+    modules = [importlib.import_module(f"anabranch.formats.methods.{name}") for name in names]
+    return {module.NAME: module.sources for module in modules}
+
+
+def methods() -> dict[str, Method]:
+    """Every `quant_method` that is supported."""
+    return _built_in() | _registered
+
+
+def sources_of(quantization_config: Mapping[str, Any]) -> tuple[Source, ...]:
+    """ValueError, with the reason, where the config describes what cannot be read."""
+    name = quantization_config.get("quant_method")
+    method = methods().get(name) if isinstance(name, str) else None
+    if method is None:
+        raise ValueError(f"quant_method {name!r} is not supported (supported: {', '.join(sorted(methods()))})")
+    return method(quantization_config)
+
+
+def common_rows(rows: int, starts: tuple[int, ...]) -> int:
+    """How many outputs can share a scale where pieces with blocks of `rows` outputs begin at these."""
+    return gcd(rows, *starts)
+
+
+def stem(name: str) -> str:
+    """The name of the layer whose weight is `name`; "" where the weight is not called `weight`."""
+    return name.removesuffix(".weight") if name.endswith(".weight") else ""

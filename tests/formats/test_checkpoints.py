@@ -1,0 +1,189 @@
+"""Every format of quantised checkpoints against its dequantised twin, which transformers runs."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+from safetensors.torch import load_file, save_file
+
+from anabranch import formats
+from anabranch.engine.single import SingleSequence
+from anabranch.formats import Grouped, rounded
+from anabranch.loader import names
+from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
+from anabranch.loader.load import build, load_model
+from anabranch.models.config import ConfigError, read_config
+from anabranch.ops.weight import Weight
+from tests.formats import writers
+from tests.models import tiny
+
+BASE = next(case for case in tiny.CASES if case.model_type == "qwen3_moe" and case.experts == "split")
+
+
+def save(case: writers.Case, folder: Path) -> tuple[Path, Path, tiny.Case]:
+    """(quantised checkpoint, its plain twin, the model)"""
+    sizes = {
+        "hidden_size": case.hidden,
+        "moe_intermediate_size": case.inner,
+        "head_dim": 64 if case.inner == 128 else 48,
+        "num_hidden_layers": 2,
+    }
+    model = dataclasses.replace(BASE, settings=BASE.settings | sizes)
+    plain = tiny.save(model, folder / "plain")
+    writers.quantize(plain, folder / "quantized", case)
+    return folder / "quantized", plain, model
+
+
+@pytest.mark.parametrize("case", writers.CASES, ids=lambda case: case.name)
+def test_the_logits_of_the_twin(case: writers.Case, tmp_path: Path) -> None:
+    quantized, plain, model = save(case, tmp_path)
+    prompt = tiny.prompt(model)
+    found = SingleSequence(load_model(quantized, dtype="float32"), 64).forward(prompt)
+    expected = tiny.Judge(plain, model.model_type).logits(prompt)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_the_formats_that_weights_take(tmp_path: Path) -> None:
+    """Gate and up rows of 704 share a scale in blocks of 64, so that up rows begin at a block."""
+    case = next(case for case in writers.CASES if case.name == "fp8 blocks, 704")
+    quantized, _, _ = save(case, tmp_path)
+    config = read_config(quantized)
+    decoder = build(config, torch.float32)
+    names.match(decoder, read_checkpoint(quantized, quantized=True))
+    found = {name: module.format.name for name, module in decoder.named_modules() if isinstance(module, Weight)}
+    assert found["layers.0.mlp.experts.gate_up_EFD"] == "fp8_64x128"
+    assert found["layers.0.mlp.experts.down_EDI"] == "fp8_128x128"
+    assert found["layers.0.mlp.router.weight"] == found["embed_tokens.weight"] == "plain"
+
+
+def test_transformers_reads_the_blocks_as_they_are(tmp_path: Path) -> None:
+    """With whole blocks: it takes the size of a block from the grid, and 192 rows in a grid of 2 for blocks of 96."""
+    quantized, _, model = save(dataclasses.replace(writers.CASES[0], hidden=256, inner=128), tmp_path)
+    prompt = tiny.prompt(model)
+    found = SingleSequence(load_model(quantized, dtype="float32"), 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(quantized, model.model_type).logits(prompt), rtol=0, atol=1e-4)
+
+
+def test_awq_is_what_its_converter_unpacks() -> None:
+    weight = torch.randn(64, 96)
+    tensors, _ = writers.awq(32)(weight)
+    q, _, zero = writers.integers(weight, 32, False)
+    for packed, values in ((tensors["qweight"].contiguous(), q), (tensors["qzeros"].contiguous(), zero)):
+        unpacked, _ = AutoAWQConverter.unpack_awq(packed, packed, 4)
+        unpacked, _ = AutoAWQConverter.reverse_awq_order(unpacked, unpacked, 4)
+        assert torch.equal(unpacked.T.float() % 16, values)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_quantised_while_loading(quantization: str, tmp_path: Path) -> None:
+    """The same as loading a checkpoint that was quantised before."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64, "num_key_value_heads": 2}
+    model = dataclasses.replace(BASE, settings=BASE.settings | sizes)
+    plain, prompt = tiny.save(model, tmp_path / "plain"), tiny.prompt(model)
+    found = SingleSequence(load_model(plain, dtype="float32", quantization=quantization), 64).forward(prompt)
+    format = rounded.FORMATS[quantization]
+    for file in plain.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if not any(part in name for part in writers.PLAIN):
+                tensors[name] = format.dequantize(format.quantize(tensor), tuple(tensor.shape), torch.float32)
+        save_file(tensors, file)
+    torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
+
+
+def remove(tensors: dict[str, torch.Tensor], name: str) -> None:
+    del tensors[name]
+
+
+DAMAGES: list[tuple[str, str, Callable[[dict[str, torch.Tensor], str], None], str]] = [
+    ("fp8 blocks", "weight_scale_inv", remove, "_scale_inv' is missing"),
+    ("fp8 blocks", "weight_scale_inv", lambda t, n: t.update({n: t[n][:1].clone()}), "_scale_inv' has shape"),
+    ("fp8 blocks", "weight_scale_inv", lambda t, n: t.update({n: t[n] * torch.nan}), "not a finite number"),
+    ("fp8 blocks", "weight_scale_inv", lambda t, n: t.update({n: t[n].int()}), "is I32, where floating-point"),
+    ("ct int4 32", "weight_packed", lambda t, n: t.update({n: t[n][:, :-1].clone()}), "weight_packed' has shape"),
+    ("ct int4 32", "weight_packed", lambda t, n: t.update({n: t[n].long()}), "is I64, where int32 should be"),
+    ("ct int4 32", "weight_scale", remove, "weight_scale' is missing"),
+    ("gptq asymmetric", "qzeros", lambda t, n: t.update({n: t[n][:-1].clone()}), "qzeros' has shape"),
+    ("awq", "scales", lambda t, n: t.update({n: t[n].T.contiguous()}), "scales' has shape"),
+    ("ct mxfp4", "weight_scale", lambda t, n: t.update({n: t[n][:, :-1].clone()}), "weight_scale' has shape"),
+]
+
+
+@pytest.mark.parametrize(("format", "tensor", "damage", "message"), DAMAGES, ids=[f"{d[0]}-{d[3]}" for d in DAMAGES])
+def test_damage_is_refused_by_name(
+    format: str, tensor: str, damage: Callable[[dict[str, torch.Tensor], str], None], message: str, tmp_path: Path
+) -> None:
+    case = next(case for case in writers.CASES if case.name == format)
+    quantized, _, _ = save(case, tmp_path)
+    file = next(quantized.glob("*.safetensors"))
+    tensors = load_file(file)
+    damage(tensors, next(name for name in tensors if name.endswith(f"down_proj.{tensor}")))
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(quantized, dtype="float32")
+
+
+REFUSED = [
+    ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
+    ({"quant_method": "gptq", "bits": 8}, "bits 8 of GPTQ"),
+    ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' of AWQ"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+    ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128"),
+    ({"quant_method": "compressed-tensors"}, "without config_groups"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float"}}},
+        },
+        "config_groups.g: format 'nvfp4-pack-quantized'",
+    ),
+    ([], "must be an object"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = tiny.save(BASE, tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_config(folder)
+
+
+def test_a_group_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    case = next(case for case in writers.CASES if case.name == "ct int4 32")
+    quantized, _, _ = save(case, tmp_path)
+    raw = json.loads((quantized / "config.json").read_text())
+    raw["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 128
+    (quantized / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="weight_scale' has shape|no multiple of the group size"):
+        load_model(quantized, dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["fp8_128x128", "int8_1x0", "int4_1x128_bf16", "int4_1x32_f16_zero", "fp4_1x32_e8m0"])
+def test_names_of_formats_are_read_back(name: str) -> None:
+    assert formats.named(name).name == name
+
+
+@pytest.mark.parametrize(
+    "format", [Grouped("fp8", 128, 128), Grouped("int8"), Grouped("int4", 1, 32), Grouped("fp4", 1, 32, "uint8")]
+)
+@pytest.mark.parametrize("shape", [(96, 64), (3, 160, 288)])
+def test_rounding_stays_close(format: Grouped, shape: tuple[int, ...]) -> None:
+    dense = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    made = format.quantize(dense)
+    specs = format.tensors(shape)
+    assert {name: (tuple(t.shape), str(t.dtype)[6:]) for name, t in made.items()} == {
+        name: (spec.shape, spec.dtype) for name, spec in specs.items()
+    }
+    error = (format.dequantize(made, shape, torch.float32) - dense).abs().max()
+    # Half the largest distance of two numbers; with fp4, what is above the largest.
+    scale = torch.exp2(made["scale"].float() - 127) if format.scale == "uint8" else made["scale"]
+    assert 0 < error <= {"fp8": 16, "int8": 0.5, "int4": 0.5, "fp4": 2}[format.numbers] * scale.max() * 1.001

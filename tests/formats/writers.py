@@ -1,0 +1,203 @@
+"""Quantised checkpoints and their dequantised twins, for every format that is read.
+
+compressed-tensors writes and reads its own formats; AWQ is held against its converter. Knows nothing of anabranch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+"""From a weight [N, K] to (its tensors, without the layer's name; the numbers that they stand for)."""
+PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "bias", "shared_expert_gate", "router")
+"""Parts of the names of tensors that no writer quantises."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    config: dict[str, Any]
+    """`quantization_config`."""
+    pack: Pack
+    hidden: int = 160
+    inner: int = 96
+    skipped: tuple[str, ...] = field(default=())
+    """Parts of the names of further weights that stay plain."""
+
+
+def blocks(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The largest magnitude of each block, where the last ones may be smaller."""
+    n, k = weight.shape
+    padded = torch.nn.functional.pad(weight.abs(), (0, -k % columns, 0, -n % rows))
+    return padded.reshape(-(-n // rows), rows, -(-k // columns), columns).amax((1, 3))
+
+
+def spread(scale: torch.Tensor, weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return scale.repeat_interleave(rows, 0)[: weight.shape[0]].repeat_interleave(columns, 1)[:, : weight.shape[1]]
+
+
+def fp8_block(scale_dtype: torch.dtype) -> Pack:
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scale = (blocks(weight, 128, 128) / 448).to(scale_dtype)
+        whole = spread(scale.float(), weight, 128, 128)
+        q = (weight / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return {"weight": q, "weight_scale_inv": scale}, q.float() * whole
+
+    return pack
+
+
+def compressed(format: str, **args: Any) -> tuple[dict[str, Any], Pack]:
+    """(`quantization_config`, pack) of compressed-tensors' own writer and reader."""
+    weights = QuantizationArgs(**args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, format=format)
+    compressor = BaseCompressor.get_value_from_registry(format)
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        match weights.strategy:
+            case "tensor":
+                low, high = weight.min().reshape(1), weight.max().reshape(1)
+            case "channel":
+                low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+            case "block":
+                high = blocks(weight, *weights.block_structure)
+                low = -high
+            case _:
+                grouped = weight.unflatten(1, (-1, weights.group_size))
+                low, high = grouped.amin(2), grouped.amax(2)
+        scale, zero = calculate_qparams(low, high, weights)
+        state = {"weight": weight, "weight_scale": scale}
+        if not weights.symmetric:
+            state["weight_zero_point"] = zero.to(torch.int8)
+        packed = compressor.compress(state, scheme)
+        twin = compressor.decompress(packed, scheme)["weight"]
+        return {name: tensor.contiguous() for name, tensor in packed.items()}, twin.float()
+
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights.model_dump(mode="json")}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+    return config, pack
+
+
+def nibbles(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight numbers along `dim` in an int32: number i of the eight goes to place order[i]."""
+    values = values.to(torch.int64).unflatten(dim, (-1, 8)).movedim(dim + 1, -1)
+    packed = sum(values[..., i] << 4 * place for i, place in enumerate(order))
+    assert isinstance(packed, torch.Tensor)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def integers(weight: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q [N, K] of 0 to 15, scale fp16 [N, K / g], zero [N, K / g])"""
+    grouped = weight.unflatten(1, (-1, group))
+    low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
+    scale = ((torch.maximum(high, -low) / 7 if symmetric else (high - low) / 15) + 1e-6).half()
+    zero = torch.full_like(low, 8) if symmetric else (-low / scale.float()).round().clamp(0, 15)
+    q = (grouped / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
+    return q.flatten(1), scale, zero
+
+
+def twin_of(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int) -> torch.Tensor:
+    return ((q.unflatten(1, (-1, group)) - zero[..., None]) * scale.float()[..., None]).flatten(1)
+
+
+def gptq(group: int, symmetric: bool, version: int) -> Pack:
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        q, scale, zero = integers(weight, group, symmetric)
+        zero = zero.clamp_min(1) if version == 1 else zero  # a zero of 0 has no representation there
+        tensors = {
+            "qweight": nibbles(q.T, 0),
+            "qzeros": nibbles(zero.T - (1 if version == 1 else 0), 1),
+            "scales": scale.T.contiguous(),
+            "g_idx": (torch.arange(weight.shape[1]) // group).int(),
+        }
+        return tensors, twin_of(q, scale, zero, group)
+
+    return pack
+
+
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in an int32 of AWQ that output i of the eight has: columns 0 2 4 6 1 3 5 7 follow each other."""
+
+
+def awq(group: int) -> Pack:
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        q, scale, zero = integers(weight, group, False)
+        tensors = {
+            "qweight": nibbles(q.T, 1, AWQ_PLACES),
+            "qzeros": nibbles(zero.T, 1, AWQ_PLACES),
+            "scales": scale.T.contiguous(),
+        }
+        return tensors, twin_of(q, scale, zero, group)
+
+    return pack
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+CASES = [
+    Case("fp8 blocks", FP8, fp8_block(torch.float32)),
+    Case("fp8 blocks, bf16 scales", FP8, fp8_block(torch.bfloat16)),
+    Case("fp8 blocks, 704", FP8, fp8_block(torch.float32), inner=704),
+    Case("fp8 blocks, attention plain", FP8, fp8_block(torch.float32), skipped=("self_attn", "layers.1.")),
+    Case("ct fp8 channel", *compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
+    Case("ct fp8 tensor", *compressed("float-quantized", num_bits=8, type="float", strategy="tensor")),
+    Case(
+        "ct fp8 block",
+        *compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
+        hidden=256,
+        inner=128,
+    ),
+    Case("ct int8 channel", *compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
+    Case("ct int4 32", *compressed("pack-quantized", **INT4, group_size=32)),
+    Case("ct int4 128", *compressed("pack-quantized", **INT4, group_size=128), hidden=256, inner=128),
+    Case(
+        "ct int4 64 asymmetric",
+        *compressed("pack-quantized", **INT4, group_size=64, symmetric=False),
+        hidden=192,
+        inner=128,
+    ),
+    Case("gptq", {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, gptq(32, True, 1)),
+    Case(
+        "gptq v2 asymmetric",
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(32, False, 2),
+    ),
+    Case("gptq asymmetric", {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, gptq(32, False, 1)),
+    Case("awq", {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq(32)),
+    Case("ct mxfp4", *compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)),
+]
+
+
+def quantize(plain: Path, quantized: Path, case: Case) -> None:
+    """Write `quantized`, and replace the weights of the plain checkpoint by what they stand for."""
+    shutil.copytree(plain, quantized)
+    for file in plain.glob("*.safetensors"):
+        twins, packed = {}, {}
+        for name, tensor in load_file(file).items():
+            if any(part in name for part in (*PLAIN, *case.skipped)):
+                packed[name] = twins[name] = tensor
+                continue
+            made, twin = case.pack(tensor.float())
+            packed |= {f"{name.removesuffix('.weight')}.{end}": value.contiguous() for end, value in made.items()}
+            twins[name] = twin.to(tensor.dtype).contiguous()
+        save_file(packed, quantized / file.name)
+        save_file(twins, file)
+    for folder in (plain, quantized):
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": case.config}))
