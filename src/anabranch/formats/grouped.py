@@ -1,14 +1,16 @@
 """Numbers of 8 or 4 bits with a scale for every group of inputs: w[n, k] = (q[n, k] − zero) · scale[n / R, k / G].
 
 One format covers block FP8 (R = G = 128), FP8 and INT8 with a scale for a row (R = 1, one group), INT4 in groups with
-or without zero points, and MXFP4 (scales are powers of two). Numbers of 4 bits are two in a byte, the lower input in
-the lower half.
+or without zero points, and MXFP4 (scales are powers of two). Numbers of 4 bits are two in a byte: of every span of
+inputs the first half is in the lower halves of its bytes, the second half in the upper ones. So a kernel multiplies the
+bytes that it has loaded by two runs of neighbouring inputs, and rearranges nothing.
 
 N outputs, K inputs. Leading dimensions, such as experts, come first in every tensor.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ SCALES = {"float32": "", "float16": "_f16", "bfloat16": "_bf16", "uint8": "_e8m0
 """dtypes of scales, and what they add to the name of the format; uint8: the exponent of a power of two, plus 127."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the lower three bits of an fp4 number stand for; the fourth is the sign."""
+SPAN = 128
+"""The most inputs that are packed together."""
 _NAME = re.compile(r"(fp8|int8|int4|fp4)_(\d+)x(\d+)(_f16|_bf16|_e8m0)?(_zero)?")
 
 
@@ -54,12 +58,16 @@ class Grouped(Format):
     def bits(self) -> int:
         return int(self.numbers[-1])
 
+    def span(self, inputs: int) -> int:
+        """Inputs that are packed together, where numbers have 4 bits."""
+        return math.gcd(SPAN, self.group or inputs)
+
     def num_groups(self, inputs: int) -> int:
         return -(-inputs // self.group) if self.group else 1
 
     def tensors(self, shape: Shape) -> dict[str, TensorSpec]:
         *lead, outputs, inputs = shape
-        if self.bits == 4 and (inputs % 2 or inputs % (self.group or 1)):
+        if self.bits == 4 and (inputs % (self.group or 2) or self.span(inputs) % 2):
             raise ValueError(f"{inputs} inputs are no multiple of the group size {self.group or 2} of {self.name}")
         groups = self.num_groups(inputs)
         specs = {
@@ -69,14 +77,17 @@ class Grouped(Format):
         return specs | ({"zero": TensorSpec((*lead, outputs, groups), "uint8")} if self.zero else {})
 
     def part(self, tensor: str, index: Index, shape: Shape) -> Index:
+        if tensor == "data" and self.bits == 4 and len(index) == len(shape):
+            taken, half = self._divide(index[-1], self.span(shape[-1]), shape[-1]), self.span(shape[-1]) // 2
+            return (*index[:-1], _times(taken, half))
         # What one element along each of the last two dimensions of the tensor stands for, in the logical weight.
-        sizes = {"data": (1, 8 // self.bits), "scale": (self.rows, self.group), "zero": (1, self.group)}[tensor]
+        sizes = {"data": (1, 1), "scale": (self.rows, self.group), "zero": (1, self.group)}[tensor]
         lead = len(shape) - len(sizes)
         scaled = map(self._divide, index[lead:], sizes, shape[lead:])
         return (*index[:lead], *scaled)
 
-    def _divide(self, place: int | slice, size: int, length: int) -> int | slice:
-        if size == 1:
+    def _divide(self, place: int | slice, size: int, length: int) -> slice:
+        if size == 1 and isinstance(place, slice):
             return place
         begin, end, step = place.indices(length) if isinstance(place, slice) else (place, place + 1, 1)
         if (begin, end) == (0, length) and step == 1:
@@ -90,7 +101,7 @@ class Grouped(Format):
 
         data, scale = tensors["data"], tensors["scale"]
         if self.bits == 4:
-            data = torch.stack((data & 15, data >> 4), -1).flatten(-2)
+            data = unpack(data, self.span(shape[-1]))
         if self.numbers == "fp4":
             table = torch.tensor(FP4, device=data.device)
             q = table[(data & 7).long()] * (1 - 2 * (data >> 3).float())
@@ -144,7 +155,25 @@ class Grouped(Format):
             levels = torch.tensor(FP4, device=dense.device)
             code = torch.bucketize(q.abs(), (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
             code = code | ((q < 0).to(torch.uint8) << 3)
-        return {"data": code[..., ::2] | (code[..., 1::2] << 4), "scale": scale}
+        return {"data": pack(code, self.span(inputs)), "scale": scale}
+
+
+def _times(place: slice, factor: int) -> slice:
+    return place if place == slice(None) else slice(place.start * factor, place.stop * factor)
+
+
+def pack(numbers: torch.Tensor, span: int) -> torch.Tensor:
+    """uint8 numbers of 4 bits [..., K] in bytes [..., K / 2], as the format has them."""
+    low, high = numbers.unflatten(-1, (-1, 2, span // 2)).unbind(-2)
+    return (low | (high << 4)).flatten(-2)
+
+
+def unpack(data: torch.Tensor, span: int) -> torch.Tensor:
+    """The inverse of `pack`."""
+    import torch
+
+    halves = data.unflatten(-1, (-1, span // 2))
+    return torch.stack((halves & 15, halves >> 4), -2).flatten(-3)
 
 
 def parse(name: str) -> Grouped | None:

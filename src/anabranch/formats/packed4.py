@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from anabranch.formats.format import Format, Shape, TensorSpec
-from anabranch.formats.grouped import Grouped
+from anabranch.formats.grouped import Grouped, pack
 from anabranch.formats.source import Source, stem
 
 if TYPE_CHECKING:
@@ -66,14 +66,15 @@ class Packed4(Source):
         rows = stored if self.layout == "rows" else stored.T.contiguous()
         if tensor == "scale":
             return rows
+        assert isinstance(format, Grouped)
         if tensor == "data" and self.layout != "awq":
-            return rows.view(torch.uint8)
+            return pack(_neighbours(rows.view(torch.uint8)), format.span(shape[-1]))
         # Eight outputs in an int32: [N / 8, ...] to [N, ...].
         numbers = torch.stack([(rows >> 4 * n) & 15 for n in (AWQ_ORDER if self.layout == "awq" else range(8))], 1)
         numbers = numbers.flatten(0, 1).to(torch.uint8)
         if tensor == "zero":
             return (numbers + self.zero_offset) & 15
-        return numbers[:, ::2] | (numbers[:, 1::2] << 4)
+        return pack(numbers, format.span(shape[-1]))
 
     def changes(self, tensor: str, format: Format) -> bool:
         return tensor != "scale" or self.layout != "rows"
@@ -108,7 +109,15 @@ class MXFP4(Source):
         return (*shape[:-2], shape[-2] * 32) if self.fused else (*shape[:-1], shape[-1] * 2)
 
     def convert(self, tensor: str, stored: torch.Tensor, shape: Shape, format: Format) -> torch.Tensor:
-        return stored.flatten(-2) if self.fused and tensor == "data" else stored
+        assert isinstance(format, Grouped) and tensor == "data"
+        return pack(_neighbours(stored.flatten(-2) if self.fused else stored), format.span(shape[-1]))
 
     def changes(self, tensor: str, format: Format) -> bool:
-        return self.fused and tensor == "data"
+        return tensor == "data"
+
+
+def _neighbours(data: torch.Tensor) -> torch.Tensor:
+    """Numbers of 4 bits from bytes that hold two inputs which follow each other, the first in the lower half."""
+    import torch
+
+    return torch.stack((data & 15, data >> 4), -1).flatten(-2)

@@ -27,6 +27,7 @@ from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder
 from anabranch.moe.experts import Experts
 from anabranch.moe.setup import MoESetup, make_setup
+from anabranch.ops.op import Op
 from anabranch.ops.weight import Weight
 from anabranch.stages import count, stage
 
@@ -84,7 +85,7 @@ def settle(decoder: Decoder, platform: platforms.Platform) -> None:
     for (name, _), good in zip(quantized.items(), finite):
         if not good:
             raise CheckpointError(f"weight {name!r} has a scale that is not a finite number; download the model again")
-    op_of = {Linear: ops.linear, PackedLinear: ops.linear, Experts: ops.experts}
+    op_of: dict[type, Op[..., torch.Tensor]] = {Linear: ops.linear, PackedLinear: ops.linear, Experts: ops.experts}
     multiplied = {id(w): op_of[type(m)] for m in decoder.modules() if type(m) in op_of for w in m.children()}
     dense = [
         weight
