@@ -33,10 +33,9 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch import __version__
 from anabranch.bench.records import bundled, commit
-from anabranch.config import add_flags, flags
 from anabranch.kernels.compiling import compile_server
 from anabranch.loader.locate import locate
-from anabranch.options import above_zero, add_shared, at_least
+from anabranch.options import FLAGS, above_zero, add_engine_options, at_least, engine_fields
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 
@@ -52,8 +51,6 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "ANABRANCH_CACHE": "anabranch", "TORCHIN
 """Environment variables that name the caches of kernels and tables, and a folder for each."""
 LARGE = 64
 """The largest batch that decodes for the longer time."""
-COUNTS = ("max_num_seqs", "max_num_batched_tokens", "expert_load_interval")
-"""Fields of EngineConfig with an option here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ class Workloads:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="CONFIG")
-    add_shared(parser, "load_format", "dtype", "expert_load_interval")
+    add_engine_options(parser, "load_format", "dtype", "expert_load_interval")
     add("--max-model-len", type=at_least(1), default=16384, metavar="N", help="tokens of context (default 16384)")
     add("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share of memory (default 0.85)")
     add("--only", default=",".join(KINDS), metavar="KINDS", help=f"some of {', '.join(KINDS)}, separated by commas")
@@ -96,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--shrink", type=int, default=1, metavar="N", help="workloads N times smaller, to see that everything runs")
     add("--max-num-seqs", type=at_least(1), default=512, metavar="N", help="requests that run at once (default 512)")
     add("--max-num-batched-tokens", type=at_least(1), default=0, metavar="N", help="tokens of a step (default auto)")
-    add_flags(parser)
+    add_engine_options(parser, *FLAGS)
     parser.set_defaults(tune="off")  # figures are taken with the tables that are there
 
 
@@ -269,17 +266,9 @@ def open_llm(options: argparse.Namespace, folder: str, stages: Stages) -> tuple[
         from anabranch.llm import LLM
         from anabranch.models.config import read_config
     limit = read_config(folder).max_position if Path(folder).is_dir() else options.max_model_len
-    llm = LLM(
-        folder,
-        load_format=options.load_format,
-        dtype=options.dtype,
-        max_model_len=min(options.max_model_len, limit),
-        memory_fraction=options.memory_fraction,
-        prefix_cache=False,
-        show_progress=False,
-        stages=stages,
-        **engine_options(options),
-    )
+    fields = engine_fields(options) | engine_options(options) | {"max_model_len": min(options.max_model_len, limit)}
+    fields |= {"memory_fraction": options.memory_fraction, "prefix_cache": False}
+    llm = LLM(folder, show_progress=False, stages=stages, **fields)
     assert stages.ready is not None
     imported = stages.seconds["import"]
     return llm, {"import_s": imported, "startup_s": stages.ready - imported, "stages": stages.as_dict()}
@@ -348,4 +337,5 @@ def about(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig that figures depend on."""
-    return {name: getattr(options, name) for name in COUNTS} | flags(options)
+    names = ("max_num_seqs", "max_num_batched_tokens", "expert_load_interval", *FLAGS)
+    return {name: getattr(options, name) for name in names}

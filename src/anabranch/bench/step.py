@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch.bench.records import bundled, commit
-from anabranch.config import add_flags, flags
 from anabranch.formats import ITEM_BYTES
 from anabranch.models.config import ModelConfig
-from anabranch.options import above_zero, add_shared, at_least
+from anabranch.options import FLAGS, above_zero, add_engine_options, at_least, engine_fields
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
@@ -144,12 +143,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a bundled config, a folder or a hub id")
     add("--batch", type=int, default=1, metavar="N", help="requests that decode (default 1)")
     add("--context", type=int, default=128, metavar="L", help="tokens in each request's prompt (default 128)")
-    add_shared(parser, "load_format", "dtype", "expert_load_interval")
+    add_engine_options(parser, "load_format", "dtype", "expert_load_interval")
     add("--steps", type=int, default=8, metavar="N", help="steps to profile (default 8)")
     add("--top", type=at_least(1), default=25, metavar="N", help="kernels to show (default 25)")
     add("--bandwidth", type=above_zero(), metavar="TB/S", help="of this machine's memory, for the floors")
     add("--json", metavar="FILE", help="write all of it to a file, with the time line of one step")
-    add_flags(parser)
+    add_engine_options(parser, *FLAGS)
     parser.set_defaults(tune="off")
 
 
@@ -163,14 +162,11 @@ def run(options: argparse.Namespace) -> int:
     room = options.context + 3 * options.steps + WARM_STEPS + 16
     with LLM(
         folder,
-        load_format=options.load_format,
-        dtype=options.dtype,
         max_model_len=room,
         max_num_seqs=max(256, options.batch),
         prefix_cache=False,
         show_progress=False,
-        expert_load_interval=options.expert_load_interval,
-        **flags(options),  # type: ignore[arg-type]
+        **engine_fields(options),
     ) as llm:
         decode(llm, options.batch, options.context, room)
         plain = timed_steps(llm, options.steps)

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anabranch import bundled
-from anabranch.config import add_flags, flags
 from anabranch.models.generation import NAMES
-from anabranch.options import add_shared
+from anabranch.options import FLAGS, add_engine_options, engine_fields
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 
@@ -31,8 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser, "dtype", "max_model_len", "load_format")
-    add_flags(parser)
+    add_engine_options(parser, "dtype", "max_model_len", "load_format", *FLAGS)
     parser.add_argument("--verbose", action="store_true", help="show what the start spent its time on")
 
 
@@ -49,7 +47,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int, tempe
     add("--min-p", type=float, metavar="P", help=f"{min_p} (default: the model's, or 0)")
     repetition = "above 1: make tokens that have occurred less likely (default: the model's, or 1)"
     add("--repetition-penalty", type=float, metavar="X", help=repetition)
-    add_shared(parser, "generation_config")
+    add_engine_options(parser, "generation_config")
     add("--seed", type=int, metavar="N", help="a seed draws the same tokens from the same logits")
     add("--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be repeated")
 
@@ -71,14 +69,11 @@ def open_model(options: argparse.Namespace) -> LLM:
 
     return LLM(
         options.model,
-        dtype=options.dtype,
-        load_format=options.load_format,
-        max_model_len=options.max_model_len,
         max_num_seqs=1,
         max_num_batched_tokens=2048,
         show_progress=True if options.verbose else None,
         stages=Stages.of_process(),
-        **flags(options),
+        **engine_fields(options),
     )
 
 
