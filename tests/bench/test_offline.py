@@ -77,7 +77,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
 
 
 def bench_of(timed: Timed) -> Bench:
-    return Bench(timed, Workloads(), Result({}, None), 12)  # type: ignore[arg-type]
+    return Bench(timed, Workloads(), Result({}, None))  # type: ignore[arg-type]
 
 
 def test_prompts_are_distinct_and_drawn_as_said(timed: Timed) -> None:

@@ -98,19 +98,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Bench:
-    def __init__(self, llm: LLM, workloads: Workloads, result: Result, total: int) -> None:
+    def __init__(self, llm: LLM, workloads: Workloads, result: Result) -> None:
         from anabranch.engine.progress import Line
 
-        self.llm = llm
-        self.workloads = workloads
-        self.result = result
+        self.llm, self.workloads, self.result = llm, workloads, result
         self.random = random.Random(0)
-        self.vocabulary = llm.engine.model.vocab_size
         self.line = Line("measuring")
-        self.num_done, self.total = 0, total
+        self.num_done = self.total = 0
+
+    def run(self, kinds: list[str]) -> None:
+        parts = {"ttft": self.workloads.lengths, "decode": self.workloads.batches}
+        self.total = sum(len(parts.get(kind, self.workloads.throughput)) for kind in kinds)
+        if kinds:
+            self.warm_up()
+        for kind in kinds:
+            getattr(self, kind)()
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        low, high = (1000, 100_000) if self.vocabulary >= 100_000 else (0, self.vocabulary)
+        vocabulary = self.llm.engine.model.vocab_size
+        low, high = (1000, 100_000) if vocabulary >= 100_000 else (0, vocabulary)
         return [[self.random.randrange(low, high) for _ in range(length)] for _ in range(count)]
 
     def seconds(self, count: int, length: int, num_tokens: int) -> float:
@@ -141,7 +147,7 @@ class Bench:
         self.seconds(1, min(1024, longest, max(self.workloads.lengths)), 4)
 
     def ttft(self) -> None:
-        found = self.result.part("ttft_ms")
+        found = self.result.values.setdefault("ttft_ms", {})
         for length in self.workloads.lengths:
             if length + 8 > self.llm.engine.config.max_model_len:
                 continue
@@ -152,7 +158,7 @@ class Bench:
                 show(f"{found[str(length)]:.2f} ms")
 
     def decode(self) -> None:
-        found = self.result.part("decode_ms")
+        found = self.result.values.setdefault("decode_ms", {})
         length = self.workloads.decode_length
         for batch in self.workloads.batches:
             with self.figure(f"decode {batch}") as show:
@@ -186,7 +192,7 @@ class Result:
                 raise ValueError(f"--json {self.file}: holds something else; give another file, or remove it") from None
             for key in SAME:
                 self._must_agree(key, earlier.get(key), about.get(key))
-        self.values = {**earlier, **about}
+        self.values: dict[str, Any] = {**earlier, **about}
 
     def _must_agree(self, key: str, before: object, now: object) -> None:
         if before != now:
@@ -198,10 +204,6 @@ class Result:
     def set_machine(self, machine: str) -> None:
         self._must_agree("machine", self.values.get("machine", machine), machine)
         self.values["machine"] = machine
-
-    def part(self, name: str) -> dict[str, float]:
-        found: dict[str, float] = self.values.setdefault(name, {})
-        return found
 
     def save(self) -> None:
         """Replace the file in one operation, so that it is complete whenever the process ends."""
@@ -221,40 +223,27 @@ def run(options: argparse.Namespace) -> int:
     locate(folder, weights=options.load_format != "dummy")  # a download is no part of the start
     stages = Stages.of_process()
     result = Result(about(options, folder), options.json)
-    if "startup" not in kinds:
-        return measure(options, folder, stages, result, kinds, workloads)
     with tempfile.TemporaryDirectory(prefix="anabranch-bench-") as caches:
-        os.environ.update({name: os.path.join(caches, place) for name, place in CACHES.items()})
-        began = time.perf_counter()
-        first = first_start(options, folder)
-        stages.skip(time.perf_counter() - began)
-        result.values |= first
-        print(f"{'first start':>16}  {first['import_s']:.1f} + {first['startup_s']:.1f} s", flush=True)
+        if "startup" in kinds:
+            os.environ.update({name: os.path.join(caches, place) for name, place in CACHES.items()})
+            began = time.perf_counter()
+            first = first_start(options, folder)
+            stages.skip(time.perf_counter() - began)
+            result.values |= first
+            print(f"{'first start':>16}  {first['import_s']:.1f} + {first['startup_s']:.1f} s", flush=True)
+            result.save()
+        llm, start = open_llm(options, folder, stages)
+        result.set_machine(llm.engine.runner.platform.describe())
+        result.values["max_num_batched_tokens"] = llm.engine.config.max_num_batched_tokens
+        print(f"{'start':>16}  {start['import_s']:.1f} + {start['startup_s']:.1f} s", flush=True)
+        if "startup" in kinds:
+            warm = {"import_s": "import_warm_s", "startup_s": "startup_warm_s", "stages": "stages_warm"}
+            result.values |= {warm[name]: figure for name, figure in start.items()}
+        elif "startup_warm_s" not in result.values:  # with the caches as they are; does not replace a measured start
+            result.values |= start
         result.save()
-        return measure(options, folder, stages, result, kinds, workloads)
-
-
-def measure(
-    options: argparse.Namespace, folder: str, stages: Stages, result: Result, kinds: list[str], workloads: Workloads
-) -> int:
-    llm, start = open_llm(options, folder, stages)
-    result.set_machine(llm.engine.runner.platform.describe())
-    result.values["max_num_batched_tokens"] = llm.engine.config.max_num_batched_tokens
-    print(f"{'start':>16}  {start['import_s']:.1f} + {start['startup_s']:.1f} s", flush=True)
-    if "startup" in kinds:
-        warm = {"import_s": "import_warm_s", "startup_s": "startup_warm_s", "stages": "stages_warm"}
-        result.values |= {warm[name]: figure for name, figure in start.items()}
-    elif "startup_warm_s" not in result.values:  # with the caches as they are; does not replace a measured start
-        result.values |= start
-    result.save()
-    counts = {"ttft": len(workloads.lengths), "decode": len(workloads.batches), "throughput": len(workloads.throughput)}
-    asked = [kind for kind in kinds if kind in counts]
-    bench = Bench(llm, workloads, result, sum(counts[kind] for kind in asked))
-    if asked:
-        bench.warm_up()
-    for kind in asked:
-        getattr(bench, kind)()
-    llm.close()
+        Bench(llm, workloads, result).run([kind for kind in kinds if kind != "startup"])
+        llm.close()
     return 0
 
 

@@ -31,6 +31,7 @@ from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from anabranch.engine.engine import Engine
     from anabranch.llm import LLM
 
 GROUPS = {
@@ -168,8 +169,8 @@ def run(options: argparse.Namespace) -> int:
         show_progress=False,
         **engine_fields(options),
     ) as llm:
-        decode(llm, options.batch, options.context, room)
-        plain = timed_steps(llm, options.steps)
+        decode(llm.engine, [options.context] * options.batch, room)
+        plain = timed_steps(llm.engine, options.steps)
         profile = profiled_steps(llm, options.steps)
         result = summarize(llm, options, plain, profile)
     print(show(result, options.top))
@@ -178,31 +179,35 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def decode(llm: LLM, batch: int, context: int, room: int) -> None:
-    """Add `batch` requests and step until every one of them gets a token in each step."""
-    rng, vocabulary = random.Random(0), llm.engine.model.vocab_size
-    params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
-    waiting = {str(i) for i in range(batch)}
-    for id in waiting:
-        prompt = tuple(rng.randrange(vocabulary) for _ in range(context))
-        llm.engine.add(Request(id=id, prompt_ids=prompt, params=params))
+def decode(engine: Engine, lengths: list[int], max_tokens: int) -> None:
+    """Add a request for each length of a prompt, and step until every one of them gets a token in each step."""
+    rng, vocabulary = random.Random(0), engine.model.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    waiting = {str(i) for i in range(len(lengths))}
+    for id, length in zip(sorted(waiting), lengths, strict=True):
+        prompt = tuple(rng.randrange(vocabulary) for _ in range(length))
+        engine.add(Request(id=id, prompt_ids=prompt, params=params))
     while waiting:
-        waiting -= {update.id for update in llm.engine.step()}
+        waiting -= {update.id for update in engine.step()}
     for _ in range(WARM_STEPS):
-        step(llm, batch)
+        decode_step(engine)
 
 
-def step(llm: LLM, batch: int) -> None:
-    updates = llm.engine.step()
-    assert len(updates) == batch, f"{len(updates)} of {batch} requests had a token"
+def decode_step(engine: Engine) -> float:
+    """Seconds of a step in which every request gets a token."""
+    began = time.perf_counter()
+    updates = engine.step()
+    seconds = time.perf_counter() - began
+    assert len(updates) == len(engine.sequences), f"{len(updates)} of {len(engine.sequences)} requests had a token"
+    return seconds
 
 
-def timed_steps(llm: LLM, num_steps: int) -> float:
+def timed_steps(engine: Engine, num_steps: int) -> float:
     """µs of a step as the engine runs them: each is launched before the last one is read."""
-    batch = len(llm.engine.step())
+    engine.step()
     began = time.perf_counter()
     for _ in range(num_steps):
-        step(llm, batch)
+        decode_step(engine)
     return 1e6 * (time.perf_counter() - began) / num_steps
 
 
