@@ -105,7 +105,7 @@ def test_flags_reach_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         def __init__(self, model: str, **options: Any) -> None:
             seen.append(options)
 
-    monkeypatch.setattr("anabranch.llm.LLM", Opened)
+    monkeypatch.setattr(generate, "LLM", Opened)
     parser = argparse.ArgumentParser()
     generate.add_options(parser)
     flags = ["--moe-combine", "ordered", "--tune", "off", "--shared-expert", "inline"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anabranch import kernels, platforms
-from anabranch.bench.op_shapes import tiny
+from anabranch.bench.op_cases import tiny
 from anabranch.bench.records import commit, host_machine
 from anabranch.bench.step import decode, decode_step
 from anabranch.config import EngineConfig

@@ -24,25 +24,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anabranch import __version__
 from anabranch.bench.records import bundled, commit
+from anabranch.engine.progress import Line
 from anabranch.kernels.compiling import compile_server
+from anabranch.llm import LLM
 from anabranch.loader.locate import locate
+from anabranch.models.config import read_config
 from anabranch.options import FLAGS, above_zero, add_engine_options, at_least, engine_fields
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from anabranch.llm import LLM
 
 KINDS = ("startup", "ttft", "decode", "throughput")
 SAME = ("engine", "model", "version", "commit", "load_format", "dtype", "options", "shrink")
@@ -99,8 +97,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 class Bench:
     def __init__(self, llm: LLM, workloads: Workloads, result: Result) -> None:
-        from anabranch.engine.progress import Line
-
         self.llm, self.workloads, self.result = llm, workloads, result
         self.random = random.Random(0)
         self.line = Line("measuring")
@@ -252,8 +248,6 @@ def open_llm(options: argparse.Namespace, folder: str, stages: Stages) -> tuple[
     compile_server.start_early()
     with stages("import"):
         import anabranch.engine.engine  # noqa: F401  and torch, the bulk of it
-        from anabranch.llm import LLM
-        from anabranch.models.config import read_config
     limit = read_config(folder).max_position if Path(folder).is_dir() else options.max_model_len
     fields = engine_fields(options) | engine_options(options) | {"max_model_len": min(options.max_model_len, limit)}
     fields |= {"memory_fraction": options.memory_fraction, "prefix_cache": False}

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from anabranch import kernels, ops, platforms
-from anabranch.bench.op_cases import CASES, Case, Setting
-from anabranch.bench.op_shapes import TINY, shape
+from anabranch.bench.op_cases import CASES, TINY, Case, Setting, shape
 from anabranch.bench.records import TARGETS, commit, plot_file, pyplot
 from anabranch.kernels.tuning.timing import microseconds
 from anabranch.loader.load import DTYPES
@@ -172,7 +171,7 @@ def ceilings(setting: Setting) -> tuple[float, float]:
 def provider(op: ops.op.Op[..., Any], case: Case) -> str:
     """The provider of the kernel that serves the call."""
     for kernel in op.bound:
-        if kernel.accepts is None or kernel.accepts(*case.given[0], **case.named):
+        if kernel.accepts is None or kernel.accepts(*case.given[0]):
             return str(kernel.provider)
     return "reference"
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.bench.records import bundled, commit
 from anabranch.formats import ITEM_BYTES
+from anabranch.llm import LLM
 from anabranch.models.config import ModelConfig
 from anabranch.options import FLAGS, above_zero, add_engine_options, at_least, engine_fields
 from anabranch.request import Request
@@ -32,7 +33,6 @@ from anabranch.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from anabranch.engine.engine import Engine
-    from anabranch.llm import LLM
 
 GROUPS = {
     "experts": r"(?<!count_)experts|gate_up",
@@ -80,7 +80,7 @@ class Profile:
     def median(self) -> list[KernelRun]:
         """The step of median length."""
         spans = self.spans()
-        return self.steps[spans.index(sorted(spans)[(len(spans) - 1) // 2])]
+        return self.steps[spans.index(statistics.median_low(spans))]
 
 
 def group_of(name: str) -> str:
@@ -157,8 +157,6 @@ def run(options: argparse.Namespace) -> int:
     for name in ("batch", "context", "steps"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}: at least 1, not {getattr(options, name)}")
-    from anabranch.llm import LLM
-
     folder = bundled(options.model, options.load_format)
     room = options.context + 3 * options.steps + WARM_STEPS + 16
     with LLM(

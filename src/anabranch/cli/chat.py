@@ -3,20 +3,15 @@
 The model needs a chat template.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anabranch import bundled
 from anabranch.cli.generate import add_model_options, add_sampling_options, open_model, sampling_params
-
-if TYPE_CHECKING:
-    from anabranch.llm import LLM
-    from anabranch.sampling_params import SamplingParams
+from anabranch.llm import LLM, SamplingParams
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

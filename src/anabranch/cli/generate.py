@@ -1,23 +1,18 @@
 """Write a continuation of a prompt to standard output as it is generated."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anabranch import bundled
+from anabranch.llm import LLM, SamplingParams
 from anabranch.models.generation import NAMES
 from anabranch.options import FLAGS, add_engine_options, engine_fields
-from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
-
-if TYPE_CHECKING:
-    from anabranch.llm import LLM
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,8 +60,6 @@ def sampling_params(options: argparse.Namespace, defaults: Mapping[str, Any]) ->
 
 
 def open_model(options: argparse.Namespace) -> LLM:
-    from anabranch.llm import LLM
-
     return LLM(
         options.model,
         max_num_seqs=1,
