@@ -24,9 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -99,16 +100,23 @@ class Bench:
     def __init__(self, llm: LLM, workloads: Workloads, result: Result) -> None:
         self.llm, self.workloads, self.result = llm, workloads, result
         self.random = random.Random(0)
-        self.line = Line("measuring")
-        self.num_done = self.total = 0
 
-    def run(self, kinds: list[str]) -> None:
-        parts = {"ttft": self.workloads.lengths, "decode": self.workloads.batches}
-        self.total = sum(len(parts.get(kind, self.workloads.throughput)) for kind in kinds)
-        if kinds:
-            self.warm_up()
-        for kind in kinds:
-            getattr(self, kind)()
+    def measure(self, kinds: list[str]) -> None:
+        """Print each figure and save the file as soon as it is measured."""
+        workloads, longest = self.workloads, self.llm.engine.config.max_model_len - 8
+        parts: dict[str, dict[str, Callable[[], str]]] = {
+            "ttft": {f"ttft {n}": partial(self.ttft, n) for n in workloads.lengths if n <= longest},
+            "decode": {f"decode {n}": partial(self.decode, n) for n in workloads.batches},
+            "throughput": {f"thr_{i}_{o}": partial(self.throughput, n, i, o) for n, i, o in workloads.throughput},
+        }
+        figures = [figure for kind in kinds for figure in parts[kind].items()]
+        line = Line("measuring")
+        for number, (name, measure) in enumerate(figures):
+            line.draw(number / len(figures), name)
+            shown = measure()
+            line.clear()
+            print(f"{name:>16}  {shown}", flush=True)
+            self.result.save()
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
         vocabulary = self.llm.engine.model.vocab_size
@@ -126,53 +134,32 @@ class Bench:
         assert all(len(output.token_ids) == num_tokens for output in outputs)
         return seconds
 
-    @contextmanager
-    def figure(self, name: str) -> Iterator[Callable[[str], None]]:
-        """Around one measurement: shows its name before; prints the text it is given and saves the file after."""
-        self.line.draw(self.num_done / max(self.total, self.num_done + 1), name)
-        shown: list[str] = []
-        yield shown.append
-        self.num_done += 1
-        self.line.clear()
-        print(f"{name:>16}  {shown[0]}", flush=True)
-        self.result.save()
-
     def warm_up(self) -> None:
         longest = self.llm.engine.config.max_model_len - 8
         self.seconds(min(8, self.workloads.batches[-1]), self.workloads.decode_length, 16)
         self.seconds(1, min(1024, longest, max(self.workloads.lengths)), 4)
 
-    def ttft(self) -> None:
-        found = self.result.values.setdefault("ttft_ms", {})
-        for length in self.workloads.lengths:
-            if length + 8 > self.llm.engine.config.max_model_len:
-                continue
-            with self.figure(f"ttft {length}") as show:
-                self.seconds(1, length, 1)
-                times = [self.seconds(1, length, 1) for _ in range(self.workloads.repeats)]
-                found[str(length)] = 1e3 * statistics.median(times)
-                show(f"{found[str(length)]:.2f} ms")
+    def ttft(self, length: int) -> str:
+        self.seconds(1, length, 1)
+        ms = 1e3 * statistics.median(self.seconds(1, length, 1) for _ in range(self.workloads.repeats))
+        self.result.values.setdefault("ttft_ms", {})[str(length)] = ms
+        return f"{ms:.2f} ms"
 
-    def decode(self) -> None:
-        found = self.result.values.setdefault("decode_ms", {})
-        length = self.workloads.decode_length
-        for batch in self.workloads.batches:
-            with self.figure(f"decode {batch}") as show:
-                num_tokens = self.workloads.decode_tokens[batch > LARGE]
-                self.seconds(batch, length, 2)
-                one = min(self.seconds(batch, length, 1) for _ in range(2))
-                full = min(self.seconds(batch, length, num_tokens) for _ in range(2))
-                found[str(batch)] = 1e3 * (full - one) / (num_tokens - 1)
-                show(f"{found[str(batch)]:.3f} ms")
+    def decode(self, batch: int) -> str:
+        length, num_tokens = self.workloads.decode_length, self.workloads.decode_tokens[batch > LARGE]
+        self.seconds(batch, length, 2)
+        one = min(self.seconds(batch, length, 1) for _ in range(2))
+        full = min(self.seconds(batch, length, num_tokens) for _ in range(2))
+        ms = 1e3 * (full - one) / (num_tokens - 1)
+        self.result.values.setdefault("decode_ms", {})[str(batch)] = ms
+        return f"{ms:.3f} ms"
 
-    def throughput(self) -> None:
-        for count, length, num_tokens in self.workloads.throughput:
-            name = f"thr_{length}_{num_tokens}"
-            with self.figure(name) as show:
-                seconds = self.seconds(count, length, num_tokens)
-                total, out = count * (length + num_tokens) / seconds, count * num_tokens / seconds
-                self.result.values[name] = {"s": seconds, "out_tok_s": out, "total_tok_s": total}
-                show(f"{total:.0f} tok/s, {out:.0f} out")
+    def throughput(self, count: int, length: int, num_tokens: int) -> str:
+        seconds = self.seconds(count, length, num_tokens)
+        total, out = count * (length + num_tokens) / seconds, count * num_tokens / seconds
+        figures = {"s": seconds, "out_tok_s": out, "total_tok_s": total}
+        self.result.values[f"thr_{length}_{num_tokens}"] = figures
+        return f"{total:.0f} tok/s, {out:.0f} out"
 
 
 class Result:
@@ -238,7 +225,10 @@ def run(options: argparse.Namespace) -> int:
         elif "startup_warm_s" not in result.values:  # with the caches as they are; does not replace a measured start
             result.values |= start
         result.save()
-        Bench(llm, workloads, result).run([kind for kind in kinds if kind != "startup"])
+        bench, measured = Bench(llm, workloads, result), [kind for kind in kinds if kind != "startup"]
+        if measured:
+            bench.warm_up()
+        bench.measure(measured)
         llm.close()
     return 0
 

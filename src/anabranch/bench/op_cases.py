@@ -340,10 +340,7 @@ def experts(setting: Setting, model: ModelShape) -> Iterator[Case]:
     E, D, inner, item = model.moe.num_experts, model.config.hidden_size, model.moe.width, setting.dtype.itemsize
     elements = 3 * D * inner
     weights = [
-        (
-            Weight.of(setting.normal(E, 2 * inner, D) * D**-0.5),
-            Weight.of(setting.normal(E, D, inner) * inner**-0.5),
-        )
+        (Weight.of(setting.normal(E, 2 * inner, D) * D**-0.5), Weight.of(setting.normal(E, D, inner) * inner**-0.5))
         for _ in range(min(4, num_sets(E * elements * item)) if setting.small else 4)
     ]
     for tokens in setting.sizes(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):

@@ -32,11 +32,7 @@ from anabranch.loader.load import DTYPES
 from anabranch.ops.experts import COMBINES
 from anabranch.options import at_least
 
-SHORT = {
-    "norm": "add_rms_norm",
-    "rope": "rope_store",
-    "activation": "gated_activation",
-}
+SHORT = {"norm": "add_rms_norm", "rope": "rope_store", "activation": "gated_activation"}
 CEILINGS = {"NVIDIA H200": (4.6e12, 777e12)}
 """Measured bytes per second of a read-only stream, and bf16 FLOP per second of a large matrix product."""
 MODES = ("default", "reduce-overhead", "max-autotune")

@@ -256,11 +256,10 @@ def read_profile(events: list[Any]) -> Profile:
 
 def summarize(llm: LLM, options: argparse.Namespace, plain: float, profile: Profile) -> dict[str, Any]:
     from anabranch.bench.ops import CEILINGS
-    from anabranch.loader.load import DTYPES
 
     runner = llm.engine.runner
     machine = runner.platform.describe()
-    dtype = next(name for name, value in DTYPES.items() if value == runner.dtype)
+    dtype = str(runner.dtype).removeprefix("torch.")
     known = next((rate for name, (rate, _) in CEILINGS.items() if machine.startswith(name)), None)
     rate = options.bandwidth * 1e12 if options.bandwidth else known
     reads = step_bytes(llm.engine.model, options.batch, options.context, dtype)

@@ -45,22 +45,16 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", nargs="+", default=[], metavar="NAME", help=name)
     model = parser.add_argument_group("the model")
     add_engine_options(model, "dtype", "max_model_len")
-    model.add_argument("--gpu-memory-utilization", type=above_zero(1), default=0.0, metavar="F", dest="memory_fraction",
-                       help="share of the device's memory to use (default: the platform's)")  # fmt: skip
-    model.add_argument(
-        "--max-num-seqs", type=int, default=512, metavar="N", help="requests that run at once (default 512)"
-    )
-    model.add_argument(
-        "--max-num-batched-tokens",
-        type=at_least(1),
-        default=AUTO,
-        metavar="N",
-        help="tokens in one step (default 8192)",
-    )
-    model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graphs",
-                       help="launch every kernel by itself, without captured graphs: --graphs none")  # fmt: skip
+    add = model.add_argument
+    memory = "share of the device's memory to use (default: the platform's)"
+    add("--gpu-memory-utilization", type=above_zero(1), default=0.0, metavar="F", dest="memory_fraction", help=memory)
+    add("--max-num-seqs", type=int, default=512, metavar="N", help="requests that run at once (default 512)")
+    tokens = "tokens in one step (default 8192)"
+    add("--max-num-batched-tokens", type=at_least(1), default=AUTO, metavar="N", help=tokens)
+    eager = "launch every kernel by itself, without captured graphs: --graphs none"
+    add("--enforce-eager", action="store_const", const="none", default="auto", dest="graphs", help=eager)
     add_engine_options(model, "generation_config")
-    model.add_argument("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
+    add("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
     add = parser.add_argument_group("chats").add_argument
     add("--chat-template", metavar="FILE", help="use this template instead of the model's own")
     add("--tool-call-parser", default="auto", metavar="NAME", help="default: the one that fits the chat template")
