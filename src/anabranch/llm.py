@@ -365,10 +365,9 @@ class Stream:
             ids = [request.id for request in self.answer.requests if self.llm._streams.pop(request.id, None)]
             self.llm._abort_between_steps(ids)
 
-    async def aclose(self) -> None:
-        self.close()
+    __del__ = close
 
-    def __del__(self) -> None:
+    async def aclose(self) -> None:
         self.close()
 
 
