@@ -12,8 +12,6 @@ Each figure is written to the JSON file as soon as it is measured. Parts may be 
 file, as long as commit, model and machine stay the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
@@ -30,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from anabranch import __version__
 from anabranch.bench.records import bundled, commit
@@ -64,13 +62,14 @@ class Workloads:
     """Requests, tokens in, tokens out."""
     repeats: int = 5
 
-    def shrunk(self, by: int) -> Workloads:
+    def shrunk(self, by: int) -> Self:
         """Lengths, batches and counts divided by a number, to see that everything runs; not for comparisons."""
 
         def divide(numbers: tuple[int, ...], least: int = 1) -> tuple[int, ...]:
             return tuple(max(least, number // by) for number in numbers)
 
-        return Workloads(
+        return replace(
+            self,
             lengths=tuple(dict.fromkeys(divide(self.lengths))),
             batches=tuple(dict.fromkeys(divide(self.batches))),
             decode_length=max(1, self.decode_length // by),
@@ -94,6 +93,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=at_least(1), default=0, metavar="N", help="tokens of a step (default auto)")
     add_engine_options(parser, *FLAGS)
     parser.set_defaults(tune="off")  # figures are taken with the tables that are there
+
+
+class Result:
+    """The content of the JSON file."""
+
+    def __init__(self, about: dict[str, Any], file: str | None) -> None:
+        self.file = Path(file) if file else None
+        earlier: dict[str, Any] = {}
+        if self.file is not None and self.file.exists():
+            try:
+                earlier = dict(json.loads(self.file.read_text()))
+            except (ValueError, TypeError):
+                raise ValueError(f"--json {self.file}: holds something else; give another file, or remove it") from None
+            for key in SAME:
+                self._must_agree(key, earlier.get(key), about.get(key))
+        self.values: dict[str, Any] = {**earlier, **about}
+
+    def _must_agree(self, key: str, before: object, now: object) -> None:
+        if before != now:
+            raise ValueError(
+                f"--json {self.file}: its figures are of {key} {before!r}, these are of {now!r}; "
+                "give another file, or remove it"
+            )
+
+    def set_machine(self, machine: str) -> None:
+        self._must_agree("machine", self.values.get("machine", machine), machine)
+        self.values["machine"] = machine
+
+    def save(self) -> None:
+        """Replace the file in one operation, so that it is complete whenever the process ends."""
+        if self.file is not None:
+            part = self.file.with_name(self.file.name + ".part")
+            part.write_text(json.dumps(self.values, indent=1) + "\n")
+            part.replace(self.file)
 
 
 class Bench:
@@ -160,40 +193,6 @@ class Bench:
         figures = {"s": seconds, "out_tok_s": out, "total_tok_s": total}
         self.result.values[f"thr_{length}_{num_tokens}"] = figures
         return f"{total:.0f} tok/s, {out:.0f} out"
-
-
-class Result:
-    """The content of the JSON file."""
-
-    def __init__(self, about: dict[str, Any], file: str | None) -> None:
-        self.file = Path(file) if file else None
-        earlier: dict[str, Any] = {}
-        if self.file is not None and self.file.exists():
-            try:
-                earlier = dict(json.loads(self.file.read_text()))
-            except (ValueError, TypeError):
-                raise ValueError(f"--json {self.file}: holds something else; give another file, or remove it") from None
-            for key in SAME:
-                self._must_agree(key, earlier.get(key), about.get(key))
-        self.values: dict[str, Any] = {**earlier, **about}
-
-    def _must_agree(self, key: str, before: object, now: object) -> None:
-        if before != now:
-            raise ValueError(
-                f"--json {self.file}: its figures are of {key} {before!r}, these are of {now!r}; "
-                "give another file, or remove it"
-            )
-
-    def set_machine(self, machine: str) -> None:
-        self._must_agree("machine", self.values.get("machine", machine), machine)
-        self.values["machine"] = machine
-
-    def save(self) -> None:
-        """Replace the file in one operation, so that it is complete whenever the process ends."""
-        if self.file is not None:
-            part = self.file.with_name(self.file.name + ".part")
-            part.write_text(json.dumps(self.values, indent=1) + "\n")
-            part.replace(self.file)
 
 
 def run(options: argparse.Namespace) -> int:

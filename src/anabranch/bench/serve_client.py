@@ -4,8 +4,6 @@ Knows HTTP/1.1 and server-sent events, no prompts and no statistics. h11 over as
 is measured as the server's, and an ordinary HTTP client takes several times as much per token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl
@@ -85,6 +83,43 @@ class Sent:
 
 class Refused(Exception):
     """An error that the server reported, with its message."""
+
+
+class Connection:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEADERS)
+
+    async def send(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> int:
+        """Send a request and return the status of its answer; `pieces` gives the body."""
+        http = self.http
+        request = h11.Request(method=method, target=path, headers=[*headers, ("content-length", str(len(body)))])
+        data = [http.send(request), http.send(h11.Data(data=body)), http.send(h11.EndOfMessage())]
+        self.writer.write(b"".join(part for part in data if part))
+        while True:
+            event = http.next_event()
+            if event is h11.NEED_DATA:
+                http.receive_data(await self.reader.read(PIECE))
+            elif isinstance(event, h11.Response):
+                return int(event.status_code)
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body of the answer, in pieces as they arrive."""
+        http = self.http
+        while True:
+            found = []
+            while type(event := http.next_event()) is h11.Data:
+                found.append(bytes(event.data))
+            if found:
+                yield b"".join(found)
+            if event is h11.NEED_DATA:
+                http.receive_data(await self.reader.read(PIECE))
+            elif type(event) is h11.EndOfMessage:
+                break
+        if http.our_state is h11.DONE and http.their_state is h11.DONE:
+            http.start_next_cycle()
+        else:
+            self.writer.close()
 
 
 class Client:
@@ -169,43 +204,6 @@ class Client:
     def close(self) -> None:
         while self.idle:
             self.idle.pop().writer.close()
-
-
-class Connection:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-        self.http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEADERS)
-
-    async def send(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> int:
-        """Send a request and return the status of its answer; `pieces` gives the body."""
-        http = self.http
-        request = h11.Request(method=method, target=path, headers=[*headers, ("content-length", str(len(body)))])
-        data = [http.send(request), http.send(h11.Data(data=body)), http.send(h11.EndOfMessage())]
-        self.writer.write(b"".join(part for part in data if part))
-        while True:
-            event = http.next_event()
-            if event is h11.NEED_DATA:
-                http.receive_data(await self.reader.read(PIECE))
-            elif isinstance(event, h11.Response):
-                return int(event.status_code)
-
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body of the answer, in pieces as they arrive."""
-        http = self.http
-        while True:
-            found = []
-            while type(event := http.next_event()) is h11.Data:
-                found.append(bytes(event.data))
-            if found:
-                yield b"".join(found)
-            if event is h11.NEED_DATA:
-                http.receive_data(await self.reader.read(PIECE))
-            elif type(event) is h11.EndOfMessage:
-                break
-        if http.our_state is h11.DONE and http.their_state is h11.DONE:
-            http.start_next_cycle()
-        else:
-            self.writer.close()
 
 
 def reason(error: Any) -> str:

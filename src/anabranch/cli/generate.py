@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anabranch import bundled
-from anabranch.llm import LLM, SamplingParams
+from anabranch.llm import LLM, Prompt, SamplingParams
 from anabranch.models.generation import NAMES
 from anabranch.options import FLAGS, add_engine_options, engine_fields
 from anabranch.stages import Stages
@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     with open_model(options) as llm:
         loaded = time.perf_counter()
-        count = asyncio.run(show(llm, prompt, sampling_params(options, llm.sampling_defaults)))
+        params = sampling_params(options, llm.sampling_defaults)
+        count = asyncio.run(write_answer(llm, prompt, params, [], before=prompt))
     print()
     if not options.quiet:
         seconds = time.perf_counter() - loaded
@@ -92,12 +93,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-async def show(llm: LLM, prompt: str, params: SamplingParams) -> int:
-    """Print the prompt and its answer as it is generated; return the number of tokens."""
+async def write_answer(llm: LLM, prompt: Prompt, params: SamplingParams, texts: list[str], before: str = "") -> int:
+    """Print `before` and the answer to a prompt as it is generated, and add its parts to `texts`; return the number of
+    tokens."""
     count = 0
     async for delta in llm.stream(prompt, params):
-        if not count:
-            print(prompt, end="")
+        print(delta.text if texts else before + delta.text, end="", flush=True)
+        texts.append(delta.text)
         count += len(delta.token_ids)
-        print(delta.text, end="", flush=True)
     return count
