@@ -130,6 +130,7 @@ def measure(name: str, model: str, case: Case, setting: Setting, options: argpar
     us, how = timed(calls, setting, options.repeats)
     bandwidth, flops = ceilings(setting)
     floor = 1e6 * max(case.num_bytes / bandwidth, case.flops / flops)
+    serving = (kernel for kernel in op.bound if kernel.accepts is None or kernel.accepts(*case.given[0]))
     return {
         "op": name,
         "model": model,
@@ -141,7 +142,7 @@ def measure(name: str, model: str, case: Case, setting: Setting, options: argpar
         "floor_us": round(floor, 3) if floor else None,
         "error": None if math.isnan(error) else error,
         "right": math.isnan(error) or error <= op.tolerance.get(setting.dtype, 1e-2),
-        "kernel": provider(op, case),
+        "kernel": next((str(kernel.provider) for kernel in serving), "reference"),
         "how": how,
         **case.more,
     }
@@ -162,14 +163,6 @@ def ceilings(setting: Setting) -> tuple[float, float]:
     machine = setting.platform.describe()
     known = next((rates for name, rates in CEILINGS.items() if name in machine), (math.inf, math.inf))
     return known if setting.dtype.itemsize == 2 else (known[0], math.inf)
-
-
-def provider(op: ops.op.Op[..., Any], case: Case) -> str:
-    """The provider of the kernel that serves the call."""
-    for kernel in op.bound:
-        if kernel.accepts is None or kernel.accepts(*case.given[0]):
-            return str(kernel.provider)
-    return "reference"
 
 
 def distance(found: Any, expected: Any) -> float:
