@@ -32,7 +32,7 @@ HELP = {
     "tune": "measure the experts' tiles at start if no table fits",
 }
 """Help of options, by field of EngineConfig."""
-TEXTS = CHOICES | {"dtype": ("auto", *DTYPES), "load_format": ("safetensors", "dummy")}
+FIELD_CHOICES = CHOICES | {"dtype": ("auto", *DTYPES), "load_format": ("safetensors", "dummy")}
 
 
 def add_engine_options(parser: Any, *names: str) -> None:
@@ -54,7 +54,7 @@ def add_fields(parser: Any, config: type, help: Mapping[str, str]) -> None:
         if isinstance(default, bool):
             how["action"], shown = argparse.BooleanOptionalAction, "yes" if default else "no"
         elif isinstance(default, str):
-            how["choices"], shown = TEXTS[name], "%(default)s"  # a command may have another default
+            how["choices"], shown = FIELD_CHOICES[name], "%(default)s"  # a command may have another default
         elif isinstance(default, float):
             how |= {"type": float, "metavar": "S"}
         else:
