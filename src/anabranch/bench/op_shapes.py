@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from anabranch.bench.records import CONFIGS, TARGETS
-from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig, read_config
+from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, read_config
+from anabranch.models.rope import RopeConfig
 
 TINY = "tiny"
 """The default without an accelerator: shows that everything runs, and what a call costs there."""
