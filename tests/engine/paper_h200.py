@@ -26,8 +26,8 @@ import anabranch.kernels.triton as package
 from anabranch import ops
 from anabranch.bench import offline
 from anabranch.config import EngineConfig, resolve
-from anabranch.engine.sampled import Logprobs
 from anabranch.engine.sampler import Sampler
+from anabranch.engine.sampling_plan import Logprobs
 from anabranch.engine.torch_runner import TorchRunner
 from anabranch.kernels.compiling import precompile
 from anabranch.kernels.compiling.precompile import Job
