@@ -26,15 +26,15 @@ import anabranch.kernels.triton as package
 from anabranch import ops
 from anabranch.bench import offline
 from anabranch.config import EngineConfig, resolve
-from anabranch.engine.sampled import Logprobs
 from anabranch.engine.sampler import Sampler
+from anabranch.engine.sampling_plan import Logprobs
 from anabranch.engine.torch_runner import TorchRunner
 from anabranch.kernels.compiling import precompile
 from anabranch.kernels.compiling.precompile import Job
 from anabranch.kernels.triton import attention, attention_tiles, experts, linear
 from anabranch.kernels.tuning import experts_tables, experts_tiles
 from anabranch.kernels.tuning import table as tables
-from anabranch.loader import dummy
+from anabranch.loader import load
 from anabranch.models.config import read_config
 from anabranch.platforms.cuda import CudaPlatform
 from anabranch.platforms.platform import InlineStream, Memory
@@ -103,7 +103,7 @@ def paper_h200() -> Iterator[None]:
         (experts_tables, "device_facts", lambda device: ("sm_90", PROCESSORS)),
         (driver, "_active", NoDevice()),
         (precompile, "_zeroed", nullcontext),  # there is nothing to index with
-        (dummy, "fill", lambda model: None),
+        (load, "fill_randomly", lambda model: None),
         (Logprobs, "to_host", lambda self: self),  # there is nothing to copy
         # Page-locked memory is the driver's, and there is none.
         (torch.Tensor, "pin_memory", lambda self: self),

@@ -17,7 +17,8 @@ import torch
 
 from anabranch import ops
 from anabranch.bench.records import CONFIGS, TARGETS
-from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig, read_config
+from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, read_config
+from anabranch.models.rope import RopeConfig
 from anabranch.ops.weight import Weight
 from anabranch.platforms import Platform
 

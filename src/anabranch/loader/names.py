@@ -33,12 +33,6 @@ class Copy:
     index: Index
     part: Index = ()
 
-    @property
-    def num_bytes(self) -> int:
-        """Of what is taken from the source."""
-        source = self.source
-        return source.num_bytes * math.prod(_shape_of(source.shape, self.part)) // max(1, source.num_elements)
-
 
 def match(model: Decoder, checkpoint: Checkpoint) -> list[Copy]:
     """One Copy for every tensor the model needs, in file order; CheckpointError if one is missing or left over."""
