@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from anabranch.server.parsers.call_grammar import NUMBERS, Rules, Schema, ToolGrammar, alternatives, options
+from anabranch.server.parsers.json_calls import quoted
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Notation, Output, read_rest
+from anabranch.server.parsers.reader import Output, TaggedNotation
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 OPENS, CLOSES, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 RESPONSE = "<|tool_response>"
 """The model ends its turn with it to wait for results; a server that does not stop there finds it in the text."""
 
-AFTER = Tags(OPENS, CLOSES)
 AFTER_KEY = Tags(":", ",", "{", "}", "[", "]", QUOTE, CLOSES)
 AFTER_VALUE = Tags(",", "{", "}", "[", "]", QUOTE, CLOSES)
 IN_STRING = Tags(QUOTE, CLOSES)
@@ -38,7 +38,8 @@ CONSTANTS |= {"True": "true", "False": "false", "None": "null"}  # the template 
 Step: TypeAlias = "Callable[[], Wait[Step | None]]"
 
 
-class Gemma4(Notation):
+class Gemma4(TaggedNotation):
+    OPENS, CLOSES = OPENS, CLOSES
     opens = (OPENS,)
     tags = (OPENS, CLOSES, QUOTE, RESPONSE)
 
@@ -52,16 +53,14 @@ class Gemma4(Notation):
         source.drop()
         out.begin(name)
         yield from Arguments(source, out).read()
-        yield from read_rest(source, out, AFTER, CLOSES)
+        yield from self.read_rest(source, out)
         if source.is_blank:
             yield from source.space()
             if (yield from source.literal(RESPONSE)):
                 source.drop()
 
-    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
-        calls = [f"{rules.text(f'call:{tool.name}')} {Gemma4Grammar(rules, tool).arguments()}" for tool in tools]
-        call = rules.rule(f"{rules.tag(OPENS)} {alternatives(calls)} {rules.tag(CLOSES)}")
-        return f"{call}+" if many else call
+    def call_grammar(self, rules: Rules, tool: ToolSpec) -> str:
+        return f"{rules.text(f'call:{tool.name}')} {Gemma4Grammar(rules, tool).arguments()}"
 
 
 class Arguments:
@@ -90,13 +89,13 @@ class Arguments:
         word, mark = yield from self._word(AFTER_KEY)
         if not mark:
             if word:
-                self._write(json.dumps(word, ensure_ascii=False)[:-1])
+                self._write(quoted(word)[:-1])
             return None
         if mark == "}" and not word:
             return self._leave()
         if mark == QUOTE and not word:
             self._source.take(len(QUOTE))
-            word = yield from self._source.all_until(IN_STRING)
+            word, _ = yield from self._source.text_until(IN_STRING)
             if not (yield from self._source.literal(QUOTE)):
                 return None
             yield from self._source.space()
@@ -104,7 +103,7 @@ class Arguments:
             return None
         if not (yield from self._source.literal(":")):
             return None
-        self._write(json.dumps(word, ensure_ascii=False) + ": ")
+        self._write(quoted(word) + ": ")
         return self._value
 
     def _value(self) -> Wait[Step | None]:
@@ -116,7 +115,7 @@ class Arguments:
             return None
         if word or (mark == "," if in_list else mark in ENDS):
             known = word if NUMBER.fullmatch(word) else CONSTANTS.get(word)
-            self._write(known or json.dumps(word, ensure_ascii=False), in_list)
+            self._write(known or quoted(word), in_list)
             return self._more
         if mark in ENDS:
             return self._leave() if mark == "]" else None
@@ -131,14 +130,10 @@ class Arguments:
         source = self._source
         source.take(len(QUOTE))
         self._write('"', in_list)
-        while piece := (yield from source.until(IN_STRING)):
-            source.drop()
-            self._out.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
-        mark = source.which(IN_STRING)
+        mark = yield from source.until(IN_STRING, lambda piece: self._out.arguments(quoted(piece)[1:-1]))
+        source.skip(len(QUOTE) if mark == QUOTE else 0)
         if not mark:
             return None
-        if mark == QUOTE:
-            source.skip(len(QUOTE))
         self._out.arguments('"')
         return self._more
 
@@ -153,8 +148,8 @@ class Arguments:
 
     def _word(self, marks: Tags) -> Wait[tuple[str, str]]:
         """Bare text, and the mark after it, which is not read."""
-        word = yield from self._source.all_until(marks)
-        return word.strip(), self._source.which(marks)
+        word, mark = yield from self._source.text_until(marks)
+        return word.strip(), mark
 
     def _write(self, text: str, in_list: bool = True) -> None:
         """The beginning of a member or an item, or a value after its key; drops what was read for it."""

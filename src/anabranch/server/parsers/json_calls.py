@@ -19,7 +19,7 @@ from typing import Any
 
 from anabranch.server.parsers.call_grammar import Rules, alternatives
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Notation, Output, read_rest
+from anabranch.server.parsers.reader import Notation, Output, TaggedNotation
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 ARGUMENTS = ("arguments", "parameters")
@@ -138,34 +138,23 @@ class JsonCalls:
 
     def _value(self, source: Source, put: Put) -> Wait[bool]:
         """Any value, passed to `put` piece by piece; False if it has no end, or is not a value."""
-        first = yield from source.peek()
-        if first == '"':
-            return (yield from _string(source, put))
-        if first not in ("{", "["):
-            pieces = []
-            while piece := (yield from source.until(self._after_scalar)):
-                put(piece)
-                pieces.append(piece)
-            return SCALAR.fullmatch("".join(pieces)) is not None
-        return (yield from self._nested(source, put))
+        if (yield from source.peek()) in ('"', "{", "["):
+            return (yield from self._nested(source, put))
+        scalar, _ = yield from source.text_until(self._after_scalar)
+        put(scalar)
+        return SCALAR.fullmatch(scalar) is not None
 
     def _nested(self, source: Source, put: Put, depth: int = 0) -> Wait[bool]:
-        """Up to the bracket that closes the first one, or the one that was opened before."""
-        while True:
-            if piece := (yield from source.until(self._in_value)):
-                put(piece)
-                continue
-            tag = source.which(self._in_value)
-            if tag == '"':
-                if not (yield from _string(source, put)):
-                    return False
-            elif tag not in IN_VALUE:  # the closing tag, or the end
-                return False
-            else:
+        """A string, or up to the bracket that closes the first one, or the one that was opened before."""
+        while (tag := (yield from source.until(self._in_value, put))) in IN_VALUE:  # not the closing tag, nor the end
+            if tag != '"':
                 put(source.take(1))
                 depth += 1 if tag in "{[" else -1
-                if depth == 0:
-                    return True
+            elif not (yield from _string(source, put)):
+                return False
+            if depth == 0:
+                return True
+        return False
 
 
 def read_string(source: Source) -> Wait[str | None]:
@@ -185,19 +174,13 @@ def read_string(source: Source) -> Wait[str | None]:
 def _string(source: Source, put: Put) -> Wait[bool]:
     """At a quote: up to the closing one."""
     put(source.take(1))
-    while True:
-        if piece := (yield from source.until(IN_STRING)):
-            put(piece)
-            continue
-        tag = source.which(IN_STRING)
-        if not tag:
-            return False
-        if tag == '"':
-            put(source.take(1))
-            return True
+    while tag := (yield from source.until(IN_STRING, put)):
         put(source.take(1))
+        if tag == '"':
+            return True
         if (yield from source.peek()):
             put(source.take(1))
+    return False
 
 
 def strict_json(text: str) -> Any:
@@ -209,30 +192,28 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 def object_grammar(rules: Rules, tool: ToolSpec, arguments: str = "arguments") -> str:
     head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
     return f"{rules.text(head)} {rules.arguments(tool)} {rules.text('}')}"
 
 
-class Hermes(Notation):
-    OPENS, CLOSES = "<tool_call>", "</tool_call>"
+class Hermes(TaggedNotation):
+    OPENS, CLOSES, SPACE = "<tool_call>", "</tool_call>", "\n"
     opens = (OPENS,)
     tags = (OPENS, CLOSES)
-
-    def __init__(self) -> None:
-        self._calls = JsonCalls(self.CLOSES)
-        self._after = Tags(*self.tags)
+    calls = JsonCalls(CLOSES)
 
     def read(self, source: Source, out: Output) -> Wait[None]:
         source.take(len(self.OPENS))
-        if (yield from self._calls.read(source, out)):
-            yield from read_rest(source, out, self._after, self.CLOSES)
+        if (yield from self.calls.read(source, out)):
+            yield from self.read_rest(source, out)
 
-    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
-        calls = alternatives([object_grammar(rules, tool) for tool in tools])
-        newline = rules.text("\n")
-        call = rules.rule(f"{rules.tag(self.OPENS)} {newline} {calls} {newline} {rules.tag(self.CLOSES)}")
-        return f"{call} ({newline} {call})*" if many else call
+    def call_grammar(self, rules: Rules, tool: ToolSpec) -> str:
+        return object_grammar(rules, tool)
 
 
 class Mistral(Notation):
