@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from anabranch.server.parsers.call_grammar import NUMBERS, Rules, Schema, ToolGrammar, alternatives, options
 from anabranch.server.parsers.json_calls import quoted
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Output, TaggedNotation
+from anabranch.server.parsers.reader import EnclosedNotation, Output
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 OPENS, CLOSES, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -38,7 +38,7 @@ CONSTANTS |= {"True": "true", "False": "false", "None": "null"}  # the template 
 Step: TypeAlias = "Callable[[], Wait[Step | None]]"
 
 
-class Gemma4(TaggedNotation):
+class Gemma4(EnclosedNotation):
     OPENS, CLOSES = OPENS, CLOSES
     opens = (OPENS,)
     tags = (OPENS, CLOSES, QUOTE, RESPONSE)

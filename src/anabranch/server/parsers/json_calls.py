@@ -17,9 +17,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from anabranch.server.parsers.call_grammar import Rules, alternatives
+from anabranch.server.parsers.call_grammar import Rules, alternatives, arguments_schema
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Notation, Output, TaggedNotation
+from anabranch.server.parsers.reader import EnclosedNotation, Notation, Output
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 ARGUMENTS = ("arguments", "parameters")
@@ -39,9 +39,8 @@ class JsonCalls:
 
     def __init__(self, closes: str = "", offered_only: bool = False) -> None:
         """`offered_only`: an object is a call only if its tool was offered and it has arguments."""
-        stops = (closes,) if closes else ()
-        self._in_value = Tags(*IN_VALUE, *stops)
-        self._after_scalar = Tags(*AFTER_SCALAR, *stops)
+        self._in_value = Tags(*IN_VALUE, closes)
+        self._after_scalar = Tags(*AFTER_SCALAR, closes)
         self._offered_only = offered_only
 
     def read(self, source: Source, out: Output) -> Wait[int]:
@@ -63,17 +62,12 @@ class JsonCalls:
     def arguments(self, source: Source, out: Output, name: str) -> Wait[bool]:
         """Begin the call if an object comes next, or the text of one in a JSON string; null is an object without
         members. Then everything read before is dropped."""
-        first = yield from source.peek()
-        if first == "{":
+        if (yield from source.peek()) == "{":
             source.drop()
             out.begin(name)
-            yield from self._value(source, lambda piece: out.arguments(source.release()))
+            yield from self._nested(source, lambda piece: out.arguments(source.release()))
             return True
-        text: str | None = None
-        if first == '"':
-            text = yield from read_string(source)
-        elif (yield from source.literal("null")):
-            text = "{}"
+        text = "{}" if (yield from source.literal("null")) else (yield from read_string(source))
         if text is None or not text.lstrip().startswith("{"):
             return False
         source.drop()
@@ -198,10 +192,10 @@ def quoted(text: str) -> str:
 
 def object_grammar(rules: Rules, tool: ToolSpec, arguments: str = "arguments") -> str:
     head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
-    return f"{rules.text(head)} {rules.arguments(tool)} {rules.text('}')}"
+    return f"{rules.text(head)} {rules.json(arguments_schema(tool))} {rules.text('}')}"
 
 
-class Hermes(TaggedNotation):
+class Hermes(EnclosedNotation):
     OPENS, CLOSES, SPACE = "<tool_call>", "</tool_call>", "\n"
     opens = (OPENS,)
     tags = (OPENS, CLOSES)
@@ -251,7 +245,8 @@ class Mistral(Notation):
             more = f"({rules.text(', ')} {call})*" if many else ""
             return f"{opens} {rules.text('[')} {call} {more} {rules.text(']')}"
         id = f"{rules.tag(self.CALL_ID)} /[a-zA-Z0-9]{{9}}/" if self._with_id else ""
-        calls = [f"{rules.text(tool.name)} {id} {rules.tag(self.ARGS)} {rules.arguments(tool)}" for tool in tools]
+        between = f"{id} {rules.tag(self.ARGS)}"
+        calls = [f"{rules.text(tool.name)} {between} {rules.json(arguments_schema(tool))}" for tool in tools]
         return f"({opens} {alternatives(calls)}){'+' if many else ''}"
 
 

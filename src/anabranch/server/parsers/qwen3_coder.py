@@ -19,19 +19,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from anabranch.server.parsers.call_grammar import (
-    Rules,
-    Schema,
-    ToolGrammar,
-    alternatives,
-    json_type,
-    json_types,
-    options,
-)
+from anabranch.server.parsers.call_grammar import Rules, Schema, ToolGrammar, alternatives, json_types, options
 from anabranch.server.parsers.json_calls import quoted, strict_json
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Output, TaggedNotation
+from anabranch.server.parsers.reader import EnclosedNotation, Output
 from anabranch.server.parsers.source import Source, Tags, Wait
+from anabranch.text.json_schema import json_type
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_ENDS = "<function=", "</function>"
@@ -45,7 +38,7 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
 
 
-class Qwen3Coder(TaggedNotation):
+class Qwen3Coder(EnclosedNotation):
     OPENS, CLOSES, SPACE = OPENS, CLOSES, NEWLINE
     opens = (OPENS, FUNCTION)
     tags = (OPENS, CLOSES)

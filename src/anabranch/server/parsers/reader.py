@@ -126,7 +126,7 @@ class Notation(ABC):
         """The expression of one call of these tools, or of one or more."""
 
 
-class TaggedNotation(Notation):
+class EnclosedNotation(Notation):
     """Calls that stand between two tags."""
 
     OPENS: ClassVar[str]

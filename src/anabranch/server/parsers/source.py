@@ -20,10 +20,10 @@ SPACE = re.compile(r"\s+")
 
 
 class Tags:
-    """Texts to look for. None of them begins another."""
+    """Texts to look for; an empty one is none. None of them begins another."""
 
     def __init__(self, *texts: str) -> None:
-        self.texts = texts
+        self.texts = texts = tuple(filter(None, texts))
         begun = {re.escape(text[:length]) for text in texts for length in range(1, len(text))}
         whole = f"({'|'.join(map(re.escape, texts)) or '(?!)'})"
         self.whole = re.compile(whole)
