@@ -258,10 +258,8 @@ def try_out(tokenizer: Any, connection: socket.socket, pipe: int, parent: int) -
         outcome["memory"] = max(0, peak_memory() - before)
     except MemoryError:
         os._exit(1)
-    except ValueError as failure:
-        outcome["error"] = str(failure)
     except Exception as failure:
-        outcome["error"] = f"{type(failure).__name__}: {failure}"
+        outcome["error"] = str(failure) if isinstance(failure, ValueError) else f"{type(failure).__name__}: {failure}"
     with open(pipe, "wb") as file:
         file.write(json.dumps(outcome).encode())
     os._exit(0)  # no destructors: they belong to the parent

@@ -34,7 +34,6 @@ NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 CONSTANTS = {"true": "true", "false": "false", "null": "null", "": "null"}
 CONSTANTS |= {"True": "true", "False": "false", "None": "null"}  # the template itself writes None
 
-
 Step: TypeAlias = "Callable[[], Wait[Step | None]]"
 
 
@@ -70,14 +69,13 @@ class Arguments:
         self._source, self._out = source, out
         self._open: list[str] = []
         """The closing brackets that are still to come."""
-        self._empty = True
-        """There is nothing yet between the innermost brackets."""
+        self._comma = ""
+        """What separates the next part from the last one."""
 
     def read(self) -> Wait[None]:
         """Up to the closing bracket, or as far as the text fits. A call that is cut off stays open; one that only its
         tag closes is closed."""
-        self._enter("{")
-        step = self._key
+        step = self._enter("{")
         while self._open and (next_step := (yield from step())):
             step = next_step
         if self._open and (yield from self._source.peek()):
@@ -103,33 +101,30 @@ class Arguments:
             return None
         if not (yield from self._source.literal(":")):
             return None
-        self._write(quoted(word) + ": ")
+        self._write(quoted(word) + ": ", then="")
         return self._value
 
     def _value(self) -> Wait[Step | None]:
         word, mark = yield from self._word(AFTER_VALUE)
-        in_list = self._open[-1] == "]"
         if not mark:
             if word:
-                self._write(word, in_list)
+                self._write(word)
             return None
-        if word or (mark == "," if in_list else mark in ENDS):
+        if word or (mark == "," if self._open[-1] == "]" else mark in ENDS):
             known = word if NUMBER.fullmatch(word) else CONSTANTS.get(word)
-            self._write(known or quoted(word), in_list)
+            self._write(known or quoted(word))
             return self._more
         if mark in ENDS:
             return self._leave() if mark == "]" else None
         if mark == QUOTE:
-            return (yield from self._string(in_list))
+            return (yield from self._string())
         self._source.take(1)
-        self._write("", in_list)
-        self._enter(mark)
-        return self._key if mark == "{" else self._value
+        return self._enter(mark)
 
-    def _string(self, in_list: bool) -> Wait[Step | None]:
+    def _string(self) -> Wait[Step | None]:
         source = self._source
         source.take(len(QUOTE))
-        self._write('"', in_list)
+        self._write('"')
         mark = yield from source.until(IN_STRING, lambda piece: self._out.arguments(quoted(piece)[1:-1]))
         source.skip(len(QUOTE) if mark == QUOTE else 0)
         if not mark:
@@ -151,21 +146,21 @@ class Arguments:
         word, mark = yield from self._source.text_until(marks)
         return word.strip(), mark
 
-    def _write(self, text: str, in_list: bool = True) -> None:
-        """The beginning of a member or an item, or a value after its key; drops what was read for it."""
+    def _write(self, text: str, then: str = ", ") -> None:
+        """A key, a value or the beginning of one; drops what was read for it."""
         self._source.drop()
-        self._out.arguments(text if self._empty or not in_list else f", {text}")
-        self._empty = False
+        self._out.arguments(self._comma + text)
+        self._comma = then
 
-    def _enter(self, bracket: str) -> None:
-        self._out.arguments(bracket)
+    def _enter(self, bracket: str) -> Step:
+        self._write(bracket, then="")
         self._open.append("}" if bracket == "{" else "]")
-        self._empty = True
+        return self._key if bracket == "{" else self._value
 
     def _leave(self) -> Step:
         self._source.skip(1)
         self._out.arguments(self._open.pop())
-        self._empty = False
+        self._comma = ", "
         return self._more
 
 
