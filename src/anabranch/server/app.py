@@ -27,14 +27,8 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(module.router)
     _describe(app)
     app.state.service, app.state.responses = service, Counter[tuple[str, int]]()
-    app.add_middleware(Guard, settings=service.settings, encode_error=encode_error, responses=app.state.responses)
+    app.add_middleware(Guard, settings=service.settings, responses=app.state.responses)
     return app
-
-
-def encode_error(error: ApiError, path: str, request_id: str) -> bytes:
-    if path in anthropic.BODIES:
-        return msgspec.json.encode(anthropic.error_body(error, request_id))
-    return error.encoded()
 
 
 async def _http_error(request: Request, error: HTTPException) -> NoReturn:

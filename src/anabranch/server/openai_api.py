@@ -10,9 +10,10 @@ from anabranch.server import protocol, stream
 from anabranch.server.body import read_json
 from anabranch.server.chat import Chat, render
 from anabranch.server.errors import bad_request
-from anabranch.server.openai_answer import ChatAnswer, CompletionAnswer
+from anabranch.server.openai_answer import ChatAnswer, CompletionAnswer, OpenAIAnswer
 from anabranch.server.service import Service
 from anabranch.server.stream import json_response
+from anabranch.text.special_text import Rendered
 
 router = APIRouter()
 
@@ -28,26 +29,22 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 
 @router.post("/v1/chat/completions", summary="Answer a conversation")
 async def chat_completions(request: Request) -> Response:
-    body = await read_json(request, protocol.ChatCompletion)
-    return await _answer(request, body, ChatAnswer)
+    return await _answer(request, protocol.ChatCompletion, ChatAnswer)
 
 
 @router.post("/v1/completions", summary="Continue prompts")
 async def completions(request: Request) -> Response:
-    body = await read_json(request, protocol.Completion)
-    return await _answer(request, body, CompletionAnswer)
+    return await _answer(request, protocol.Completion, CompletionAnswer)
 
 
-async def _answer(request: Request, body: Any, answer_type: type[ChatAnswer] | type[CompletionAnswer]) -> Response:
-    service: Service = request.app.state.service
-    service.check_ready()
-    service.check_model(body.model)
+async def _answer(request: Request, schema: type[protocol.Sampling], answer_type: type[OpenAIAnswer[Any]]) -> Response:
+    _, body = await read_json(request, schema, ready=True)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", "stream_options")
     request.state.log["stream"] = body.stream
-    answer = answer_type(service, body, request.state.log, request.state.num_bytes)
+    answer = answer_type(request, body)
     if body.stream:
-        return await stream.events(request, answer.chunks())
+        return stream.EventStream(answer.chunks())
     return await stream.whole(request, answer.whole())
 
 
@@ -78,20 +75,17 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 @router.post("/tokenize", summary="The tokens of a text or a conversation")
 async def tokenize(request: Request) -> Response:
-    body = await read_json(request, protocol.Tokenize)
-    service: Service = request.app.state.service
-    service.check_model(body.model)
+    service, body = await read_json(request, protocol.Tokenize)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     where = "prompt" if body.messages is None else "messages"
 
     def work() -> dict[str, Any]:
         if body.messages is not None:
-            rendered = render(service.model, Chat(body))
-            text, special, plain = rendered.text, bool(body.add_special_tokens), rendered.plain
+            rendered, special = render(service.model, Chat(body)), bool(body.add_special_tokens)
         else:
-            text, special, plain = body.prompt or "", body.add_special_tokens is not False, ()
-        tokens = service.encode(text, special, where, plain, counting=True)
+            rendered, special = Rendered(body.prompt or ""), body.add_special_tokens is not False
+        tokens = service.encode(rendered, special, where, counting=True)
         tokenizer = service.model.tokenizer
         texts = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
@@ -101,9 +95,7 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize", summary="The text of tokens")
 async def detokenize(request: Request) -> Response:
-    body = await read_json(request, protocol.Detokenize)
-    service: Service = request.app.state.service
-    service.check_model(body.model)
+    service, body = await read_json(request, protocol.Detokenize)
     model, vocabulary = service.model, service.model.config.vocab_size
     if len(body.tokens) > (limit := max(service.max_model_len, MAX_DETOKENIZED)):
         raise bad_request(f"tokens: {len(body.tokens)} tokens; at most {limit} go into one request", "tokens")
