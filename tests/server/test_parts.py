@@ -18,7 +18,7 @@ from anabranch.server import history, protocol
 from anabranch.server.body import decode
 from anabranch.server.chat import read_messages
 from anabranch.server.errors import ApiError, from_engine
-from anabranch.server.openai_answer import LogprobWriter, npy_base64
+from anabranch.server.openai import LogprobWriter, npy_base64
 from anabranch.server.parsers.choose import find_parsers
 from anabranch.server.protocol import sampling_params
 

@@ -15,7 +15,6 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
@@ -24,7 +23,7 @@ from anabranch.server import protocol, stream
 from anabranch.server.body import read_json
 from anabranch.server.chat import Chat, render
 from anabranch.server.errors import bad_request
-from anabranch.server.openai_answer import ChatAnswer
+from anabranch.server.openai import ChatAnswer
 from anabranch.server.parsers.json_calls import strict_json
 from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
 from anabranch.server.protocol import Body, ChatCompletion, JsonObject, Message, Name, StrictObject, ignoring
@@ -114,7 +113,7 @@ class Messages(CountTokens, kw_only=True):
     stop_sequences: protocol.StopTexts | None = None
 
 
-BODIES: dict[str, type[msgspec.Struct]] = {"/v1/messages": Messages, "/v1/messages/count_tokens": CountTokens}
+BODIES: dict[str, type[Body]] = {"/v1/messages": Messages, "/v1/messages/count_tokens": CountTokens}
 
 
 @router.post("/v1/messages", summary="Answer a conversation, in Anthropic's dialect")

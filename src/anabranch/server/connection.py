@@ -5,6 +5,7 @@ refused body, and the time in which a client receives nothing. Errors of HTTP it
 import asyncio
 import contextlib
 import logging
+import resource
 import sys
 import time
 from typing import Any
@@ -32,10 +33,6 @@ FEWEST_CONNECTIONS = 16
 
 def raise_file_limit() -> int:
     """Raise the limit of open files of this process and its children as far as allowed; return the new limit."""
-    if sys.platform == "win32":
-        return WANTED_FILES
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return WANTED_FILES
@@ -88,14 +85,11 @@ class Connection(H11Protocol):
         self._num_drained = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self.max_connections:
-            self._refuse_connection(transport)
+        if len(self.connections) < self.max_connections:
+            super().connection_made(transport)
+            self._time("headers", self.settings.header_timeout)
             return
-        super().connection_made(transport)
-        self._time("headers", self.settings.header_timeout)
-
-    def _refuse_connection(self, transport: asyncio.Transport) -> None:
-        """Answer 503 without waiting for a request, and close."""
+        # Answer without waiting for a request, and close.
         error = unavailable(f"all {self.max_connections} connections are in use; try again later", "connections")
         self.full.warn(f"{error.message.partition(';')[0]} (--max-connections): new ones get 503")
         transport.set_protocol(asyncio.Protocol())  # ignore all further events

@@ -36,6 +36,7 @@ log = logging.getLogger("anabranch.server.access")
 
 HEALTH = frozenset(("/health", "/health/live", "/health/ready"))
 OPEN = HEALTH | page.PATHS
+FREQUENT = ("/health", "/metrics", "/debug/", "/page/")  # requested every second or so, and without interest
 CLIENT_GONE = 499  # never sent: for the log and the metrics
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 RawHeaders = list[tuple[bytes, bytes]]
@@ -97,8 +98,7 @@ class Guard:
             self.responses[route, status] += 1
             noted |= {"id": request_id, "method": scope["method"], "route": route, "status": status}
             noted["seconds"] = round(time.monotonic() - began, 4)
-            quiet = route in HEALTH or route == "/metrics" or route.startswith(("/debug/", "/page/"))
-            log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": noted})
+            log.log(logging.DEBUG if route.startswith(FREQUENT) else logging.INFO, "request", extra={"fields": noted})
 
     def _check(self, path: str, headers: RawHeaders) -> None:
         close = {"connection": "close"}

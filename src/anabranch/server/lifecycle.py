@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ class Server:
         self.first_signal, self.second_signal = asyncio.Event(), asyncio.Event()
         self.deadline = float("inf")
         """time.monotonic() when the process must have ended."""
-        self.stages: list[tuple[str, float]] = []
+        self.stages: dict[str, float] = {}
+        """When each stage of the start began."""
         self.address = ""
 
     async def run(self, sock: socket.socket) -> int:
@@ -167,21 +169,20 @@ class Server:
 
     async def _load(self) -> EngineClient:
         """Read the model folder's small files here, the weights in the engine's process."""
-        self.stages.append(("reading the model folder", time.monotonic()))
+        self.stages["reading the model folder"] = time.monotonic()
         loop, threads = asyncio.get_running_loop(), self.service.threads
         model = await loop.run_in_executor(threads, read_model, self.engine, self.settings)
-        self.stages.append(("starting the engine's process", time.monotonic()))
+        self.stages["starting the engine's process"] = time.monotonic()
         client = await EngineClient.start(
             self.engine, self.make_engine, timeout=self.settings.start_timeout, on_stage=self._on_stage
         )
-        self.stages.append(("ready", time.monotonic()))
+        self.stages["ready"] = time.monotonic()
         self.service.become_ready(model, client)
         self._log_ready()
         return client
 
     def _on_stage(self, stage: messages.Stage) -> None:
-        if stage.name not in (name for name, _ in self.stages):
-            self.stages.append((stage.name, time.monotonic()))
+        self.stages.setdefault(stage.name, time.monotonic())
         if self.service.phase == "loading":
             part = f" {stage.done / stage.total:.0%}" if stage.total else ""
             self.service.reason = f"the model is loading ({stage.name}{part})"
@@ -194,9 +195,9 @@ class Server:
         log.info("listening on http://%s:%d (%s); model %s", host, port, key, ", ".join(self.service.names))
 
     def _log_ready(self) -> None:
-        for (name, at), (_, until) in zip(self.stages, self.stages[1:]):
-            log.info("  %-30s %7.2f s", name, until - at)
-        total = self.stages[-1][1] - self.stages[0][1]
+        for (name, began), (_, ended) in pairwise(self.stages.items()):
+            log.info("  %-30s %7.2f s", name, ended - began)
+        total = self.stages["ready"] - min(self.stages.values())
         limits = f"body {self.service.max_body_bytes} bytes, headers {self.settings.max_header_bytes} bytes, "
         limits += f"{self.engine.max_num_seqs} sequences running and {self.settings.max_queue} waiting"
         log.info("limits: %s, %d connections", limits, self.max_connections)
@@ -214,7 +215,7 @@ class Server:
     async def _serve(self, client: EngineClient, signalled: asyncio.Task[bool]) -> int:
         async with tasks(client.wait(), self._watch_steps(client), self._sample(client)) as (death, *_):
             await asyncio.wait((death, signalled), return_when=asyncio.FIRST_COMPLETED)
-            return await (self._end_after_death(client) if death.done() else self._drain(client, death))
+            return await (self._end_after_death(death.result()) if death.done() else self._drain(client, death))
 
     async def _drain(self, client: EngineClient, death: asyncio.Task[str]) -> int:
         """Refuse new requests and let the running ones finish."""
@@ -225,7 +226,7 @@ class Server:
         async with tasks(self._until_idle(), self.second_signal.wait()) as (drained, again):
             await asyncio.wait((drained, again, death), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
-                return await self._end_after_death(client)
+                return await self._end_after_death(death.result())
             if again.done():
                 log.warning("a second signal: %d sequences are aborted", self.service.num_admitted)
             elif not drained.done():
@@ -238,10 +239,10 @@ class Server:
         while self.service.num_admitted:
             await asyncio.sleep(0.02)
 
-    async def _end_after_death(self, client: EngineClient) -> int:
+    async def _end_after_death(self, reason: str) -> int:
         """The engine has died: requests get an error with the reason, then this process ends too."""
-        found = self.service.reason if self.service.phase == "dead" else client.dead_reason
-        reason = found or "the engine has ended"
+        if self.service.phase == "dead":  # `_watch_steps` killed it
+            reason = self.service.reason
         self.service.leave("dead", reason)
         log.error("%s; ending with exit code 1", reason)
         await asyncio.sleep(GRACE)

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -72,9 +72,9 @@ async def version() -> Response:
 
 @router.get("/metrics", summary="Prometheus metrics")
 async def show_metrics(request: Request) -> Response:
-    state, registry = request.app.state, CollectorRegistry()  # a new one: nothing is kept between two calls
-    registry.register(Metrics(state.service, state.responses, await fresh_stats(state.service)))
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    state = request.app.state
+    metrics = Metrics(state.service, state.responses, await fresh_stats(state.service))
+    return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get(
@@ -144,8 +144,10 @@ class Metrics(Collector):
         yield family(CounterMetricFamily, prefix + "request_success", about, finished, "model_name", "finished_reason")
         for name, (key, about) in HISTOGRAMS.items():
             if found := self.stats.get(key):
+                # Prometheus counts values up to a bound, the engine those between two bounds.
+                bounds, counts = [*map(str, found["bounds"]), "+Inf"], map(float, accumulate(found["counts"]))
                 histogram = HistogramMetricFamily(prefix + name, about, labels=["model_name"])
-                histogram.add_metric([self.model], _cumulative(found), sum_value=found["sum"])
+                histogram.add_metric([self.model], list(zip(bounds, counts, strict=True)), sum_value=found["sum"])
                 yield histogram
 
     def _simple(self, type: MetricType, prefix: str, known: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
@@ -159,9 +161,3 @@ def family(type: MetricType, name: str, about: str, values: Mapping[Any, float],
     for given, value in values.items():
         metric.add_metric(given, value)
     return metric
-
-
-def _cumulative(histogram: dict[str, Any]) -> list[tuple[str, float]]:
-    """Prometheus counts values up to a bound, the engine those between two bounds."""
-    bounds = [*map(str, histogram["bounds"]), "+Inf"]
-    return list(zip(bounds, map(float, accumulate(histogram["counts"])), strict=True))

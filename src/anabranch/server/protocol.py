@@ -1,6 +1,6 @@
 """The bodies of requests in OpenAI's dialect, with vLLM's additions, as schemas, and their SamplingParams.
 
-Schemas check types and sizes, SamplingParams checks ranges; chat and openai_answer interpret the other fields. A field
+Schemas check types and sizes, SamplingParams checks ranges; chat and openai interpret the other fields. A field
 that a schema does not know is refused, at every depth. Fields that have no effect (`ignoring`) are known because
 clients send them, such as those of an answer that comes back as part of the conversation.
 """
