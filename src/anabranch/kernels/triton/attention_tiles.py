@@ -10,18 +10,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the choice depends on besides the shape. The defaults suit any GPU, and the interpreter."""
-
-    shared_bytes: int = 64 << 10
-    """Shared memory that one program may have."""
-    processors: int = 64
-    wgmma: bool = False
-    """Hopper's matrix unit, which needs 64 rows and reads them from shared memory."""
-    gluon: bool = False
-    """attention_hopper runs here."""
+from anabranch.kernels.tuning.experts_tiles import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +104,7 @@ def fits(
     as it needs them. `page`: slots of a page, 0 where they are not contiguous."""
     if isinstance(tile, HopperTile):
         num_bytes = (128 + 2 * tile.stages * tile.keys + 64) * D * dtype.itemsize + 512
-        usable = machine.gluon and D in (64, 128, 256) and dtype.itemsize == 2
+        usable = machine.hopper and D in (64, 128, 256) and dtype.itemsize == 2
         copied = page > 0 and page % 8 == 0 and tile.keys % page == 0
         return usable and copied and num_bytes <= machine.shared_bytes
     if isinstance(tile, PrefillTile):

@@ -33,6 +33,7 @@ from anabranch.kernels.triton.experts_ring import (
     publish_tile,
     read_tile,
 )
+from anabranch.kernels.triton.gated import activate
 
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How both operands lie in shared memory: rows of 64 elements, swizzled over 128 bytes."""
@@ -215,39 +216,26 @@ def load_rows(
 
 
 @gluon.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
-
-
-@gluon.jit
-def store_gated(acc, h_NI, begin, end, first_column, inner, GELU: gl.constexpr):
+def store_gated(acc, h_NI, begin, end, first_column, inner, ACTIVATION: gl.constexpr):
     """64 rows of activation(gate) · up, from an accumulator that holds the gate columns and then the up columns."""
     BN: gl.constexpr = acc.shape[1] // 2
     out: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BN // 8), BN // 8], [4, 1], [1, 0])
     row = begin + gl.arange(0, 64, gl.SliceLayout(1, out))
     column = first_column + gl.arange(0, BN, gl.SliceLayout(0, out))
     gate, up = gl.split(gl.permute(gl.reshape(acc, [64, 2, BN]), [0, 2, 1]))
-    h = gl.convert_layout(gated(gate, up, GELU).to(h_NI.dtype.element_ty), out)
+    h = gl.convert_layout(activate(gate, up, ACTIVATION).to(h_NI.dtype.element_ty), out)
     pointer = h_NI + row.to(gl.int64)[:, None] * inner + column[None, :]
     gl.store(pointer, h, mask=(row < end)[:, None] & (column < inner)[None, :])
 
 
 @gluon.jit
-def gated(gate, up, GELU: gl.constexpr):
-    if GELU:  # by tanh; ½ (1 + tanh u) = sigmoid(2u)
-        return gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    else:
-        return gate * sigmoid(gate) * up
-
-
-@gluon.jit
-def store_extra_gated(gate, up, h_NI, begin, end, first_column, inner, GELU: gl.constexpr):
+def store_extra_gated(gate, up, h_NI, begin, end, first_column, inner, ACTIVATION: gl.constexpr):
     """The extra rows, which are columns of the product."""
     layout: gl.constexpr = gate.type.layout
     column = first_column + gl.arange(0, 64, gl.SliceLayout(1, layout))
     row = begin + gl.arange(0, gate.shape[1], gl.SliceLayout(0, layout))
     pointer = h_NI + row.to(gl.int64)[None, :] * inner + column[:, None]
-    h = gated(gate, up, GELU).to(h_NI.dtype.element_ty)
+    h = activate(gate, up, ACTIVATION).to(h_NI.dtype.element_ty)
     gl.store(pointer, h, mask=(row < end)[None, :] & (column < inner)[:, None])
 
 
@@ -255,7 +243,7 @@ def store_extra_gated(gate, up, h_NI, begin, end, first_column, inner, GELU: gl.
 def gate_up_tile(
     h_NI, begin, end, column, inner, step, a_ring, b_ring, x_ring, full, empty,
     WHO: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr, WITH: gl.constexpr, DEPTH: gl.constexpr,
-    EXTRA: gl.constexpr, GELU: gl.constexpr,
+    EXTRA: gl.constexpr, ACTIVATION: gl.constexpr,
 ):
     """One warpgroup's part of a tile with BN columns. WITH: including extra rows, if there are any."""
     SLABS: gl.constexpr = a_ring.shape[0] // b_ring.shape[0]
@@ -264,8 +252,8 @@ def gate_up_tile(
         if end - begin > (GROUPS + WHO) * 64:
             plain = False
             first, second, step = multiply_two(a_ring, b_ring, full, empty, step, WHO, GROUPS, DEPTH, True)
-            store_gated(first, h_NI, begin + WHO * 64, end, column, inner, GELU)
-            store_gated(second, h_NI, begin + (GROUPS + WHO) * 64, end, column, inner, GELU)
+            store_gated(first, h_NI, begin + WHO * 64, end, column, inner, ACTIVATION)
+            store_gated(second, h_NI, begin + (GROUPS + WHO) * 64, end, column, inner, ACTIVATION)
     if WITH & (EXTRA > 0):
         if end - begin > SLABS * 64:
             plain = False
@@ -274,12 +262,12 @@ def gate_up_tile(
             acc, gate, up, step = multiply_extra(
                 a_ring, b_ring, x_ring, full, empty, step, WHO, 2 * BN, SHARE, BN + SHARE, DEPTH, True
             )
-            store_gated(acc, h_NI, begin + WHO * 64, end, column, inner, GELU)
-            store_extra_gated(gate, up, h_NI, begin + SLABS * 64, end, column + SHARE, inner, GELU)
+            store_gated(acc, h_NI, begin + WHO * 64, end, column, inner, ACTIVATION)
+            store_extra_gated(gate, up, h_NI, begin + SLABS * 64, end, column + SHARE, inner, ACTIVATION)
     if plain:
         acc, step = multiply_slab(a_ring, b_ring, full, empty, step, end - begin, WHO, 2 * BN, DEPTH, True)
         if end - begin > WHO * 64:
-            store_gated(acc, h_NI, begin + WHO * 64, end, column, inner, GELU)
+            store_gated(acc, h_NI, begin + WHO * 64, end, column, inner, ACTIVATION)
     return step
 
 
@@ -287,7 +275,7 @@ def gate_up_tile(
 def gate_up_warpgroup(
     h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
     WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr, NARROW: gl.constexpr,
-    GELU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):
     BN: gl.constexpr = b_ring.shape[1] // 2
     step = 0
@@ -300,12 +288,12 @@ def gate_up_warpgroup(
             if block * BN + BN > inner:
                 step = gate_up_tile(
                     h_NI, begin, end, block * BN, inner, step, a_ring, b_ring, x_ring, full, empty,
-                    WHO, GROUPS, BN // 2, WHO == 0, DEPTH, EXTRA, GELU,
+                    WHO, GROUPS, BN // 2, WHO == 0, DEPTH, EXTRA, ACTIVATION,
                 )
         if wide:
             step = gate_up_tile(
                 h_NI, begin, end, block * BN, inner, step, a_ring, b_ring, x_ring, full, empty,
-                WHO, GROUPS, BN, True, DEPTH, EXTRA, GELU,
+                WHO, GROUPS, BN, True, DEPTH, EXTRA, ACTIVATION,
             )
         block, begin, end = read_tile(tile_info, full, step)
 
@@ -390,13 +378,11 @@ def gate_up_hopper(
     x_TD, x_stride, w_desc, h_NI, order_N, tile_3M, head, max_tiles, inner,
     K: gl.constexpr, SLABS: gl.constexpr, EXTRA: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr, NARROW: gl.constexpr,
-    GELU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):
     """h[row, columns] = activation(gate · x) · (up · x); DEPTH is D. NARROW: the last block has BN / 2 columns."""
     # A stage is full after the copy engine's bytes and the copies of each of the 128 loading threads.
-    a_ring, b_ring, x_ring, full, empty, tile_info = make_ring(
-        w_desc.dtype, SLABS, 2 * BN, BK, STAGES, GROUPS, EXTRA, 129
-    )
+    a_ring, b_ring, x_ring, full, empty, tile_info = make_ring(w_desc, SLABS, 2 * BN, BK, STAGES, GROUPS, EXTRA, 129)
     gdc_wait()
     gdc_launch_dependents()
     num_tiles = gl.load(head)
@@ -406,9 +392,9 @@ def gate_up_hopper(
         gl.warp_specialize(
             [
                 (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                     0, GROUPS, DEPTH, EXTRA, NARROW, GELU)),
+                                     0, GROUPS, DEPTH, EXTRA, NARROW, ACTIVATION)),
                 (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                     1, GROUPS, DEPTH, EXTRA, NARROW, GELU)),
+                                     1, GROUPS, DEPTH, EXTRA, NARROW, ACTIVATION)),
                 (gather_and_load, (x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner,
                                    head + 1, a_ring, b_ring, x_ring, full, empty, tile_info,
                                    K, DEPTH, BAND, EXTRA, NARROW)),
@@ -419,7 +405,7 @@ def gate_up_hopper(
         gl.warp_specialize(
             [
                 (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                     0, GROUPS, DEPTH, EXTRA, NARROW, GELU)),
+                                     0, GROUPS, DEPTH, EXTRA, NARROW, ACTIVATION)),
                 (gather_and_load, (x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner,
                                    head + 1, a_ring, b_ring, x_ring, full, empty, tile_info,
                                    K, DEPTH, BAND, EXTRA, NARROW)),
@@ -435,7 +421,7 @@ def down_hopper(
     STAGES: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr,
 ):
     """rows[pair, columns] = weight · (down · h); DEPTH is I, weights are in tile order."""
-    a_ring, b_ring, x_ring, full, empty, tile_info = make_ring(w_desc.dtype, SLABS, BN, BK, STAGES, GROUPS, EXTRA, 1)
+    a_ring, b_ring, x_ring, full, empty, tile_info = make_ring(w_desc, SLABS, BN, BK, STAGES, GROUPS, EXTRA, 1)
     gdc_launch_dependents()
     # The row order was complete before the gate/up kernel let this one start, so it may be read. Only the loading warp
     # reads h, and it waits.

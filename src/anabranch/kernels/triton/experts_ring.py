@@ -23,14 +23,13 @@ from anabranch.kernels.compiling.gluon_names import barrier
 
 @gluon.jit
 def make_ring(
-    dtype: gl.constexpr, SLABS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    w_desc, SLABS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, EXTRA: gl.constexpr, ARRIVALS: gl.constexpr,
 ):
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    a_ring = gl.allocate_shared_memory(dtype, [STAGES * SLABS, 64, BK], shared)
-    b_ring = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], shared)
+    a_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * SLABS, 64, BK], w_desc.layout)
+    b_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     if EXTRA:
-        x_ring = gl.allocate_shared_memory(dtype, [STAGES, EXTRA, BK], shared)
+        x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, EXTRA, BK], w_desc.layout)
     else:
         x_ring = a_ring  # not used
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
