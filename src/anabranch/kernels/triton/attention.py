@@ -7,9 +7,6 @@ A decode step (every request has one new token) is attention_decode alone. Other
 attention_hopper) does the requests with several new tokens, and attention_decode those with one in the same batch: what
 is fast for one is not for the other. The device tells them apart. The host knows sizes only, never lengths, so that
 a captured call stays right while contexts grow.
-
-This is one provider of the op. A vendor's attention library would be another: a package that registers on the same op
-under its own name (`needs`: whether it can be imported), put before "triton" in a platform's `providers`.
 """
 
 import functools

@@ -209,12 +209,8 @@ def attend_pieces(
     k_ptr = k_PSGD + g * head_stride + d[None, :]
     v_ptr = v_PSGD + g * head_stride + d[None, :]
     peak = tl.full([ROWS], LOWEST, tl.float32)
-    if SWAP:
-        acc = tl.zeros([DP, ROWS], tl.float32)
-        total = tl.zeros([BN, ROWS], tl.float32)
-    else:
-        acc = tl.zeros([ROWS, DP], tl.float32)
-        total = tl.zeros([ROWS, BN], tl.float32)
+    acc = tl.zeros([DP, ROWS] if SWAP else [ROWS, DP], tl.float32)
+    total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
     for block in range(begin, end):
         key = block * BN + tl.arange(0, BN)
         inside = tl.minimum(tl.maximum(key, first_key), length - 1)

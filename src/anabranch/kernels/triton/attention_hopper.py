@@ -220,9 +220,7 @@ def attend_rows_hopper(
         gl.store(out_THD + place, gl.zeros([BM, D], out_THD.dtype.element_ty, blocked), mask=(row < num_rows)[:, None])
         return
 
-    first_key = last_position * 0
-    if WINDOWED:
-        first_key = gl.maximum(first_position + first_row // HG - window + 1, 0)
+    first_key = gl.maximum(first_position + first_row // HG - window + 1, 0) if WINDOWED else last_position * 0
     q_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [2, 64, D], k_desc.layout)
     k_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], k_desc.layout)

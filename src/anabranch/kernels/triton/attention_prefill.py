@@ -66,9 +66,7 @@ def attend_rows(
     position = length - num_queries + row // HG
     first_position = length - num_queries + first_row // HG
     last_position = tl.minimum(length - num_queries + (first_row + BM - 1) // HG, length - 1)
-    first_key = 0
-    if WINDOWED:
-        first_key = tl.maximum(first_position - window + 1, 0)
+    first_key = tl.maximum(first_position - window + 1, 0) if WINDOWED else 0
     first_block = first_key // BN
     table = page_table_RM + r * table_stride
     k_ptr = k_PSGD + g * head_stride + d[None, :]

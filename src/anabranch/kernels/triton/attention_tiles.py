@@ -15,10 +15,9 @@ from anabranch.kernels.tuning.experts_tiles import Machine
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """attention_decode."""
+    """attention_decode; `keys` is BN."""
 
     keys: int
-    """BN."""
     warps: int
     stages: int
     swap: bool = False
@@ -31,22 +30,19 @@ class DecodeTile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """attention_prefill."""
+    """attention_prefill; `rows` is BM, `keys` is BN."""
 
     rows: int
-    """BM."""
     keys: int
-    """BN."""
     warps: int
     stages: int
 
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """attention_hopper: 128 rows, two warpgroups."""
+    """attention_hopper: 128 rows, two warpgroups; `keys` is BN."""
 
     keys: int
-    """BN."""
     stages: int
     rows: ClassVar[int] = 128
 

@@ -59,10 +59,7 @@ def product(
     d = tl.arange(0, BK)
     a_ptr += d[None, :]
     b_ptr += d[None, :]
-    if SWAP:
-        acc = tl.zeros([BN, BM], tl.float32)
-    else:
-        acc = tl.zeros([BM, BN], tl.float32)
+    acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
     for begin in range(0, depth, BK):
         if EVEN:
             a = tl.load(a_ptr, mask=a_real[:, None], other=0.0)

@@ -71,10 +71,7 @@ def gate_up_small(
         h = activate(gate, up, ACTIVATION)
         out = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         tl.store(h_NI + pair * inner + out, h.to(h_NI.dtype.element_ty), mask=out < inner)
-        if SHARE:
-            pair = next_pair(expert_N, e, pair, num_pairs, PAIRS)
-        else:
-            pair = num_pairs
+        pair = next_pair(expert_N, e, pair, num_pairs, PAIRS) if SHARE else num_pairs
 
 
 @triton.jit
@@ -155,7 +152,4 @@ def down_pair(
                 y += tl.load(bias_ED + row).to(tl.float32)
             y = (y * weight).to(rows_ND.dtype.element_ty)
             tl.store(rows_ND + pair.to(tl.int64) * D + column, y, mask=column < D)
-            if SHARE:
-                pair = next_pair(expert_N, e, pair, num_pairs, PAIRS)
-            else:
-                pair = num_pairs
+            pair = next_pair(expert_N, e, pair, num_pairs, PAIRS) if SHARE else num_pairs

@@ -49,9 +49,8 @@ MULTIPLY_WEIGHTS = 8 << 20
 """Up to this many weights `multiply_rows` is faster than the library on an H200; with more it is limited by the
 multiprocessors' shared memory."""
 SPLIT_TOKENS, SPLIT_WEIGHTS = range(3, 33), range(1 << 22, (1 << 23) + 1)
-"""Of linear_hopper. An H200 takes for 4096 → 2048 and 16 tokens 7.6 µs with it, 11.5 with `multiply_rows`, 9.9 with the
-library; for 4 tokens 7.7 against 8.1 with `multiply_rows`, for 32 8.7 against the library's 10.1. With 64 tokens (12.1
-against 10.7) or 10 million weights (16 tokens: 9.7 against 9.2) the library is faster."""
+"""Of linear_hopper. 4096 → 2048 on an H200, 16 tokens: 7.6 µs, `multiply_rows` 11.5, the library 9.9; 4 tokens: 7.7,
+`multiply_rows` 8.1; 32 tokens: 8.7, the library 10.1. With 64 tokens or 10 million weights the library is faster."""
 hopper_kernels = functools.partial(gluon_kernels, "linear_hopper")
 EARLY = False
 """See wait_for_predecessor."""
@@ -166,22 +165,20 @@ def multiply_rows(
 
 @dataclass(frozen=True, slots=True)
 class StreamTiles:
+    """R outputs of each of W warps; `across` warps share the inputs of an output."""
+
     rows: int
-    """R, outputs of a warp."""
     warps: int
-    """W, that share a program's outputs."""
     across: int = 1
-    """Warps that share the inputs of an output."""
 
 
 @dataclass(frozen=True, slots=True)
 class MultiplyTiles:
+    """R outputs of a program; each of K warps has C inputs at a time."""
+
     rows: int
-    """R, outputs of a program."""
     warps: int
-    """K."""
     depth: int
-    """C, inputs of a warp at a time."""
     stages: int
 
 

@@ -98,10 +98,7 @@ def _keys(
         expert = expert_RLV + i * STEP
         ordered = _ordered_choice(chunks[i], expert, bias, groups, E, SIGMOID, GROUP)
         inverted = ((1 << ID_BITS) - 1) - expert
-        if EXACT:
-            key = ordered + inverted
-        else:
-            key = (ordered & (-1 << ID_BITS)) | inverted
+        key = ordered + inverted if EXACT else (ordered & (-1 << ID_BITS)) | inverted
         if (i + 1) * STEP > E:
             key = tl.where(expert < E, key, LOWEST)
         keys = keys + unpack(key, LOG_VECTOR)

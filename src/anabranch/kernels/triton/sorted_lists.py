@@ -79,14 +79,8 @@ def merge_lanes(lists, LOG: tl.constexpr):
     """The lists of each row's lanes [R, L] → one list per row [R]."""
     if LOG == 0:
         return (tl.max(lists[0], 1),)
-    elif LOG == 1:
-        return tl.reduce(lists, 1, merge2)
-    elif LOG == 2:
-        return tl.reduce(lists, 1, merge4)
-    elif LOG == 3:
-        return tl.reduce(lists, 1, merge8)
     else:
-        return tl.reduce(lists, 1, merge16)
+        return tl.reduce(lists, 1, merge2 if LOG == 1 else merge4 if LOG == 2 else merge8 if LOG == 3 else merge16)
 
 
 @triton.jit
