@@ -31,7 +31,7 @@ from anabranch.engine.sampling_plan import Logprobs
 from anabranch.engine.torch_runner import TorchRunner
 from anabranch.kernels.compiling import precompile
 from anabranch.kernels.compiling.precompile import Job
-from anabranch.kernels.triton import attention, attention_tiles, experts, linear
+from anabranch.kernels.triton import attention, experts, linear
 from anabranch.kernels.tuning import experts_tables, experts_tiles
 from anabranch.kernels.tuning import table as tables
 from anabranch.loader import load
@@ -43,6 +43,7 @@ from tests.kernels.triton.ahead_of_time import NoDevice
 CONFIGS = Path(offline.__file__).with_name("configs")
 SHARED_BYTES = (227 << 10) - 1024
 PROCESSORS = 132
+H200 = experts_tiles.Machine(SHARED_BYTES, PROCESSORS, wgmma=True, hopper=True)
 
 
 class PaperPlatform(CudaPlatform):
@@ -93,8 +94,7 @@ def paper_h200() -> Iterator[None]:
             for module in modules
             if "dependent_launch" in vars(module)
         ),
-        (attention, "machine_of", lambda device: attention_tiles.Machine(SHARED_BYTES, PROCESSORS, True, True)),
-        (experts, "machine_of", lambda device: experts_tiles.Machine(SHARED_BYTES, True)),
+        *((module, "machine_of", lambda device: H200) for module in (attention, experts)),
         (experts, "hopper_kernels", lambda device: experts_hopper),
         (experts, "num_processors", lambda device: PROCESSORS),
         (experts, "table_for", shipped),

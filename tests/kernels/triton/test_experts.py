@@ -236,7 +236,8 @@ def test_plan(
     for tokens in (1, 33, 120):  # the last needs two programs
         arguments = draw(tokens, 9, 3, 4, 4, routing=routing)
         expert_N, weight_N = arguments["expert_TK"].flatten(), arguments["weight_TK"].flatten()
-        plan = experts_plan.order_rows(arguments["expert_TK"], arguments["weight_TK"], 2.0, 9, rows, extra, False)
+        call = ExpertsCall(**arguments, scaling=2.0)
+        plan = experts_plan.order_rows(call, rows, extra, {"DEPENDENT": False})
         num_tiles = int(plan.head[0])
         assert plan.head[1:].tolist() == [0, 0]
         assert plan.tile_3M[0, num_tiles:].tolist() == [-1] * (plan.max_tiles - num_tiles)
@@ -563,7 +564,7 @@ def test_portable_kernels_compile_ahead_of_time(
 ) -> None:
     tokens, dtype, combine, biased = AHEAD[case]
     machine = Machine(shared_bytes=MACHINES[target].shared_bytes)
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: target in ("sm_90", "sm_100"))
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: target in ("sm_90", "sm_100"))
     call = call_of(tokens, DTYPES[dtype], biased=biased)
     kernel.run(call, experts_tiles.choose(tokens, 16, 2048, 768, 8, DTYPES[dtype], combine, machine))
     assert len(launches) >= 2

@@ -52,7 +52,7 @@ def variant(launch: Launch) -> tuple[Any, ...]:
 @pytest.mark.parametrize("num_tokens", [1, 16, 4096])
 @pytest.mark.parametrize("target", ahead_of_time.AMD)
 def test_every_candidate_compiles(target: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: False)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: False)
     machine = Machine(shared_bytes=ahead_of_time.SHARED[target])
     weights = (
         Weight.of(torch.empty(E, 2 * INNER, D, dtype=torch.bfloat16, device="meta")),

@@ -33,7 +33,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     choose,
 )
 from anabranch.ops.weight import Weight
-from tests.kernels.triton.ahead_of_time import NoDevice
+from tests.kernels.triton.ahead_of_time import DEPENDENT_LAUNCH, NoDevice
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing of it is interpreted")
 
@@ -290,7 +290,7 @@ def test_kernels_of_candidates_are_compiled_in_other_processes(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", NoDevice())
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: True)
+    monkeypatch.setattr(DEPENDENT_LAUNCH, lambda device: True)
     for module, names in (
         (kernel, ("gate_up_small", "down_token", "gate_up_grouped", "down_grouped", "sum_rows")),
         (experts_plan, ("place_pairs",)),

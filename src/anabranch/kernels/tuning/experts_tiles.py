@@ -18,12 +18,15 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the choice depends on besides the shape. The defaults hold for any GPU, and the interpreter."""
+    """What the choice of tiles depends on besides the shape. The defaults hold for any GPU, and the interpreter."""
 
     shared_bytes: int = 64 << 10
     """Shared memory that one program may have."""
+    processors: int = 64
+    wgmma: bool = False
+    """Hopper's matrix unit, which needs 64 rows and reads them from shared memory."""
     hopper: bool = False
-    """experts_hopper runs here."""
+    """The Gluon kernels for Hopper run here."""
 
 
 @dataclass(frozen=True, slots=True)
