@@ -30,14 +30,9 @@ def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
 
 def add_gated_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for tokens, width in ((1, 64), (5, 40), (3, 1100), (2, 7), (0, 16)):
-        yield (
-            f"T{tokens} D{width}",
-            {
-                "x_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "gated_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "gate_T1": (3 * torch.randn(tokens, 1, generator=generator)).to(dtype),
-            },
-        )
+        x_TD, gated_TD = (torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(2))
+        gate_T1 = (3 * torch.randn(tokens, 1, generator=generator)).to(dtype)
+        yield f"T{tokens} D{width}", {"x_TD": x_TD, "gated_TD": gated_TD, "gate_T1": gate_T1}
 
 
 @op(samples=add_gated_samples)

@@ -56,10 +56,8 @@ def page_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sam
     for label, rows in BATCHES.items():
         table_SM = torch.randint(100, (7, 5), generator=generator, dtype=torch.int32)
         for page_size, columns in ((4, 4), (4, 5), (4, 0), (16, 1)):
-            yield (
-                f"{label}, {columns} pages of {page_size}",
-                {"packed_3R": packed(rows), "table_SM": table_SM, "page_size": page_size, "columns": columns},
-            )
+            pages = {"table_SM": table_SM, "page_size": page_size, "columns": columns}
+            yield f"{label}, {columns} pages of {page_size}", {"packed_3R": packed(rows), **pages}
 
 
 @op(samples=page_samples)

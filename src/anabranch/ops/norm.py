@@ -12,14 +12,9 @@ from anabranch.ops.op import Sample, op
 
 def rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for shape, weighted in (((3, 64), True), ((2, 4, 24), True), ((5, 7), False), ((0, 16), True)):
-        yield (
-            f"{'x'.join(map(str, shape))} weight={weighted}",
-            {
-                "x": torch.randn(shape, generator=generator).to(dtype),
-                "weight_D": torch.rand(shape[-1], generator=generator).to(dtype) if weighted else None,
-                "eps": 1e-6,
-            },
-        )
+        x = torch.randn(shape, generator=generator).to(dtype)
+        weight_D = torch.rand(shape[-1], generator=generator).to(dtype) if weighted else None
+        yield f"{'x'.join(map(str, shape))} weight={weighted}", {"x": x, "weight_D": weight_D, "eps": 1e-6}
 
 
 @op(samples=rms_norm_samples)
@@ -34,15 +29,9 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torc
 
 def add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for tokens, width in ((1, 64), (6, 40), (0, 16)):
-        yield (
-            f"T{tokens} D{width}",
-            {
-                "x_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "residual_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "weight_D": torch.rand(width, generator=generator).to(dtype),
-                "eps": 1e-5,
-            },
-        )
+        x_TD, residual_TD = (torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(2))
+        weight_D = torch.rand(width, generator=generator).to(dtype)
+        yield f"T{tokens} D{width}", {"x_TD": x_TD, "residual_TD": residual_TD, "weight_D": weight_D, "eps": 1e-5}
 
 
 @op(samples=add_rms_norm_samples)
@@ -62,16 +51,10 @@ def sum_add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> 
             expert_TK[1] = -1  # padding
             expert_TK[-1, 0] = -1  # an expert that another rank holds
             rows_TKD[expert_TK < 0] = float("nan")
-        yield (
-            f"T{tokens} K{top_k} D{width}",
-            {
-                "rows_TKD": rows_TKD,
-                "expert_TK": expert_TK,
-                "residual_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "weight_D": torch.rand(width, generator=generator).to(dtype),
-                "eps": 1e-5,
-            },
-        )
+        residual_TD = torch.randn(tokens, width, generator=generator).to(dtype)
+        weight_D = torch.rand(width, generator=generator).to(dtype)
+        rows = {"rows_TKD": rows_TKD, "expert_TK": expert_TK}
+        yield f"T{tokens} K{top_k} D{width}", {**rows, "residual_TD": residual_TD, "weight_D": weight_D, "eps": 1e-5}
 
 
 @op(samples=sum_add_rms_norm_samples)
@@ -86,16 +69,11 @@ def sum_add_rms_norm(
 
 def norm_add_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for tokens, width, scaled in ((1, 64, False), (6, 40, True), (0, 16, True)):
-        yield (
-            f"T{tokens} D{width} scale={scaled}",
-            {
-                "x_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "weight_D": torch.rand(width, generator=generator).to(dtype),
-                "eps": 1e-5,
-                "residual_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "scale_1": torch.rand(1, generator=generator).to(dtype) if scaled else None,
-            },
-        )
+        x_TD, residual_TD = (torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(2))
+        weight_D = torch.rand(width, generator=generator).to(dtype)
+        scale_1 = torch.rand(1, generator=generator).to(dtype) if scaled else None
+        arguments = {"x_TD": x_TD, "weight_D": weight_D, "eps": 1e-5, "residual_TD": residual_TD, "scale_1": scale_1}
+        yield f"T{tokens} D{width} scale={scaled}", arguments
 
 
 @op(samples=norm_add_samples)

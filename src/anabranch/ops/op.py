@@ -13,23 +13,17 @@ ANABRANCH_KERNELS chooses by hand: `reference` (bisect: is it a kernel?), `PROVI
 has a kernel), or `OP=PROVIDER,OP=reference,...`. Forcing a provider that is not there raises.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from anabranch.platforms import Platform
+from anabranch.platforms import Platform
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-OPS: dict[str, Op[Any, Any]] = {}
-"""Every op by name, in order of definition."""
 
 # ‖out − reference‖ / ‖reference‖ that a kernel may differ by; bf16 and fp16 are judged against an fp32 reference.
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -123,18 +117,12 @@ class Op(Generic[P, R]):
         """Whether the first bound kernel has this property."""
         return bool(self.bound) and trait in self.bound[0].traits
 
-    @property
-    def record(self) -> type[tuple[Any, ...]] | None:
-        """The NamedTuple that is the op's only parameter, if it has one."""
-        first: Any = next(iter(get_type_hints(self.reference).values()))
-        return first if hasattr(first, "_fields") else None
-
     def _check_parameters(self, function: Callable[..., object]) -> None:
         expected, given = _parameters(self.reference), _parameters(function)
         if expected != given:
             raise TypeError(
-                f"op {self.name}: {function.__qualname__}({', '.join(map(_show, given))}) must take the "
-                f"reference's parameters ({', '.join(map(_show, expected))})"
+                f"op {self.name}: {function.__qualname__}({', '.join(map(str, given))}) must take the "
+                f"reference's parameters ({', '.join(map(str, expected))})"
             )
 
     def usable(self, platform: Platform) -> tuple[Kernel[P, R], ...]:
@@ -145,6 +133,10 @@ class Op(Generic[P, R]):
             for kernel in known
             if (kernel.on is None or platform.name in kernel.on) and (kernel.needs is None or kernel.needs(platform))
         )
+
+
+OPS: dict[str, Op[Any, Any]] = {}
+"""Every op by name, in order of definition."""
 
 
 def op(
@@ -197,10 +189,6 @@ def _parse_choice(kernels: str) -> tuple[str | None, dict[str, str]]:
     return everywhere, by_op
 
 
-def _parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
-    return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
-
-
-def _show(parameter: tuple[str, object]) -> str:
-    name, default = parameter
-    return name if default is inspect.Parameter.empty else f"{name}={default!r}"
+def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
+    """Without their types."""
+    return [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]

@@ -17,19 +17,17 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         def uniform(low: float, high: float, n: int = len(row)) -> torch.Tensor:
             return low + (high - low) * torch.rand(n, generator=generator)
 
-        yield (
-            f"N{len(row)} of R{rows} V{vocabulary}",
-            {
-                "logits_RV": 3 * torch.randn(rows, vocabulary, generator=generator),
-                "row_N": torch.tensor(row, dtype=torch.int64),
-                "count_PV": count,
-                "prompt_PV": torch.rand(6, vocabulary, generator=generator) < 0.3,
-                "table_row_N": torch.tensor(table_row, dtype=torch.int64),
-                "presence_N": uniform(-2, 2),
-                "frequency_N": uniform(-2, 2),
-                "repetition_N": uniform(0.5, 2),
-            },
-        )
+        arguments = {
+            "logits_RV": 3 * torch.randn(rows, vocabulary, generator=generator),
+            "row_N": torch.tensor(row, dtype=torch.int64),
+            "count_PV": count,
+            "prompt_PV": torch.rand(6, vocabulary, generator=generator) < 0.3,
+            "table_row_N": torch.tensor(table_row, dtype=torch.int64),
+            "presence_N": uniform(-2, 2),
+            "frequency_N": uniform(-2, 2),
+            "repetition_N": uniform(0.5, 2),
+        }
+        yield f"N{len(row)} of R{rows} V{vocabulary}", arguments
 
 
 @op(samples=samples, mutates=("logits_RV",))

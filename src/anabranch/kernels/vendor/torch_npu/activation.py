@@ -1,7 +1,5 @@
 """Gated activations. T rows, I intermediate width."""
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 

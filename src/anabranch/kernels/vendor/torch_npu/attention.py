@@ -6,8 +6,6 @@ same tensors. That is also why no captured graph may contain it.
 T token rows, R requests, H query heads, G key-value heads, D head dim, P pages, S slots in a page, M page-table width.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

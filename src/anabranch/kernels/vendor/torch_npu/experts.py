@@ -5,8 +5,6 @@ Rows are summed by the last operator in a fixed order, so every `combine` is thi
 T tokens, D hidden width, K experts per token, E experts, I expert width, F = 2 · I, N = T · K rows.
 """
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 

@@ -1,7 +1,5 @@
 """RMSNorm. T tokens, D width."""
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 

@@ -4,8 +4,6 @@ T tokens, H query heads, G key-value heads, D head dim, F rotated pairs, P pages
 Pages are [P, S, G, D] and contiguous where the chip writes them, the layout that attention reads as [P, S, G · D].
 """
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 
