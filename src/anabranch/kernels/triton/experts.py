@@ -28,12 +28,13 @@ from anabranch.kernels.triton.experts_plan import order_rows
 from anabranch.kernels.triton.experts_small import down_pair, down_token, gate_up_small
 from anabranch.kernels.triton.experts_sum import sum_rows
 from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2, num_processors
-from anabranch.kernels.tuning.experts_tables import Shape, table_for
+from anabranch.kernels.tuning.experts_tables import table_for
 from anabranch.kernels.tuning.experts_tiles import (
     CHUNK,
     GroupedTiles,
     HopperTiles,
     Machine,
+    Shape,
     SmallTiles,
     Tile,
     Tiles,
@@ -90,8 +91,7 @@ def tiles_for(call: ExpertsCall) -> Tiles:
 @functools.cache
 def chosen(tokens: int, shape: Shape, combine: str, machine: Machine, device: torch.device) -> Tiles:
     """As measured on this device, else by the rule."""
-    size = (shape.num_experts, shape.D, shape.inner, shape.top_k, shape.dtype)
-    rule = choose(tokens, *size, combine, machine)
+    rule = choose(tokens, shape, combine, machine)
     table = table_for(device, shape)
     return rule if table is None else table.pick(tokens, rule, lambda tiles: adapt(tiles, tokens, combine, machine))
 
