@@ -3,14 +3,12 @@
 L MoE layers, T token rows, K experts per token, E experts.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     shapes = (3, 5, 2, 6), (1, 1, 8, 128), (48, 1, 8, 128), (2, 700, 4, 60), (2, 0, 2, 4)
     for layers, tokens, top_k, experts in shapes:
         expert_LTK = torch.randint(experts, (layers, tokens, top_k), generator=generator, dtype=torch.int32)

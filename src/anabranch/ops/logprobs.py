@@ -1,13 +1,11 @@
 """Log probabilities of chosen tokens and of the best alternatives. T rows, V vocabulary, N alternatives."""
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     def token(rows: int, vocabulary: int) -> torch.Tensor:
         return torch.randint(vocabulary, (rows,), generator=generator)
 

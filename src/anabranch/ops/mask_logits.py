@@ -3,14 +3,12 @@
 R rows of logits, V vocabulary, N rows that are masked, M words of 32 bits: bit i of word m is token 32 · m + i.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     # A finite value for forbidden tokens, so that a kernel's error on the others can be measured.
     for rows, vocabulary, num_words, row in ((4, 70, 3, [2, 0]), (1, 64, 2, [0]), (2, 70, 2, [1, 0]), (3, 8, 1, [])):
         allowed_NM = torch.randint(-(2**31), 2**31, (len(row), num_words), generator=generator).int()

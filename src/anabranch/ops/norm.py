@@ -3,14 +3,12 @@
 T tokens, D width, K experts per token.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
-def rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for shape, weighted in (((3, 64), True), ((2, 4, 24), True), ((5, 7), False), ((0, 16), True)):
         x = torch.randn(shape, generator=generator).to(dtype)
         weight_D = torch.rand(shape[-1], generator=generator).to(dtype) if weighted else None
@@ -27,7 +25,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torc
     return y.to(x.dtype)
 
 
-def add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for tokens, width in ((1, 64), (6, 40), (0, 16)):
         x_TD, residual_TD = (torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(2))
         weight_D = torch.rand(width, generator=generator).to(dtype)
@@ -43,7 +41,7 @@ def add_rms_norm(
     return rms_norm.reference(total_TD, weight_D, eps), total_TD
 
 
-def sum_add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def sum_add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for tokens, top_k, width in ((1, 2, 64), (6, 3, 40), (4, 8, 24), (3, 1, 16), (0, 2, 16)):
         rows_TKD = torch.randn(tokens, top_k, width, generator=generator).to(dtype)
         expert_TK = torch.randint(9, (tokens, top_k), generator=generator, dtype=torch.int32)
@@ -67,7 +65,7 @@ def sum_add_rms_norm(
     return add_rms_norm.reference(x_TD, residual_TD, weight_D, eps)
 
 
-def norm_add_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def norm_add_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for tokens, width, scaled in ((1, 64, False), (6, 40, True), (0, 16, True)):
         x_TD, residual_TD = (torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(2))
         weight_D = torch.rand(width, generator=generator).to(dtype)

@@ -15,7 +15,7 @@ has a kernel), or `OP=PROVIDER,OP=reference,...`. Forcing a provider that is not
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e
 
 Sample = tuple[str, dict[str, Any]]
 """A label and the keyword arguments of one call."""
+Samples = Iterator[Sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +47,26 @@ class Kernel(Generic[P, R]):
     """Properties that a caller may rely on; the op's callers define their names."""
 
 
+@dataclass(eq=False, repr=False)
 class Op(Generic[P, R]):
     """A reference function that knows its kernels, its samples and how exact it must be."""
 
-    def __init__(
-        self,
-        reference: Callable[P, R],
-        samples: Callable[[torch.dtype, torch.Generator], Iterator[Sample]],
-        tolerance: Mapping[torch.dtype, float],
-        mutates: tuple[str, ...],
-        fake: Callable[..., R] | None,
-    ) -> None:
-        self.name = reference.__name__
-        self.reference = reference
-        self.samples = samples
-        self.tolerance = tolerance
-        self.mutates = mutates
-        if fake is not None:
-            self._check_parameters(fake)
-        self.fake = fake
-        self.traced: Callable[P, R] | None = None
-        """What a compiler is shown instead of the dispatch; see `ops.opaque`."""
-        self.kernels: dict[str, Kernel[P, R]] = {}
-        self.bound: tuple[Kernel[P, R], ...] = ()
-        self.forced = False
-        self.__doc__ = reference.__doc__
+    reference: Callable[P, R]
+    samples: Callable[[torch.dtype, torch.Generator], Samples]
+    tolerance: Mapping[torch.dtype, float]
+    mutates: tuple[str, ...]
+    fake: Callable[..., R] | None
+    traced: Callable[P, R] | None = None
+    """What a compiler is shown instead of the dispatch; see `ops.opaque`."""
+    kernels: dict[str, Kernel[P, R]] = field(default_factory=dict)
+    bound: tuple[Kernel[P, R], ...] = ()
+    forced: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = self.reference.__name__
+        self.__doc__ = self.reference.__doc__
+        if self.fake is not None:
+            self._check_parameters(self.fake)
         if self.name in OPS:
             raise ValueError(f"op {self.name!r} is defined twice")
         OPS[self.name] = self
@@ -141,7 +137,7 @@ OPS: dict[str, Op[Any, Any]] = {}
 
 def op(
     *,
-    samples: Callable[[torch.dtype, torch.Generator], Iterator[Sample]],
+    samples: Callable[[torch.dtype, torch.Generator], Samples],
     tolerance: Mapping[torch.dtype, float] = TOLERANCE,
     mutates: tuple[str, ...] = (),
     fake: Callable[..., Any] | None = None,

@@ -3,14 +3,12 @@
 R rows of logits, V vocabulary, N rows that are penalised, P rows of the tables that count tokens.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for rows, vocabulary, row, table_row in ((5, 40, [3, 0, 4], [1, 5, 0]), (1, 1003, [0], [2]), (2, 8, [], [])):
         count = torch.randint(-3, 4, (6, vocabulary), generator=generator, dtype=torch.int32).clamp(min=0)
 

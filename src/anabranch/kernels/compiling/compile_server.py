@@ -111,10 +111,7 @@ def start() -> CompileServer:
     """The running server, or a new one."""
     global _server
     if _server is None or not _server.alive:
-        if _server is not None:
-            _server.close()
-        else:
-            atexit.register(close)
+        close()
         _server = CompileServer()
     return _server
 
@@ -123,6 +120,7 @@ def running() -> bool:
     return _server is not None and _server.alive
 
 
+@atexit.register
 def close() -> None:
     """End the server, if there is one, to free its memory."""
     global _server
