@@ -83,8 +83,8 @@ def paper_h200() -> Iterator[None]:
     experts_hopper = importlib.import_module(f"{package.__name__}.experts_hopper")
     linear_hopper = importlib.import_module(f"{package.__name__}.linear_hopper")
 
-    def shipped(device: torch.device, shape: experts_tables.Shape) -> Any:
-        good_for = shape.good_for(device)
+    def shipped(device: torch.device, shape: experts_tiles.Shape) -> Any:
+        good_for = experts_tables.good_for(shape, device)
         path = tables.SHIPPED / tables.file_name(good_for)
         return tables.read(path, experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
 

@@ -18,6 +18,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     GroupedTiles,
     HopperTiles,
     Machine,
+    Shape,
     SmallTiles,
     Tile,
     Tiles,
@@ -279,9 +280,9 @@ MACHINES = {
 def test_chosen_tiles_fit(machine: str, dtype: str) -> None:
     for tokens in (1, 7, 8, 9, 16, 17, 64, 65, 300, 2048, 100_000):
         for num_experts, width, inner, top_k in ((128, 2048, 768, 8), (60, 2048, 1408, 4), (8, 4096, 14336, 2)):
-            size = (tokens, num_experts, width, inner, top_k, DTYPES[dtype])
+            shape = Shape(num_experts, width, inner, top_k, DTYPES[dtype])
             for combine in COMBINES:
-                tiles = experts_tiles.choose(*size, combine, MACHINES[machine])
+                tiles = experts_tiles.choose(tokens, shape, combine, MACHINES[machine])
                 if isinstance(tiles, SmallTiles):
                     assert tokens <= experts_tiles.SMALL_TOKENS
                     assert not (combine == "unfused" and tiles.by_token)
@@ -566,7 +567,7 @@ def test_portable_kernels_compile_ahead_of_time(
     machine = Machine(shared_bytes=MACHINES[target].shared_bytes)
     monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: target in ("sm_90", "sm_100"))
     call = call_of(tokens, DTYPES[dtype], biased=biased)
-    kernel.run(call, experts_tiles.choose(tokens, 16, 2048, 768, 8, DTYPES[dtype], combine, machine))
+    kernel.run(call, experts_tiles.choose(tokens, Shape(16, 2048, 768, 8, DTYPES[dtype]), combine, machine))
     assert len(launches) >= 2
     for function, args, kwargs in launches:
         compiled = compile_launch(function, args, kwargs, target)
@@ -574,7 +575,9 @@ def test_portable_kernels_compile_ahead_of_time(
 
 
 def hopper_tiles() -> Iterator[Any]:
-    found = {"chosen": experts_tiles.choose(3000, 128, 2048, 768, 8, torch.bfloat16, "fastest", MACHINES["sm_90"])}
+    found = {
+        "chosen": experts_tiles.choose(3000, Shape(128, 2048, 768, 8, torch.bfloat16), "fastest", MACHINES["sm_90"])
+    }
     found |= {name: tiles for name, tiles in GPU_TILES.items() if isinstance(tiles, HopperTiles)}
     for name, tiles in found.items():
         yield pytest.param(tiles, id=name)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.triton import experts_plan
 from anabranch.kernels.tuning.experts_candidates import searches
-from anabranch.kernels.tuning.experts_tiles import Machine, Tiles
+from anabranch.kernels.tuning.experts_tiles import Machine, Shape, Tiles
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
@@ -25,7 +25,7 @@ E, K, D, INNER = 128, 8, 2048, 768
 
 
 def candidates(num_tokens: int, machine: Machine) -> Iterator[Tiles]:
-    for search in searches(num_tokens, E, D, INNER, K, torch.bfloat16, machine):
+    for search in searches(num_tokens, Shape(E, D, INNER, K, torch.bfloat16), machine):
         yield from search.near()
 
 

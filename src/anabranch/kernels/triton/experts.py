@@ -36,12 +36,13 @@ from anabranch.kernels.triton.launch import (
     next_power_of_2,
     num_processors,
 )
-from anabranch.kernels.tuning.experts_tables import Shape, table_for
+from anabranch.kernels.tuning.experts_tables import table_for
 from anabranch.kernels.tuning.experts_tiles import (
     CHUNK,
     GroupedTiles,
     HopperTiles,
     Machine,
+    Shape,
     SmallTiles,
     Tiles,
     adapt,
@@ -95,8 +96,7 @@ def tiles_for(call: ExpertsCall) -> Tiles:
 @functools.cache
 def chosen(tokens: int, shape: Shape, combine: str, machine: Machine, device: torch.device) -> Tiles:
     """As measured on this device, else by the rule."""
-    size = (shape.num_experts, shape.D, shape.inner, shape.top_k, shape.dtype)
-    rule = choose(tokens, *size, combine, machine)
+    rule = choose(tokens, shape, combine, machine)
     table = table_for(device, shape)
     return rule if table is None else table.pick(tokens, rule, lambda tiles: adapt(tiles, tokens, combine, machine))
 
