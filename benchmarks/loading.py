@@ -28,9 +28,9 @@ import torch
 
 from anabranch import kernels, platforms
 from anabranch.bench.records import commit
-from anabranch.loader import dummy, names
+from anabranch.loader import names
 from anabranch.loader.checkpoint import read_checkpoint
-from anabranch.loader.load import build
+from anabranch.loader.load import build, fill_randomly
 from anabranch.loader.read import read_weights
 from anabranch.models.config import read_config
 
@@ -191,7 +191,7 @@ def measure(options: argparse.Namespace, result: dict[str, Any], platform: platf
     assert model is not None
     platform.synchronize()
     began = time.perf_counter()
-    dummy.fill(model)
+    fill_randomly(model)
     platform.synchronize()
     result["dummy_s"] = time.perf_counter() - began
     billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9

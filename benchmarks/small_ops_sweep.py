@@ -34,8 +34,8 @@ import triton.language as tl
 
 from anabranch import ops
 from anabranch.kernels.triton import activation, linear, norm, rope_store, route
-from anabranch.kernels.triton.launch import dependent_launch
-from anabranch.kernels.triton.linear import MultiplyTiles, StreamTiles, Tiles, add_to, enter, load_inside, pack
+from anabranch.kernels.triton.launch import dependent_launch, wait_for_predecessor
+from anabranch.kernels.triton.linear import MultiplyTiles, StreamTiles, Tiles, add_to, load_inside, pack
 from anabranch.ops.weight import Weight
 
 TINY = not torch.cuda.is_available()
@@ -359,7 +359,7 @@ def add_norm_stream_rows(
             w = w + (load_inside(weight_FD + (row_W * D)[:, None], d, c, STEP, D, "evict_first"),)
         scale = scale + (load_inside(norm_D + zero_W, d, c, STEP, D, ""),)
     tl.debug_barrier()
-    enter(DEPENDENT, EARLY)
+    wait_for_predecessor(DEPENDENT, EARLY)
     sums = ()
     squares = ()
     for _ in tl.static_range(T * R):

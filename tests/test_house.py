@@ -45,7 +45,7 @@ WITHOUT_TORCH = ("models.config", "loader.checkpoint", "loader.locate", "engine.
 YARDSTICK, LIMIT = 600, 800
 """Lines of a source file: above the first a warning, above the second a failure."""
 CORE = ("engine", "moe", "models", "layers", "ops", "compile", "platforms", "loader")
-CORE_LINES, PACKAGE_LINES = 11_000, 32_150
+CORE_LINES, PACKAGE_LINES = 11_000, 30_700
 """Ceilings: lines of all .py files of the core rooms, and of the whole package, docstrings and blank lines included.
 The package is to shrink to 29,000; this number follows it down.
 

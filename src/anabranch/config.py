@@ -7,7 +7,6 @@ else changes a resolved config.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -32,20 +31,9 @@ CHOICES = {
     "shared_expert": ("auto", "stream", "inline"),
     "tune": ("off", "fast", "full"),
     "quantization": ("none", "fp8", "int4"),
+    "generation_config": ("auto", "model", "none"),
 }
 """Fields of EngineConfig that have one of a few values."""
-GENERATION_CONFIGS = ("auto", "model", "none")
-GENERATION_CONFIG_HELP = (
-    "auto, model: the model's generation_config.json gives temperature, top_k and the like where a request does not; "
-    "none: it does not"
-)
-FLAG_HELP = {
-    "graphs": "how steps are captured as graphs; see docs/tuning.md",
-    "moe_combine": "how experts' rows are summed; ordered: the same bits every time",
-    "shared_expert": "where a shared expert runs",
-    "tune": "measure the experts' tiles at start if no table fits",
-    "quantization": "quantise the weights of a plain checkpoint while loading it",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,29 +96,13 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be an integer of at least {low}, not {value!r}")
-        for name, known in [*CHOICES.items(), ("generation_config", GENERATION_CONFIGS)]:
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be an integer of 64 bits, not {self.seed!r}")
         if not 0 <= self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction!r}")
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --moe-combine and the other CHOICES, for commands that run an engine."""
-    for name in CHOICES:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            choices=CHOICES[name],
-            default=EngineConfig.__dataclass_fields__[name].default,
-            help=f"{FLAG_HELP[name]} (default %(default)s)",
-        )
-
-
-def flags(options: argparse.Namespace) -> dict[str, Any]:
-    """What `add_flags` was given on the command line, as fields of EngineConfig."""
-    return {name: getattr(options, name) for name in (*CHOICES, "generation_config") if hasattr(options, name)}
 
 
 def batch_tokens(total: int) -> int:

@@ -151,7 +151,7 @@ class LLM:
         try:
             for number, (prompt, one) in enumerate(zip(many, chosen, strict=True)):
                 try:
-                    answers.append(self._add(prompt, one, priority=priority, cache_salt=cache_salt))
+                    answers.append(self._add(prompt, one, priority, cache_salt))
                 except ValueError as error:
                     raise (ValueError(f"prompt {number}: {error}") if len(many) > 1 else error) from None
                 was, left = left, left - len(answers[-1].requests[0].prompt_ids)
@@ -206,11 +206,14 @@ class LLM:
         rendered = render_chat(self._template, self.tokenizer, list(messages), given, **template_options)
         return self.tokenizer.encode(rendered.text, False, rendered.plain)
 
-    def _add(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Answer:
+    def _add(self, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = "") -> Answer:
         from anabranch.text.output import Answer
 
         self._abort_between_steps()
-        _check_options(**options)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority must be an integer, not {_shown(priority)}")
+        if not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt must be text, not {_shown(cache_salt)}")
         text: str | None = None
         if isinstance(prompt, str):
             if not prompt:
@@ -225,7 +228,8 @@ class LLM:
         types = set(map(type, ids))  # quicker than to check every token
         if bool in types or not all(issubclass(type_, int) for type_ in types):
             raise ValueError("a prompt of token ids must hold integers only")
-        answer = Answer(str(next(self._ids)), ids, params, self.tokenizer, text, arrival=time.monotonic(), **options)
+        options: dict[str, Any] = {"arrival": time.monotonic(), "priority": priority, "cache_salt": cache_salt}
+        answer = Answer(str(next(self._ids)), ids, params, self.tokenizer, text, **options)
         try:
             for request in answer.requests:
                 self.engine.add(request)
@@ -270,20 +274,19 @@ class LLM:
         the request. Several streams may run at once in one event loop; they share the engine's batches."""
         return Stream(self, prompt, self._params(params), options)
 
-    async def _open(self, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> Answer:
-        """Add the requests of a stream between two steps."""
+    async def _open(
+        self, prompt: Prompt, params: SamplingParams, options: dict[str, Any], queue: asyncio.Queue[Any]
+    ) -> Answer:
+        """Add the requests of a stream between two steps, and from then on put their updates into the queue."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._between_steps = loop, asyncio.Lock()
         async with self._between_steps:
-            return self._add(prompt, params, **options)
-
-    def _send_updates(self, answer: Answer, queue: asyncio.Queue[Any]) -> None:
-        """From now on put the updates of an answer into a queue; start the task that makes steps if none runs."""
-        for request in answer.requests:
-            self._streams[request.id] = queue
+            answer = self._add(prompt, params, **options)
+        self._streams |= dict.fromkeys((request.id for request in answer.requests), queue)
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._step_for_streams())
+        return answer
 
     async def _step_for_streams(self) -> None:
         try:
@@ -333,9 +336,9 @@ class Stream:
 
     def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> None:
         self.llm = llm
-        self.arguments = prompt, params, options
-        self.answer: Answer | None = None
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.arguments = prompt, params, options, self.queue
+        self.answer: Answer | None = None
 
     def __aiter__(self) -> Stream:
         return self
@@ -343,7 +346,6 @@ class Stream:
     async def __anext__(self) -> Delta:
         if self.answer is None:
             self.answer = await self.llm._open(*self.arguments)
-            self.llm._send_updates(self.answer, self.queue)
         if self.answer.finished:
             self.close()
             raise StopAsyncIteration
@@ -363,10 +365,9 @@ class Stream:
             ids = [request.id for request in self.answer.requests if self.llm._streams.pop(request.id, None)]
             self.llm._abort_between_steps(ids)
 
-    async def aclose(self) -> None:
-        self.close()
+    __del__ = close
 
-    def __del__(self) -> None:
+    async def aclose(self) -> None:
         self.close()
 
 
@@ -383,13 +384,6 @@ def _several(prompts: Any) -> list[Any]:
         raise ValueError(f"prompts must be {accepted}, not {_shown(prompts)}")
     many = list(prompts)
     return [many] if many and isinstance(many[0], int) else many
-
-
-def _check_options(priority: int = 0, cache_salt: str = "") -> None:
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise ValueError(f"priority must be an integer, not {_shown(priority)}")
-    if not isinstance(cache_salt, str):
-        raise ValueError(f"cache_salt must be text, not {_shown(cache_salt)}")
 
 
 def _shown(value: Any) -> str:

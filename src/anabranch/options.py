@@ -1,16 +1,69 @@
-"""Command-line options that several commands share, and the number types of options: they refuse what is out of range.
+"""Command-line options that are made from fields of EngineConfig, and the number types of options: they refuse what is
+out of range.
 
 Where 0 means "auto" in a configuration, the types refuse a 0 on the command line: to get auto, leave the option out.
 """
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from anabranch.config import GENERATION_CONFIG_HELP, GENERATION_CONFIGS
+from anabranch.config import AUTO, CHOICES, DTYPES, EngineConfig
 
 Number = TypeVar("Number", int, float)
+
+FLAGS = ("graphs", "moe_combine", "shared_expert", "tune", "quantization")
+"""Fields of EngineConfig that are options of every command that runs an engine."""
+HELP = {
+    "dtype": "what to compute in (default: the model's own)",
+    "load_format": "dummy: random weights, only the config is read",
+    "max_model_len": "tokens of context, prompt and answer together (default: the model's limit)",
+    "expert_load_interval": "steps between two copies of the expert histogram to the host; 0: no histogram",
+    "generation_config": "auto, model: the model's generation_config.json gives temperature, top_k and the like where "
+    "a request does not; none: it does not",
+    "page_size": "tokens in a KV page",
+    "num_pages": "KV pages (auto: as many as fit into the memory)",
+    "prefix_cache": "compute a prefix that prompts share only once",
+    "async_scheduling": "launch a step before the tokens of the last one are read",
+    "graphs": "how steps are captured as graphs; see docs/tuning.md",
+    "moe_combine": "how experts' rows are summed; ordered: the same bits every time",
+    "shared_expert": "where a shared expert runs",
+    "tune": "measure the experts' tiles at start if no table fits",
+    "quantization": "quantise the weights of a plain checkpoint while loading it",
+}
+"""Help of options, by field of EngineConfig."""
+FIELD_CHOICES = CHOICES | {"dtype": ("auto", *DTYPES), "load_format": ("safetensors", "dummy")}
+
+
+def add_engine_options(parser: Any, *names: str) -> None:
+    """Add options for these fields of EngineConfig to a parser, or to a group of its options."""
+    add_fields(parser, EngineConfig, {name: HELP[name] for name in names})
+
+
+def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineConfig that `add_engine_options` has added, with their values."""
+    return {name: getattr(options, name) for name in HELP if hasattr(options, name)}
+
+
+def add_fields(parser: Any, config: type, help: Mapping[str, str]) -> None:
+    """Add an option for each of these fields of a dataclass. Its default decides what the option takes."""
+    for name, text in help.items():
+        default = config.__dataclass_fields__[name].default  # type: ignore[attr-defined]
+        how: dict[str, Any] = {"default": default}
+        shown = default or "auto"
+        if isinstance(default, bool):
+            how["action"], shown = argparse.BooleanOptionalAction, "yes" if default else "no"
+        elif isinstance(default, str):
+            how["choices"], shown = FIELD_CHOICES[name], "%(default)s"  # a command may have another default
+        elif isinstance(default, float):
+            how |= {"type": float, "metavar": "S"}
+        else:
+            least = 1 if default in (None, AUTO) else 0
+            how |= {"type": int if least == 0 and config is not EngineConfig else at_least(least), "metavar": "N"}
+        if "(default" not in text:
+            text += f" (default {shown})"
+        parser.add_argument(f"--{name.replace('_', '-')}", help=text, **how)
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -37,40 +90,3 @@ def _ranged(number_type: type[Number], fits: Callable[[Number], bool], words: st
         return value
 
     return read
-
-
-SHARED: dict[str, dict[str, Any]] = {
-    "dtype": {
-        "default": "auto",
-        "choices": ["auto", "float32", "float16", "bfloat16"],
-        "help": "what to compute in (default: the model's own)",
-    },
-    "load_format": {
-        "default": "safetensors",
-        "choices": ["safetensors", "dummy"],
-        "help": "dummy: random weights, only the config is read (default safetensors)",
-    },
-    "max_model_len": {
-        "type": at_least(1),
-        "default": 0,
-        "metavar": "N",
-        "help": "tokens of context, prompt and answer together (default: the model's limit)",
-    },
-    "expert_load_interval": {
-        "type": at_least(0),
-        "default": 16,
-        "metavar": "N",
-        "help": "steps between two copies of the expert histogram to the host; 0: no histogram (default 16)",
-    },
-    "generation_config": {
-        "default": "auto",
-        "choices": GENERATION_CONFIGS,
-        "help": f"{GENERATION_CONFIG_HELP} (default auto)",
-    },
-}
-
-
-def add_shared(parser: Any, *names: str) -> None:
-    """Add options of SHARED to a parser or to a group of its options."""
-    for name in names:
-        parser.add_argument(f"--{name.replace('_', '-')}", **SHARED[name])

@@ -44,7 +44,7 @@ class Stages:
     def of_process(cls, on_begin: Callable[[str], None] | None = None) -> Stages:
         """Of a process that exists for this start: its time up to now counts as import."""
         stages = cls(process_start(), on_begin)
-        stages.add("import", time.perf_counter() - stages.began)
+        stages.seconds["import"] = time.perf_counter() - stages.began
         return stages
 
     @contextlib.contextmanager
@@ -66,10 +66,6 @@ class Stages:
         if self._running:
             self.seconds[self._running[-1]] += now - self._clock
         self._clock = now
-
-    def add(self, name: str, seconds: float) -> None:
-        """Time that was measured elsewhere."""
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def skip(self, seconds: float) -> None:
         """Leave out time that was not part of this start."""

@@ -77,7 +77,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
 
 
 def bench_of(timed: Timed) -> Bench:
-    return Bench(timed, Workloads(), Result({}, None), 12)  # type: ignore[arg-type]
+    return Bench(timed, Workloads(), Result({}, None))  # type: ignore[arg-type]
 
 
 def test_prompts_are_distinct_and_drawn_as_said(timed: Timed) -> None:
@@ -90,7 +90,7 @@ def test_prompts_are_distinct_and_drawn_as_said(timed: Timed) -> None:
 
 def test_ttft_is_the_median_of_five_after_a_warm_up(timed: Timed) -> None:
     bench = bench_of(timed)
-    bench.ttft()
+    bench.measure(["ttft"])
     assert timed.calls == [(1, length, 1) for length in (128, 1024, 4096) for _ in range(6)]  # 8192 do not fit
     # Of five runs after the first, two or three are disturbed: the second of the list is not, so 1, 3, 1, 3, 1.
     assert bench.result.values["ttft_ms"] == {
@@ -102,7 +102,7 @@ def test_ttft_is_the_median_of_five_after_a_warm_up(timed: Timed) -> None:
 
 def test_decode_is_the_best_of_two_without_the_first_token(timed: Timed) -> None:
     bench = bench_of(timed)
-    bench.decode()
+    bench.measure(["decode"])
     expected = []
     for batch, tokens in ((1, 129), (4, 129), (16, 129), (64, 129), (128, 65), (256, 65)):
         expected += [(batch, 128, 2), *2 * [(batch, 128, 1)], *2 * [(batch, 128, tokens)]]
@@ -113,7 +113,7 @@ def test_decode_is_the_best_of_two_without_the_first_token(timed: Timed) -> None
 
 def test_throughput_counts_all_tokens_and_those_that_came_out(timed: Timed) -> None:
     bench = bench_of(timed)
-    bench.throughput()
+    bench.measure(["throughput"])
     found = bench.result.values
     assert timed.calls == [(512, 1024, 128), (512, 256, 256)] and set(found) == {"thr_1024_128", "thr_256_256"}
     seconds = 3 * (0.512 * 1.024 + 0.512 * 127)

@@ -15,8 +15,7 @@ import torch
 from anabranch import kernels, ops, platforms
 from anabranch.bench import op_cases
 from anabranch.bench import ops as bench
-from anabranch.bench.op_cases import CASES, Case, Setting
-from anabranch.bench.op_shapes import shape
+from anabranch.bench.op_cases import CASES, Case, Setting, shape
 from anabranch.bench.records import TARGETS
 from anabranch.kernels.tuning import timing
 from anabranch.ops.experts import COMBINES

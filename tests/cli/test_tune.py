@@ -53,7 +53,7 @@ def test_the_table_is_printed_kept_and_written(
     for words in ("tokens", "small gate", "grouped 16", "4 token counts measured", f"written to {file}"):
         assert words in printed, printed
     shape = experts_tuner.Shape(60, 32, 12, 4, torch.float32)
-    good_for = shape.good_for(OnH200().device)
+    good_for = experts_tables.good_for(shape, OnH200().device)
     kept = tables.find(experts_tables.CODEC, good_for, experts_tables.made_with(), experts_tables.TILES_VERSION)
     assert kept is not None and sorted(kept.times) == [1, 8, 16, 64]
     shipped = tables.read(file, experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
@@ -105,7 +105,7 @@ def test_flags_reach_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         def __init__(self, model: str, **options: Any) -> None:
             seen.append(options)
 
-    monkeypatch.setattr("anabranch.llm.LLM", Opened)
+    monkeypatch.setattr(generate, "LLM", Opened)
     parser = argparse.ArgumentParser()
     generate.add_options(parser)
     flags = ["--moe-combine", "ordered", "--tune", "off", "--shared-expert", "inline"]

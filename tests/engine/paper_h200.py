@@ -26,15 +26,15 @@ import anabranch.kernels.triton as package
 from anabranch import ops
 from anabranch.bench import offline
 from anabranch.config import EngineConfig, resolve
-from anabranch.engine.sampled import Logprobs
 from anabranch.engine.sampler import Sampler
+from anabranch.engine.sampling_plan import Logprobs
 from anabranch.engine.torch_runner import TorchRunner
 from anabranch.kernels.compiling import precompile
 from anabranch.kernels.compiling.precompile import Job
-from anabranch.kernels.triton import attention, attention_tiles, experts, linear
+from anabranch.kernels.triton import attention, experts, linear
 from anabranch.kernels.tuning import experts_tables, experts_tiles
 from anabranch.kernels.tuning import table as tables
-from anabranch.loader import dummy
+from anabranch.loader import load
 from anabranch.models.config import read_config
 from anabranch.platforms.cuda import CudaPlatform
 from anabranch.platforms.platform import InlineStream, Memory
@@ -43,6 +43,7 @@ from tests.kernels.triton.ahead_of_time import NoDevice
 CONFIGS = Path(offline.__file__).with_name("configs")
 SHARED_BYTES = (227 << 10) - 1024
 PROCESSORS = 132
+H200 = experts_tiles.Machine(SHARED_BYTES, PROCESSORS, wgmma=True, hopper=True)
 
 
 class PaperPlatform(CudaPlatform):
@@ -82,8 +83,8 @@ def paper_h200() -> Iterator[None]:
     experts_hopper = importlib.import_module(f"{package.__name__}.experts_hopper")
     linear_hopper = importlib.import_module(f"{package.__name__}.linear_hopper")
 
-    def shipped(device: torch.device, shape: experts_tables.Shape) -> Any:
-        good_for = shape.good_for(device)
+    def shipped(device: torch.device, shape: experts_tiles.Shape) -> Any:
+        good_for = experts_tables.good_for(shape, device)
         path = tables.SHIPPED / tables.file_name(good_for)
         return tables.read(path, experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
 
@@ -93,8 +94,7 @@ def paper_h200() -> Iterator[None]:
             for module in modules
             if "dependent_launch" in vars(module)
         ),
-        (attention, "machine_of", lambda device: attention_tiles.Machine(SHARED_BYTES, PROCESSORS, True, True)),
-        (experts, "machine_of", lambda device: experts_tiles.Machine(SHARED_BYTES, True)),
+        *((module, "machine_of", lambda device: H200) for module in (attention, experts)),
         (experts, "hopper_kernels", lambda device: experts_hopper),
         (experts, "num_processors", lambda device: PROCESSORS),
         (experts, "table_for", shipped),
@@ -103,7 +103,7 @@ def paper_h200() -> Iterator[None]:
         (experts_tables, "device_facts", lambda device: ("sm_90", PROCESSORS)),
         (driver, "_active", NoDevice()),
         (precompile, "_zeroed", nullcontext),  # there is nothing to index with
-        (dummy, "fill", lambda model: None),
+        (load, "fill_randomly", lambda model: None),
         (Logprobs, "to_host", lambda self: self),  # there is nothing to copy
         # Page-locked memory is the driver's, and there is none.
         (torch.Tensor, "pin_memory", lambda self: self),

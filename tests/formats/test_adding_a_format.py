@@ -18,7 +18,8 @@ from anabranch.formats import Format, format, source
 from anabranch.loader import load
 from anabranch.loader.checkpoint import CheckpointError
 from anabranch.loader.load import load_model
-from anabranch.models.config import ConfigError, read_config
+from anabranch.models.config import read_config
+from anabranch.models.keys import ConfigError
 from anabranch.ops.weight import Weight
 from tests.models import tiny
 

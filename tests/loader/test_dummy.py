@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.loader import dummy
+from anabranch.loader.load import fill_randomly
 
 
 def drawn(dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> list[torch.Tensor]:
     model = nn.ParameterList(torch.full(shape, 9.0, dtype=dtype, device=device) for shape in [(300, 400), (7,)])
-    dummy.fill(model.requires_grad_(False), seed)
+    fill_randomly(model.requires_grad_(False), seed)
     return list(model)
 
 
@@ -38,10 +38,10 @@ def test_thirty_billion_take_less_than_a_second() -> None:
     """A tenth of them in a tenth of the time; layers of 400 million, as the experts of Qwen3-30B-A3B have them."""
     model = nn.ParameterList(torch.empty(128, 1536, 2048, dtype=torch.bfloat16, device="cuda") for _ in range(8))
     model.requires_grad_(False)
-    dummy.fill(model)
+    fill_randomly(model)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    dummy.fill(model)
+    fill_randomly(model)
     torch.cuda.synchronize()
     assert time.perf_counter() - began < 0.1
     assert model[7].abs().max() <= 1e-3 and model[7][127].std() > 5e-4

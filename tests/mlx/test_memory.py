@@ -7,7 +7,8 @@ import pytest
 from anabranch.config import EngineConfig
 from anabranch.engine import plan
 from anabranch.mlx import memory
-from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
+from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from anabranch.models.rope import RopeConfig
 from anabranch.platforms import Memory
 from anabranch.platforms.mlx import available_bytes
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from anabranch.mlx import memory
 from anabranch.mlx.kv_cache import Batch, Row
-from anabranch.mlx.pool import Pool
-from anabranch.mlx.working_set import WorkingSet
+from anabranch.mlx.working_set import Pool, WorkingSet
 from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
 
 PAGE, WINDOW = 4, 6

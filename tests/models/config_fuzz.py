@@ -326,7 +326,8 @@ Verdict = Literal["equal", "refused", "transformers fails", "different", "wrong 
 
 def judge(variant: Variant, folder: Path) -> tuple[Verdict, str]:
     """What became of a variant; the last two are faults. `folder` is written over."""
-    from anabranch.models.config import ConfigError, read_config
+    from anabranch.models.config import read_config
+    from anabranch.models.keys import ConfigError
 
     config = variant.config
     (folder / "config.json").write_text(json.dumps(config))

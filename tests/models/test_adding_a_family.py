@@ -14,7 +14,8 @@ from anabranch.engine import plan
 from anabranch.engine.single import SingleSequence
 from anabranch.loader.load import load_model
 from anabranch.models import family
-from anabranch.models.config import ConfigError, read_config
+from anabranch.models.config import read_config
+from anabranch.models.keys import ConfigError
 from tests.models import tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_model.md"

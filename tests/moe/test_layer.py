@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from anabranch import kernels, ops, platforms
 from anabranch.models.config import MoEConfig
-from anabranch.moe import overlap
+from anabranch.moe import setup as moe_setup
 from anabranch.moe.dispatch import Dispatched, LocalDispatcher
 from anabranch.moe.layer import MoELayer
 from anabranch.moe.setup import MoESetup, make_setup
@@ -115,7 +115,7 @@ def test_in_a_captured_graph_the_sum_waits_for_both_streams(place: str, monkeypa
                 return x_TD
 
             with monkeypatch.context() as inline:
-                inline.setattr(overlap, "OVERLAP_TOKENS", 0)
+                inline.setattr(moe_setup, "OVERLAP_TOKENS", 0)
                 expected = [run(one_TD) for one_TD in given]
             run(x_TD)  # compiles what a capture could not
             chosen.synchronize()

@@ -8,8 +8,7 @@ import torch
 
 from anabranch import ops
 from anabranch.config import CHOICES, EngineConfig
-from anabranch.moe.overlap import OVERLAP_TOKENS
-from anabranch.moe.setup import make_setup
+from anabranch.moe.setup import OVERLAP_TOKENS, make_setup
 from anabranch.ops.experts import COMBINES
 from anabranch.ops.weight import Weight
 from anabranch.platforms.fake import FakePlatform

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anabranch.layers.rotary import Rotary, frequencies
-from anabranch.models.config import RopeConfig
+from anabranch.models.rope import RopeConfig
 from anabranch.ops.rope_store import rotate
 
 HEADS, DIM = 4, 16

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from anabranch.server.anthropic import Messages, Reply, chat_completion, encode, error_body, shows_thinking, usage
+from anabranch.request import Completion, RequestOutput
+from anabranch.server.anthropic import Messages, Reply, chat_completion, usage
 from anabranch.server.body import decode
 from anabranch.server.chat import Chat
 from anabranch.server.errors import ApiError
 from anabranch.server.parsers.parts import Content, Named, Part, Reasoning, ToolCallArguments, ToolCallBegin
+from anabranch.server.stream import event as write_event
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 BODIES: TypeAdapter[Any] = TypeAdapter(MessageCreateParamsNonStreaming)
@@ -135,7 +137,7 @@ def test_sampling() -> None:
 )
 def test_thinking_is_asked_for(thinking: dict[str, Any] | None, thinks: bool, shows: bool) -> None:
     request = body(**({"thinking": thinking} if thinking else {}))
-    assert shows_thinking(request) == shows == chat_completion(request).include_reasoning
+    assert chat_completion(request).include_reasoning == shows
     assert Chat(chat_completion(request)).template_options == {"enable_thinking": thinks}
 
 
@@ -169,16 +171,25 @@ def test_half_a_call_is_refused() -> None:
 # Answers.
 
 
+def output_of(
+    num_prompt: int, num_cached: int, num_new: int, reason: Any = "stop", stop: str | int | None = None
+) -> RequestOutput:
+    completion = Completion(index=0, text="", token_ids=[0] * num_new, finish_reason=reason, stop_reason=stop)
+    return RequestOutput(
+        id="1", prompt=None, prompt_ids=[0] * num_prompt, completions=[completion], num_cached=num_cached
+    )
+
+
 def stream(parts: list[list[Part]], reason: str = "stop", stop: str | int | None = None, shows: bool = True) -> Any:
     """The events, each as the client takes it; and the whole message, which is what the client makes of them."""
-    reply = Reply("msg_1", "m", shows)
-    events = [reply.start(9, 4)]
+    reply, output = Reply("msg_1", "m", shows), output_of(9, 4, 7, reason, stop)
+    events = [reply.start(output)]
     for some in parts:
         events += reply.feed(some)
-    events += reply.finish(reason, stop, 9, 4, 7)
+    events += reply.finish(output)
     for event in events:
         EVENTS.validate_python(event, strict=True)
-        assert encode(event) == b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+        assert write_event(event) == b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
     snapshot, buffers = None, dict[int, bytes]()
     for event in events:
         snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
@@ -284,17 +295,17 @@ def test_errors_are_those_of_the_client() -> None:
     from anthropic.types.shared import ErrorResponse
 
     for status in (400, 401, 404, 408, 429, 500, 503):
-        error = error_body(ApiError(status, "why", code="c"), "req_1")
+        error = ApiError(status, "why", code="c").body("/v1/messages", "req_1")
         parsed = ErrorResponse.model_validate(error)
         assert parsed.error.message == "why" and error["error"]["code"] == "c" and parsed.request_id == "req_1"
     # 413's is known to the API, not to the client's types.
     for status, name in ((413, "request_too_large"), (415, "invalid_request_error"), (502, "api_error")):
-        assert error_body(ApiError(status, "x", code=None))["error"]["type"] == name
+        assert ApiError(status, "x", code=None).body("/v1/messages")["error"]["type"] == name
 
 
 def test_counts() -> None:
     MessageTokensCount.model_validate({"input_tokens": 3})
-    assert usage(10, 4, 2) == {
+    assert usage(output_of(10, 4, 2), 2) == {
         "input_tokens": 6,
         "cache_read_input_tokens": 4,
         "cache_creation_input_tokens": 0,

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from anabranch.server.openai_answer import ChatAnswer
+from anabranch.server.openai import ChatAnswer
 from anabranch.server.parsers.choose import find_parsers
 from anabranch.server.parsers.parts import ToolSpec
 from anabranch.server.parsers.reader import Reader

@@ -18,9 +18,9 @@ from anabranch.server import history, protocol
 from anabranch.server.body import decode
 from anabranch.server.chat import read_messages
 from anabranch.server.errors import ApiError, from_engine
-from anabranch.server.openai_answer import CompletionLogprobs, TokenTexts, npy_base64
+from anabranch.server.openai import LogprobWriter, npy_base64
 from anabranch.server.parsers.choose import find_parsers
-from anabranch.server.protocol import grammar, sampling_params
+from anabranch.server.protocol import sampling_params
 
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = st.recursive(
@@ -36,7 +36,7 @@ def test_whatever_comes_is_read_or_refused(fields: dict[str, Any], with_messages
     body = fields | ({"messages": HELLO} if with_messages else {})
     try:
         read = decode(msgspec.json.encode(body), protocol.ChatCompletion)
-        sampling_params(read, max_tokens=10, grammar=grammar(read))
+        sampling_params(read, max_tokens=10)
     except ApiError as error:
         assert error.status == 400 and error.message
     else:
@@ -72,7 +72,7 @@ def test_sampling_fields_keep_their_values() -> None:
     lists = {"stop": ["a", "b"], "stop_token_ids": [1, 2], "bad_words": ["x"], "allowed_token_ids": [4]}
     body = {"prompt": "x", "logit_bias": {"3": -100}, "structured_outputs": {"choice": ["y"]}, **fields, **lists}
     read = decode(msgspec.json.encode(body), protocol.Completion)
-    found = sampling_params(read, logprobs=2, grammar=grammar(read))
+    found = sampling_params(read, logprobs=2)
     assert found == SamplingParams(
         **fields,
         **{name: tuple(value) for name, value in lists.items()},
@@ -201,12 +201,11 @@ class Letters:
 
 
 def test_the_best_token_is_the_maximum_whatever_tokens_look_like() -> None:
-    texts = TokenTexts(Letters())  # type: ignore[arg-type]
-    lists = CompletionLogprobs(texts)
+    writer = LogprobWriter(Letters())  # type: ignore[arg-type]
     # Token 300 looks like token 97, and is better.
     chosen = TokenLogprobs(97, -2.0, 2, ((300, -1.0), (98, -3.0)))
     best = TokenLogprobs(200, -0.5, 1, ((200, -0.5), (201, float("-inf"))))
-    found = lists.chunk([65, 97, 200], [None, chosen, best])
+    found = writer.completion([65, 97, 200], [None, chosen, best])
     assert found["token_logprobs"] == [None, -2.0, -0.5] and found["tokens"] == ["A", "a", "bytes:\\xc8"]
     assert max(found["top_logprobs"][1].values()) == -1.0 != found["token_logprobs"][1]
     assert max(found["top_logprobs"][2].values()) == found["token_logprobs"][2]

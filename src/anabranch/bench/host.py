@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from anabranch import kernels, platforms
-from anabranch.bench.op_shapes import tiny
+from anabranch.bench.op_cases import tiny
 from anabranch.bench.records import commit, host_machine
+from anabranch.bench.step import decode, decode_step
 from anabranch.config import EngineConfig
 from anabranch.engine.batch import StepMaker
 from anabranch.engine.engine import Engine
@@ -98,18 +99,8 @@ def make_engine(num_requests: int) -> Engine:
 def measure(num_requests: int, num_steps: int) -> float:
     """Median µs of a step in which `num_requests` decode at contexts around CONTEXT."""
     engine, rng = make_engine(num_requests), random.Random(0)
-    params = SamplingParams(temperature=0, max_tokens=num_steps + 400, ignore_eos=True, detokenize=False)
-    for i in range(num_requests):
-        prompt = tuple(rng.randrange(1000) for _ in range(CONTEXT + rng.randrange(16)))
-        engine.add(Request(id=str(i), prompt_ids=prompt, params=params))
-    while any(sequence.num_computed < sequence.num_prompt for sequence in engine.sequences.values()):
-        engine.step()
-    times = []
-    for _ in range(num_steps):
-        started = time.perf_counter()
-        updates = engine.step()
-        times.append(time.perf_counter() - started)
-        assert len(updates) == num_requests
+    decode(engine, [CONTEXT + rng.randrange(16) for _ in range(num_requests)], num_steps + 400)
+    times = [decode_step(engine) for _ in range(num_steps)]
     engine.close()
     return 1e6 * statistics.median(times)
 

@@ -12,8 +12,6 @@ Each figure is written to the JSON file as soon as it is measured. Parts may be 
 file, as long as commit, model and machine stay the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
@@ -25,25 +23,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from anabranch import __version__
 from anabranch.bench.records import bundled, commit
-from anabranch.config import add_flags, flags
+from anabranch.engine.progress import Line
 from anabranch.kernels.compiling import compile_server
+from anabranch.llm import LLM
 from anabranch.loader.locate import locate
-from anabranch.options import above_zero, add_shared, at_least
+from anabranch.models.config import read_config
+from anabranch.options import FLAGS, above_zero, add_engine_options, at_least, engine_fields
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from anabranch.llm import LLM
 
 KINDS = ("startup", "ttft", "decode", "throughput")
 SAME = ("engine", "model", "version", "commit", "load_format", "dtype", "options", "shrink")
@@ -52,8 +48,6 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "ANABRANCH_CACHE": "anabranch", "TORCHIN
 """Environment variables that name the caches of kernels and tables, and a folder for each."""
 LARGE = 64
 """The largest batch that decodes for the longer time."""
-COUNTS = ("max_num_seqs", "max_num_batched_tokens", "expert_load_interval")
-"""Fields of EngineConfig with an option here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +62,14 @@ class Workloads:
     """Requests, tokens in, tokens out."""
     repeats: int = 5
 
-    def shrunk(self, by: int) -> Workloads:
+    def shrunk(self, by: int) -> Self:
         """Lengths, batches and counts divided by a number, to see that everything runs; not for comparisons."""
 
         def divide(numbers: tuple[int, ...], least: int = 1) -> tuple[int, ...]:
             return tuple(max(least, number // by) for number in numbers)
 
-        return Workloads(
+        return replace(
+            self,
             lengths=tuple(dict.fromkeys(divide(self.lengths))),
             batches=tuple(dict.fromkeys(divide(self.batches))),
             decode_length=max(1, self.decode_length // by),
@@ -87,7 +82,7 @@ class Workloads:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="CONFIG")
-    add_shared(parser, "load_format", "dtype", "expert_load_interval")
+    add_engine_options(parser, "load_format", "dtype", "expert_load_interval")
     add("--max-model-len", type=at_least(1), default=16384, metavar="N", help="tokens of context (default 16384)")
     add("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share of memory (default 0.85)")
     add("--only", default=",".join(KINDS), metavar="KINDS", help=f"some of {', '.join(KINDS)}, separated by commas")
@@ -96,84 +91,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--shrink", type=int, default=1, metavar="N", help="workloads N times smaller, to see that everything runs")
     add("--max-num-seqs", type=at_least(1), default=512, metavar="N", help="requests that run at once (default 512)")
     add("--max-num-batched-tokens", type=at_least(1), default=0, metavar="N", help="tokens of a step (default auto)")
-    add_flags(parser)
+    add_engine_options(parser, *FLAGS)
     parser.set_defaults(tune="off")  # figures are taken with the tables that are there
-
-
-class Bench:
-    def __init__(self, llm: LLM, workloads: Workloads, result: Result, total: int) -> None:
-        from anabranch.engine.progress import Line
-
-        self.llm = llm
-        self.workloads = workloads
-        self.result = result
-        self.random = random.Random(0)
-        self.vocabulary = llm.engine.model.vocab_size
-        self.line = Line("measuring")
-        self.num_done, self.total = 0, total
-
-    def prompts(self, count: int, length: int) -> list[list[int]]:
-        low, high = (1000, 100_000) if self.vocabulary >= 100_000 else (0, self.vocabulary)
-        return [[self.random.randrange(low, high) for _ in range(length)] for _ in range(count)]
-
-    def seconds(self, count: int, length: int, num_tokens: int) -> float:
-        params = SamplingParams(
-            temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False
-        )
-        prompts = self.prompts(count, length)
-        started = time.perf_counter()
-        outputs = self.llm.generate(prompts, params)  # type: ignore[arg-type]
-        seconds = time.perf_counter() - started
-        assert all(len(output.token_ids) == num_tokens for output in outputs)
-        return seconds
-
-    @contextmanager
-    def figure(self, name: str) -> Iterator[Callable[[str], None]]:
-        """Around one measurement: shows its name before; prints the text it is given and saves the file after."""
-        self.line.draw(self.num_done / max(self.total, self.num_done + 1), name)
-        shown: list[str] = []
-        yield shown.append
-        self.num_done += 1
-        self.line.clear()
-        print(f"{name:>16}  {shown[0]}", flush=True)
-        self.result.save()
-
-    def warm_up(self) -> None:
-        longest = self.llm.engine.config.max_model_len - 8
-        self.seconds(min(8, self.workloads.batches[-1]), self.workloads.decode_length, 16)
-        self.seconds(1, min(1024, longest, max(self.workloads.lengths)), 4)
-
-    def ttft(self) -> None:
-        found = self.result.part("ttft_ms")
-        for length in self.workloads.lengths:
-            if length + 8 > self.llm.engine.config.max_model_len:
-                continue
-            with self.figure(f"ttft {length}") as show:
-                self.seconds(1, length, 1)
-                times = [self.seconds(1, length, 1) for _ in range(self.workloads.repeats)]
-                found[str(length)] = 1e3 * statistics.median(times)
-                show(f"{found[str(length)]:.2f} ms")
-
-    def decode(self) -> None:
-        found = self.result.part("decode_ms")
-        length = self.workloads.decode_length
-        for batch in self.workloads.batches:
-            with self.figure(f"decode {batch}") as show:
-                num_tokens = self.workloads.decode_tokens[batch > LARGE]
-                self.seconds(batch, length, 2)
-                one = min(self.seconds(batch, length, 1) for _ in range(2))
-                full = min(self.seconds(batch, length, num_tokens) for _ in range(2))
-                found[str(batch)] = 1e3 * (full - one) / (num_tokens - 1)
-                show(f"{found[str(batch)]:.3f} ms")
-
-    def throughput(self) -> None:
-        for count, length, num_tokens in self.workloads.throughput:
-            name = f"thr_{length}_{num_tokens}"
-            with self.figure(name) as show:
-                seconds = self.seconds(count, length, num_tokens)
-                total, out = count * (length + num_tokens) / seconds, count * num_tokens / seconds
-                self.result.values[name] = {"s": seconds, "out_tok_s": out, "total_tok_s": total}
-                show(f"{total:.0f} tok/s, {out:.0f} out")
 
 
 class Result:
@@ -189,7 +108,7 @@ class Result:
                 raise ValueError(f"--json {self.file}: holds something else; give another file, or remove it") from None
             for key in SAME:
                 self._must_agree(key, earlier.get(key), about.get(key))
-        self.values = {**earlier, **about}
+        self.values: dict[str, Any] = {**earlier, **about}
 
     def _must_agree(self, key: str, before: object, now: object) -> None:
         if before != now:
@@ -202,16 +121,78 @@ class Result:
         self._must_agree("machine", self.values.get("machine", machine), machine)
         self.values["machine"] = machine
 
-    def part(self, name: str) -> dict[str, float]:
-        found: dict[str, float] = self.values.setdefault(name, {})
-        return found
-
     def save(self) -> None:
         """Replace the file in one operation, so that it is complete whenever the process ends."""
         if self.file is not None:
             part = self.file.with_name(self.file.name + ".part")
             part.write_text(json.dumps(self.values, indent=1) + "\n")
             part.replace(self.file)
+
+
+class Bench:
+    def __init__(self, llm: LLM, workloads: Workloads, result: Result) -> None:
+        self.llm, self.workloads, self.result = llm, workloads, result
+        self.random = random.Random(0)
+
+    def measure(self, kinds: list[str]) -> None:
+        """Print each figure and save the file as soon as it is measured."""
+        workloads, longest = self.workloads, self.llm.engine.config.max_model_len - 8
+        parts: dict[str, dict[str, Callable[[], str]]] = {
+            "ttft": {f"ttft {n}": partial(self.ttft, n) for n in workloads.lengths if n <= longest},
+            "decode": {f"decode {n}": partial(self.decode, n) for n in workloads.batches},
+            "throughput": {f"thr_{i}_{o}": partial(self.throughput, n, i, o) for n, i, o in workloads.throughput},
+        }
+        figures = [figure for kind in kinds for figure in parts[kind].items()]
+        line = Line("measuring")
+        for number, (name, measure) in enumerate(figures):
+            line.draw(number / len(figures), name)
+            shown = measure()
+            line.clear()
+            print(f"{name:>16}  {shown}", flush=True)
+            self.result.save()
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        vocabulary = self.llm.engine.model.vocab_size
+        low, high = (1000, 100_000) if vocabulary >= 100_000 else (0, vocabulary)
+        return [[self.random.randrange(low, high) for _ in range(length)] for _ in range(count)]
+
+    def seconds(self, count: int, length: int, num_tokens: int) -> float:
+        params = SamplingParams(
+            temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+        prompts = self.prompts(count, length)
+        started = time.perf_counter()
+        outputs = self.llm.generate(prompts, params)  # type: ignore[arg-type]
+        seconds = time.perf_counter() - started
+        assert all(len(output.token_ids) == num_tokens for output in outputs)
+        return seconds
+
+    def warm_up(self) -> None:
+        longest = self.llm.engine.config.max_model_len - 8
+        self.seconds(min(8, self.workloads.batches[-1]), self.workloads.decode_length, 16)
+        self.seconds(1, min(1024, longest, max(self.workloads.lengths)), 4)
+
+    def ttft(self, length: int) -> str:
+        self.seconds(1, length, 1)
+        ms = 1e3 * statistics.median(self.seconds(1, length, 1) for _ in range(self.workloads.repeats))
+        self.result.values.setdefault("ttft_ms", {})[str(length)] = ms
+        return f"{ms:.2f} ms"
+
+    def decode(self, batch: int) -> str:
+        length, num_tokens = self.workloads.decode_length, self.workloads.decode_tokens[batch > LARGE]
+        self.seconds(batch, length, 2)
+        one = min(self.seconds(batch, length, 1) for _ in range(2))
+        full = min(self.seconds(batch, length, num_tokens) for _ in range(2))
+        ms = 1e3 * (full - one) / (num_tokens - 1)
+        self.result.values.setdefault("decode_ms", {})[str(batch)] = ms
+        return f"{ms:.3f} ms"
+
+    def throughput(self, count: int, length: int, num_tokens: int) -> str:
+        seconds = self.seconds(count, length, num_tokens)
+        total, out = count * (length + num_tokens) / seconds, count * num_tokens / seconds
+        figures = {"s": seconds, "out_tok_s": out, "total_tok_s": total}
+        self.result.values[f"thr_{length}_{num_tokens}"] = figures
+        return f"{total:.0f} tok/s, {out:.0f} out"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -224,40 +205,30 @@ def run(options: argparse.Namespace) -> int:
     locate(folder, weights=options.load_format != "dummy")  # a download is no part of the start
     stages = Stages.of_process()
     result = Result(about(options, folder), options.json)
-    if "startup" not in kinds:
-        return measure(options, folder, stages, result, kinds, workloads)
     with tempfile.TemporaryDirectory(prefix="anabranch-bench-") as caches:
-        os.environ.update({name: os.path.join(caches, place) for name, place in CACHES.items()})
-        began = time.perf_counter()
-        first = first_start(options, folder)
-        stages.skip(time.perf_counter() - began)
-        result.values |= first
-        print(f"{'first start':>16}  {first['import_s']:.1f} + {first['startup_s']:.1f} s", flush=True)
+        if "startup" in kinds:
+            os.environ.update({name: os.path.join(caches, place) for name, place in CACHES.items()})
+            began = time.perf_counter()
+            first = first_start(options, folder)
+            stages.skip(time.perf_counter() - began)
+            result.values |= first
+            print(f"{'first start':>16}  {first['import_s']:.1f} + {first['startup_s']:.1f} s", flush=True)
+            result.save()
+        llm, start = open_llm(options, folder, stages)
+        result.set_machine(llm.engine.runner.platform.describe())
+        result.values["max_num_batched_tokens"] = llm.engine.config.max_num_batched_tokens
+        print(f"{'start':>16}  {start['import_s']:.1f} + {start['startup_s']:.1f} s", flush=True)
+        if "startup" in kinds:
+            warm = {"import_s": "import_warm_s", "startup_s": "startup_warm_s", "stages": "stages_warm"}
+            result.values |= {warm[name]: figure for name, figure in start.items()}
+        elif "startup_warm_s" not in result.values:  # with the caches as they are; does not replace a measured start
+            result.values |= start
         result.save()
-        return measure(options, folder, stages, result, kinds, workloads)
-
-
-def measure(
-    options: argparse.Namespace, folder: str, stages: Stages, result: Result, kinds: list[str], workloads: Workloads
-) -> int:
-    llm, start = open_llm(options, folder, stages)
-    result.set_machine(llm.engine.runner.platform.describe())
-    result.values["max_num_batched_tokens"] = llm.engine.config.max_num_batched_tokens
-    print(f"{'start':>16}  {start['import_s']:.1f} + {start['startup_s']:.1f} s", flush=True)
-    if "startup" in kinds:
-        warm = {"import_s": "import_warm_s", "startup_s": "startup_warm_s", "stages": "stages_warm"}
-        result.values |= {warm[name]: figure for name, figure in start.items()}
-    elif "startup_warm_s" not in result.values:  # with the caches as they are; does not replace a measured start
-        result.values |= start
-    result.save()
-    counts = {"ttft": len(workloads.lengths), "decode": len(workloads.batches), "throughput": len(workloads.throughput)}
-    asked = [kind for kind in kinds if kind in counts]
-    bench = Bench(llm, workloads, result, sum(counts[kind] for kind in asked))
-    if asked:
-        bench.warm_up()
-    for kind in asked:
-        getattr(bench, kind)()
-    llm.close()
+        bench, measured = Bench(llm, workloads, result), [kind for kind in kinds if kind != "startup"]
+        if measured:
+            bench.warm_up()
+        bench.measure(measured)
+        llm.close()
     return 0
 
 
@@ -266,20 +237,10 @@ def open_llm(options: argparse.Namespace, folder: str, stages: Stages) -> tuple[
     compile_server.start_early()
     with stages("import"):
         import anabranch.engine.engine  # noqa: F401  and torch, the bulk of it
-        from anabranch.llm import LLM
-        from anabranch.models.config import read_config
     limit = read_config(folder).max_position if Path(folder).is_dir() else options.max_model_len
-    llm = LLM(
-        folder,
-        load_format=options.load_format,
-        dtype=options.dtype,
-        max_model_len=min(options.max_model_len, limit),
-        memory_fraction=options.memory_fraction,
-        prefix_cache=False,
-        show_progress=False,
-        stages=stages,
-        **engine_options(options),
-    )
+    fields = engine_fields(options) | engine_options(options) | {"max_model_len": min(options.max_model_len, limit)}
+    fields |= {"memory_fraction": options.memory_fraction, "prefix_cache": False}
+    llm = LLM(folder, show_progress=False, stages=stages, **fields)
     assert stages.ready is not None
     imported = stages.seconds["import"]
     return llm, {"import_s": imported, "startup_s": stages.ready - imported, "stages": stages.as_dict()}
@@ -348,4 +309,5 @@ def about(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig that figures depend on."""
-    return {name: getattr(options, name) for name in COUNTS} | flags(options)
+    names = ("max_num_seqs", "max_num_batched_tokens", "expert_load_interval", *FLAGS)
+    return {name: getattr(options, name) for name in names}

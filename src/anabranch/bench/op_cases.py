@@ -3,20 +3,22 @@
 T tokens, R requests, D hidden width or head dim, H query heads, G key-value heads, V vocabulary, P pages, S slots,
 K experts per token, E experts, I expert width.
 
+Shapes are those of the bundled configs, which have figures in targets.json, and of a tiny model.
 An op is called as the engine calls it, `ops.NAME(...)`, so that the bound kernel is timed. To add an op, write a
 function with `@cases("NAME")`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from anabranch import ops
-from anabranch.bench.op_shapes import ModelShape
-from anabranch.models.config import AttentionConfig
+from anabranch.bench.records import CONFIGS, TARGETS
+from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, read_config
+from anabranch.models.rope import RopeConfig
 from anabranch.ops.weight import Weight
 from anabranch.platforms import Platform
 
@@ -26,8 +28,54 @@ ROUTE_TARGETS = {
     torch.bfloat16: {1: 2.0, 64: 2.2, 2048: 3.0, 16384: 5.0, 250_000: 50.0},
     torch.float32: {1: 2.5, 250_000: 90.0},
 }
+TINY = "tiny"
+"""The default without an accelerator: shows that everything runs, and what a call costs there."""
 JUDGED_TOKENS = 512
 """Tokens of a batch of experts that are compared with an exact result: the first ones."""
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    name: str
+    config: ModelConfig
+    moe: MoEConfig
+    experts_us: dict[str, dict[str, float]] = field(default_factory=dict)
+    """µs of the op `experts` by number of tokens, on an H200 in bf16: "target", and of vLLM 0.25.1's Triton path."""
+
+    @property
+    def heads(self) -> tuple[AttentionConfig, ...]:
+        """Each kind of attention layer once."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.config.layers))
+
+
+@cache
+def shape(name: str) -> ModelShape:
+    config = tiny() if name == TINY else read_config(CONFIGS / name)
+    moe = config.layers[0].moe
+    assert moe is not None
+    return ModelShape(name, config, moe, TARGETS.get(name, {}).get("experts_us", {}))
+
+
+def tiny() -> ModelConfig:
+    rope = RopeConfig(head_dim=16, rotary_dim=16)
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=rope)
+    moe = MoEConfig(num_experts=8, top_k=2, width=32, renormalize=True)
+    return ModelConfig(
+        model_type="qwen3_moe",
+        vocab_size=1000,
+        hidden_size=64,
+        layers=(LayerConfig(mixer=attention, moe=moe),),
+        activation="silu",
+        norm_eps=1e-6,
+        tie_embeddings=True,
+        max_position=4096,
+    )
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +116,6 @@ class Case:
     num_bytes: float
     """The least that a call must read and write."""
     flops: float = 0.0
-    named: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of every call."""
     expected: Callable[..., Any] | None = None
     """Computes the right result of the first call; None: the op's reference does."""
     judged: bool = True
@@ -77,7 +123,7 @@ class Case:
     """Further columns: target_us, vllm_us."""
 
     def calls(self, function: Callable[..., Any]) -> list[Callable[[], Any]]:
-        return [partial(function, *one, **self.named) for one in self.given]
+        return [partial(function, *one) for one in self.given]
 
 
 Make = Callable[[Setting, ModelShape], Iterator[Case]]
@@ -134,10 +180,9 @@ def linear(setting: Setting, model: ModelShape) -> Iterator[Case]:
             yield Case(
                 tokens,
                 f"{name} {inputs}→{outputs}",
-                [(x_TD, weight) for weight in weights],
+                [(x_TD, weight, None, out_dtype) for weight in weights],
                 num_bytes=bytes_of_one + tokens * (inputs * setting.dtype.itemsize + outputs * size),
                 flops=2.0 * tokens * inputs * outputs,
-                named={"out_dtype": out_dtype},
             )
 
 
@@ -296,10 +341,7 @@ def experts(setting: Setting, model: ModelShape) -> Iterator[Case]:
     E, D, inner, item = model.moe.num_experts, model.config.hidden_size, model.moe.width, setting.dtype.itemsize
     elements = 3 * D * inner
     weights = [
-        (
-            Weight.of(setting.normal(E, 2 * inner, D) * D**-0.5),
-            Weight.of(setting.normal(E, D, inner) * inner**-0.5),
-        )
+        (Weight.of(setting.normal(E, 2 * inner, D) * D**-0.5), Weight.of(setting.normal(E, D, inner) * inner**-0.5))
         for _ in range(min(4, num_sets(E * elements * item)) if setting.small else 4)
     ]
     for tokens in setting.sizes(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):

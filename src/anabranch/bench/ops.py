@@ -25,19 +25,14 @@ from typing import Any
 import torch
 
 from anabranch import kernels, ops, platforms
-from anabranch.bench.op_cases import CASES, Case, Setting
-from anabranch.bench.op_shapes import TINY, shape
+from anabranch.bench.op_cases import CASES, TINY, Case, Setting, shape
 from anabranch.bench.records import TARGETS, commit, plot_file, pyplot
 from anabranch.kernels.tuning.timing import microseconds
 from anabranch.loader.load import DTYPES
 from anabranch.ops.experts import COMBINES
 from anabranch.options import at_least
 
-SHORT = {
-    "norm": "add_rms_norm",
-    "rope": "rope_store",
-    "activation": "gated_activation",
-}
+SHORT = {"norm": "add_rms_norm", "rope": "rope_store", "activation": "gated_activation"}
 CEILINGS = {"NVIDIA H200": (4.6e12, 777e12)}
 """Measured bytes per second of a read-only stream, and bf16 FLOP per second of a large matrix product."""
 MODES = ("default", "reduce-overhead", "max-autotune")
@@ -135,6 +130,7 @@ def measure(name: str, model: str, case: Case, setting: Setting, options: argpar
     us, how = timed(calls, setting, options.repeats)
     bandwidth, flops = ceilings(setting)
     floor = 1e6 * max(case.num_bytes / bandwidth, case.flops / flops)
+    serving = (kernel for kernel in op.bound if kernel.accepts is None or kernel.accepts(*case.given[0]))
     return {
         "op": name,
         "model": model,
@@ -146,7 +142,7 @@ def measure(name: str, model: str, case: Case, setting: Setting, options: argpar
         "floor_us": round(floor, 3) if floor else None,
         "error": None if math.isnan(error) else error,
         "right": math.isnan(error) or error <= op.tolerance.get(setting.dtype, 1e-2),
-        "kernel": provider(op, case),
+        "kernel": next((str(kernel.provider) for kernel in serving), "reference"),
         "how": how,
         **case.more,
     }
@@ -167,14 +163,6 @@ def ceilings(setting: Setting) -> tuple[float, float]:
     machine = setting.platform.describe()
     known = next((rates for name, rates in CEILINGS.items() if name in machine), (math.inf, math.inf))
     return known if setting.dtype.itemsize == 2 else (known[0], math.inf)
-
-
-def provider(op: ops.op.Op[..., Any], case: Case) -> str:
-    """The provider of the kernel that serves the call."""
-    for kernel in op.bound:
-        if kernel.accepts is None or kernel.accepts(*case.given[0], **case.named):
-            return str(kernel.provider)
-    return "reference"
 
 
 def distance(found: Any, expected: Any) -> float:

@@ -12,7 +12,6 @@ early and shows what was measured.
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
 import math
 from typing import Any
@@ -62,11 +61,10 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
-    for package in ("h11", "msgspec"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"bench serve needs the package {package}; run: pip install {package}")
-    from anabranch.bench.serve_load import bench
-
+    try:
+        from anabranch.bench.serve_load import bench
+    except ImportError as error:
+        raise ValueError(f"bench serve needs the package {error.name}; run: pip install {error.name}") from None
     if options.plot:
         pyplot()  # raises before anything is sent
     for name, least in {"num_prompts": 1, "max_concurrency": 1, "num_warmups": 0}.items():

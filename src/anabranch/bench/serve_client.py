@@ -4,8 +4,6 @@ Knows HTTP/1.1 and server-sent events, no prompts and no statistics. h11 over as
 is measured as the server's, and an ordinary HTTP client takes several times as much per token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl
@@ -87,6 +85,43 @@ class Refused(Exception):
     """An error that the server reported, with its message."""
 
 
+class Connection:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEADERS)
+
+    async def send(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> int:
+        """Send a request and return the status of its answer; `pieces` gives the body."""
+        http = self.http
+        request = h11.Request(method=method, target=path, headers=[*headers, ("content-length", str(len(body)))])
+        data = [http.send(request), http.send(h11.Data(data=body)), http.send(h11.EndOfMessage())]
+        self.writer.write(b"".join(part for part in data if part))
+        while True:
+            event = http.next_event()
+            if event is h11.NEED_DATA:
+                http.receive_data(await self.reader.read(PIECE))
+            elif isinstance(event, h11.Response):
+                return int(event.status_code)
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body of the answer, in pieces as they arrive."""
+        http = self.http
+        while True:
+            found = []
+            while type(event := http.next_event()) is h11.Data:
+                found.append(bytes(event.data))
+            if found:
+                yield b"".join(found)
+            if event is h11.NEED_DATA:
+                http.receive_data(await self.reader.read(PIECE))
+            elif type(event) is h11.EndOfMessage:
+                break
+        if http.our_state is h11.DONE and http.their_state is h11.DONE:
+            http.start_next_cycle()
+        else:
+            self.writer.close()
+
+
 class Client:
     def __init__(self, base_url: str, api_key: str = "") -> None:
         parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
@@ -136,15 +171,15 @@ class Client:
 
     async def ask(self, method: str, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
         """Yield the body of an answer as it arrives; raise Refused if its status is not 200."""
-        connection = self.idle.pop() if self.idle else await self.connect()
-        reused = connection.used
+        reused = bool(self.idle)
+        connection = self.idle.pop() if reused else await self.connect()
         try:
             try:
                 status = await connection.send(method, self.prefix + path, self.headers, body)
             except (OSError, h11.RemoteProtocolError):
                 if not reused:
                     raise
-                connection.close()  # the server had closed it while it was idle
+                connection.writer.close()  # the server had closed it while it was idle
                 connection = await self.connect()
                 status = await connection.send(method, self.prefix + path, self.headers, body)
             if status != 200:
@@ -153,7 +188,7 @@ class Client:
             async for piece in connection.pieces():
                 yield piece
         except BaseException:
-            connection.close()  # its unread rest would be taken for the next answer
+            connection.writer.close()  # its unread rest would be taken for the next answer
             raise
         if not connection.writer.is_closing():
             self.idle.append(connection)
@@ -168,48 +203,7 @@ class Client:
 
     def close(self) -> None:
         while self.idle:
-            self.idle.pop().close()
-
-
-class Connection:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-        self.http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEADERS)
-        self.used = False
-
-    async def send(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> int:
-        """Send a request and return the status of its answer; `pieces` gives the body."""
-        http, self.used = self.http, True
-        request = h11.Request(method=method, target=path, headers=[*headers, ("content-length", str(len(body)))])
-        data = [http.send(request), http.send(h11.Data(data=body)), http.send(h11.EndOfMessage())]
-        self.writer.write(b"".join(part for part in data if part))
-        while True:
-            event = http.next_event()
-            if event is h11.NEED_DATA:
-                http.receive_data(await self.reader.read(PIECE))
-            elif isinstance(event, h11.Response):
-                return int(event.status_code)
-
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body of the answer, in pieces as they arrive."""
-        http = self.http
-        while True:
-            found = []
-            while type(event := http.next_event()) is h11.Data:
-                found.append(bytes(event.data))
-            if found:
-                yield b"".join(found)
-            if event is h11.NEED_DATA:
-                http.receive_data(await self.reader.read(PIECE))
-            elif type(event) is h11.EndOfMessage:
-                break
-        if http.our_state is h11.DONE and http.their_state is h11.DONE:
-            http.start_next_cycle()
-        else:
-            self.close()
-
-    def close(self) -> None:
-        self.writer.close()
+            self.idle.pop().writer.close()
 
 
 def reason(error: Any) -> str:

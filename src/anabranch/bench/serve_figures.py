@@ -2,7 +2,6 @@
 table and a plot. Knows no HTTP.
 """
 
-import math
 import statistics
 from collections import Counter
 from itertools import accumulate
@@ -19,14 +18,6 @@ KINDS = {
     "e2el": "whole answer (E2EL)",
 }
 BUSY = 0.8  # of a core: above it, the client may be what is measured
-
-
-def percentile(ordered: list[float], share: float) -> float:
-    """Interpolated linearly between the two nearest values, as in numpy."""
-    place = (len(ordered) - 1) * share / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def samples(done: list[Sent]) -> dict[str, list[float]]:
@@ -59,12 +50,12 @@ def figures(sent: list[Sent], duration: float, cpu_seconds: float) -> dict[str, 
         "max_concurrent_requests": max((running for _, running in running_over_time(done)), default=0),
     }
     for kind, seconds in samples(done).items():
-        ordered = sorted(1e3 * value for value in seconds) or [0.0]
-        found[f"mean_{kind}_ms"] = statistics.fmean(ordered)
-        found[f"median_{kind}_ms"] = statistics.median(ordered)
-        found[f"std_{kind}_ms"] = statistics.pstdev(ordered)
-        for share in PERCENTILES:
-            found[f"p{share}_{kind}_ms"] = percentile(ordered, share)
+        ms = [1e3 * value for value in seconds] or [0.0]
+        found[f"mean_{kind}_ms"] = statistics.fmean(ms)
+        found[f"median_{kind}_ms"] = statistics.median(ms)
+        found[f"std_{kind}_ms"] = statistics.pstdev(ms)
+        percentiles = statistics.quantiles(ms if len(ms) > 1 else 2 * ms, n=100, method="inclusive")  # as numpy's
+        found |= {f"p{share}_{kind}_ms": percentiles[share - 1] for share in PERCENTILES}
     found["client_cpu_us_per_token"] = 1e6 * cpu_seconds / max(1, num_output)
     found["client_cpu_share"] = cpu_seconds / duration
     found["tokens_counted_by"] = "server" if all(one.counted for one in done) else "pieces"

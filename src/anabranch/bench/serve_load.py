@@ -38,7 +38,12 @@ async def bench(options: argparse.Namespace) -> int:
     environment = os.environ.get("ANABRANCH_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
     client = Client(options.base_url, options.api_key or environment)
     model = options.model or await first_model(client)
-    load = Load(client, options, model, await prompts(client, model, options))
+    num = options.num_prompts + options.num_warmups
+    if options.dataset == "random":
+        prompts = await random_prompts(client, model, num, options)
+    else:
+        prompts = file_prompts(Path(options.dataset), options.endpoint, num, options.random_output_len)
+    load = Load(client, options, model, prompts)
     await load.warm_up()
     stopped = await load.run()
     client.close()
@@ -92,14 +97,6 @@ class Prompt:
     num_output: int
     num_input: int = 0
     """The intended number of tokens; the server's count replaces it."""
-
-
-async def prompts(client: Client, model: str, options: argparse.Namespace) -> list[Prompt]:
-    """The prompts of the warm-up, then those that are measured."""
-    num = options.num_prompts + options.num_warmups
-    if options.dataset == "random":
-        return await random_prompts(client, model, num, options)
-    return file_prompts(Path(options.dataset), options.endpoint, num, options.random_output_len)
 
 
 async def random_prompts(client: Client, model: str, num: int, options: argparse.Namespace) -> list[Prompt]:

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch.bench.records import bundled, commit
-from anabranch.config import add_flags, flags
 from anabranch.formats import ITEM_BYTES
+from anabranch.llm import LLM
 from anabranch.models.config import ModelConfig
-from anabranch.options import above_zero, add_shared, at_least
+from anabranch.options import FLAGS, above_zero, add_engine_options, at_least, engine_fields
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from anabranch.llm import LLM
+    from anabranch.engine.engine import Engine
 
 GROUPS = {
     "experts": r"(?<!count_)experts|gate_up",
@@ -80,7 +80,7 @@ class Profile:
     def median(self) -> list[KernelRun]:
         """The step of median length."""
         spans = self.spans()
-        return self.steps[spans.index(sorted(spans)[(len(spans) - 1) // 2])]
+        return self.steps[spans.index(statistics.median_low(spans))]
 
 
 def group_of(name: str) -> str:
@@ -144,12 +144,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a bundled config, a folder or a hub id")
     add("--batch", type=int, default=1, metavar="N", help="requests that decode (default 1)")
     add("--context", type=int, default=128, metavar="L", help="tokens in each request's prompt (default 128)")
-    add_shared(parser, "load_format", "dtype", "expert_load_interval")
+    add_engine_options(parser, "load_format", "dtype", "expert_load_interval")
     add("--steps", type=int, default=8, metavar="N", help="steps to profile (default 8)")
     add("--top", type=at_least(1), default=25, metavar="N", help="kernels to show (default 25)")
     add("--bandwidth", type=above_zero(), metavar="TB/S", help="of this machine's memory, for the floors")
     add("--json", metavar="FILE", help="write all of it to a file, with the time line of one step")
-    add_flags(parser)
+    add_engine_options(parser, *FLAGS)
     parser.set_defaults(tune="off")
 
 
@@ -157,23 +157,18 @@ def run(options: argparse.Namespace) -> int:
     for name in ("batch", "context", "steps"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}: at least 1, not {getattr(options, name)}")
-    from anabranch.llm import LLM
-
     folder = bundled(options.model, options.load_format)
     room = options.context + 3 * options.steps + WARM_STEPS + 16
     with LLM(
         folder,
-        load_format=options.load_format,
-        dtype=options.dtype,
         max_model_len=room,
         max_num_seqs=max(256, options.batch),
         prefix_cache=False,
         show_progress=False,
-        expert_load_interval=options.expert_load_interval,
-        **flags(options),  # type: ignore[arg-type]
+        **engine_fields(options),
     ) as llm:
-        decode(llm, options.batch, options.context, room)
-        plain = timed_steps(llm, options.steps)
+        decode(llm.engine, [options.context] * options.batch, room)
+        plain = timed_steps(llm.engine, options.steps)
         profile = profiled_steps(llm, options.steps)
         result = summarize(llm, options, plain, profile)
     print(show(result, options.top))
@@ -182,31 +177,35 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def decode(llm: LLM, batch: int, context: int, room: int) -> None:
-    """Add `batch` requests and step until every one of them gets a token in each step."""
-    rng, vocabulary = random.Random(0), llm.engine.model.vocab_size
-    params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
-    waiting = {str(i) for i in range(batch)}
-    for id in waiting:
-        prompt = tuple(rng.randrange(vocabulary) for _ in range(context))
-        llm.engine.add(Request(id=id, prompt_ids=prompt, params=params))
+def decode(engine: Engine, lengths: list[int], max_tokens: int) -> None:
+    """Add a request for each length of a prompt, and step until every one of them gets a token in each step."""
+    rng, vocabulary = random.Random(0), engine.model.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    waiting = {str(i) for i in range(len(lengths))}
+    for id, length in zip(sorted(waiting), lengths, strict=True):
+        prompt = tuple(rng.randrange(vocabulary) for _ in range(length))
+        engine.add(Request(id=id, prompt_ids=prompt, params=params))
     while waiting:
-        waiting -= {update.id for update in llm.engine.step()}
+        waiting -= {update.id for update in engine.step()}
     for _ in range(WARM_STEPS):
-        step(llm, batch)
+        decode_step(engine)
 
 
-def step(llm: LLM, batch: int) -> None:
-    updates = llm.engine.step()
-    assert len(updates) == batch, f"{len(updates)} of {batch} requests had a token"
+def decode_step(engine: Engine) -> float:
+    """Seconds of a step in which every request gets a token."""
+    began = time.perf_counter()
+    updates = engine.step()
+    seconds = time.perf_counter() - began
+    assert len(updates) == len(engine.sequences), f"{len(updates)} of {len(engine.sequences)} requests had a token"
+    return seconds
 
 
-def timed_steps(llm: LLM, num_steps: int) -> float:
+def timed_steps(engine: Engine, num_steps: int) -> float:
     """µs of a step as the engine runs them: each is launched before the last one is read."""
-    batch = len(llm.engine.step())
+    engine.step()
     began = time.perf_counter()
     for _ in range(num_steps):
-        step(llm, batch)
+        decode_step(engine)
     return 1e6 * (time.perf_counter() - began) / num_steps
 
 
@@ -257,11 +256,10 @@ def read_profile(events: list[Any]) -> Profile:
 
 def summarize(llm: LLM, options: argparse.Namespace, plain: float, profile: Profile) -> dict[str, Any]:
     from anabranch.bench.ops import CEILINGS
-    from anabranch.loader.load import DTYPES
 
     runner = llm.engine.runner
     machine = runner.platform.describe()
-    dtype = next(name for name, value in DTYPES.items() if value == runner.dtype)
+    dtype = str(runner.dtype).removeprefix("torch.")
     known = next((rate for name, (rate, _) in CEILINGS.items() if machine.startswith(name)), None)
     rate = options.bandwidth * 1e12 if options.bandwidth else known
     reads = step_bytes(llm.engine.model, options.batch, options.context, dtype)

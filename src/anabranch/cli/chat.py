@@ -3,20 +3,14 @@
 The model needs a chat template.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anabranch import bundled
-from anabranch.cli.generate import add_model_options, add_sampling_options, open_model, sampling_params
-
-if TYPE_CHECKING:
-    from anabranch.llm import LLM
-    from anabranch.sampling_params import SamplingParams
+from anabranch.cli.generate import add_model_options, add_sampling_options, open_model, sampling_params, write_answer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,13 +41,7 @@ def run(options: argparse.Namespace) -> int:
             messages.append({"role": "user", "content": question})
             answer: list[str] = []
             with contextlib.suppress(KeyboardInterrupt):  # the part that was written stays in the conversation
-                asyncio.run(write_answer(llm, messages, params, answer))
+                asyncio.run(write_answer(llm, llm.render(messages), params, answer))
             print(flush=True)
             messages.append({"role": "assistant", "content": "".join(answer)})
     return 0
-
-
-async def write_answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, answer: list[str]) -> None:
-    async for delta in llm.stream(llm.render(messages), params):
-        answer.append(delta.text)
-        print(delta.text, end="", flush=True)

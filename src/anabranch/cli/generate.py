@@ -1,24 +1,18 @@
 """Write a continuation of a prompt to standard output as it is generated."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anabranch import bundled
-from anabranch.config import add_flags, flags
+from anabranch.llm import LLM, Prompt, SamplingParams
 from anabranch.models.generation import NAMES
-from anabranch.options import add_shared
-from anabranch.sampling_params import SamplingParams
+from anabranch.options import FLAGS, add_engine_options, engine_fields
 from anabranch.stages import Stages
-
-if TYPE_CHECKING:
-    from anabranch.llm import LLM
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser, "dtype", "max_model_len", "load_format")
-    add_flags(parser)
+    add_engine_options(parser, "dtype", "max_model_len", "load_format", *FLAGS)
     parser.add_argument("--verbose", action="store_true", help="show what the start spent its time on")
 
 
@@ -49,7 +42,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int, tempe
     add("--min-p", type=float, metavar="P", help=f"{min_p} (default: the model's, or 0)")
     repetition = "above 1: make tokens that have occurred less likely (default: the model's, or 1)"
     add("--repetition-penalty", type=float, metavar="X", help=repetition)
-    add_shared(parser, "generation_config")
+    add_engine_options(parser, "generation_config")
     add("--seed", type=int, metavar="N", help="a seed draws the same tokens from the same logits")
     add("--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be repeated")
 
@@ -67,18 +60,13 @@ def sampling_params(options: argparse.Namespace, defaults: Mapping[str, Any]) ->
 
 
 def open_model(options: argparse.Namespace) -> LLM:
-    from anabranch.llm import LLM
-
     return LLM(
         options.model,
-        dtype=options.dtype,
-        load_format=options.load_format,
-        max_model_len=options.max_model_len,
         max_num_seqs=1,
         max_num_batched_tokens=2048,
         show_progress=True if options.verbose else None,
         stages=Stages.of_process(),
-        **flags(options),
+        **engine_fields(options),
     )
 
 
@@ -92,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     with open_model(options) as llm:
         loaded = time.perf_counter()
-        count = asyncio.run(show(llm, prompt, sampling_params(options, llm.sampling_defaults)))
+        params = sampling_params(options, llm.sampling_defaults)
+        count = asyncio.run(write_answer(llm, prompt, params, [], before=prompt))
     print()
     if not options.quiet:
         seconds = time.perf_counter() - loaded
@@ -104,12 +93,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-async def show(llm: LLM, prompt: str, params: SamplingParams) -> int:
-    """Print the prompt and its answer as it is generated; return the number of tokens."""
+async def write_answer(llm: LLM, prompt: Prompt, params: SamplingParams, texts: list[str], before: str = "") -> int:
+    """Print `before` and the answer to a prompt as it is generated, and add its parts to `texts`; return the number of
+    tokens."""
     count = 0
     async for delta in llm.stream(prompt, params):
-        if not count:
-            print(prompt, end="")
+        print(delta.text if texts else before + delta.text, end="", flush=True)
+        texts.append(delta.text)
         count += len(delta.token_ids)
-        print(delta.text, end="", flush=True)
     return count

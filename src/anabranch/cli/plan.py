@@ -17,7 +17,7 @@ from anabranch.formats import ITEM_BYTES
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import ModelConfig, read_config
-from anabranch.options import above_zero, add_shared, at_least
+from anabranch.options import above_zero, add_engine_options, at_least
 
 COMMON_MEMORY = (24, 48, 80, 141)  # GB
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", nargs="?", help=f"{bundled.HELP}; a config.json is enough")
     add("--memory", metavar="SIZE", help="device memory, such as 141GB or 80GiB")
     add("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share to use (default 0.85)")
-    add_shared(parser, "dtype")
+    add_engine_options(parser, "dtype")
     add("--page-size", type=at_least(1), default=16, metavar="N", help="tokens in a KV page (default 16)")
     add("--json", action="store_true", help="print JSON")
 

@@ -7,19 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from anabranch import bundled
-from anabranch.config import (
-    AUTO,
-    CHOICES,
-    FLAG_HELP,
-    EngineConfig,
-)
-from anabranch.options import above_zero, add_shared, at_least
+from anabranch.config import AUTO, EngineConfig
+from anabranch.options import FLAGS, above_zero, add_engine_options, add_fields, at_least
 
-RARE_HELP = FLAG_HELP | {
-    "page_size": "tokens in a KV page",
-    "num_pages": "KV pages (auto: as many as fit into the memory)",
-    "prefix_cache": "compute a prefix that prompts share only once",
-    "async_scheduling": "launch a step before the tokens of the last one are read",
+RARE_SETTINGS = {
     "max_connections": "open connections; further ones get 503",
     "max_body_bytes": "larger bodies get 413; auto: 2 MiB + 32 bytes per token of context, at most 16 MiB",
     "max_header_bytes": "larger headers get 431",
@@ -31,7 +22,7 @@ RARE_HELP = FLAG_HELP | {
     "step_timeout": "seconds after which a step counts as hanging",
     "start_timeout": "seconds for the engine to be ready",
 }
-"""Help of the options that only --help=all shows, by field of EngineConfig or Settings."""
+"""Help of the server's options that only --help=all shows, by field of Settings."""
 RARE_GROUP = "more"
 
 
@@ -53,23 +44,17 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     name = "what clients call the model (default: its folder or hub id)"
     add("--served-model-name", nargs="+", default=[], metavar="NAME", help=name)
     model = parser.add_argument_group("the model")
-    add_shared(model, "dtype", "max_model_len")
-    model.add_argument("--gpu-memory-utilization", type=above_zero(1), default=0.0, metavar="F", dest="memory_fraction",
-                       help="share of the device's memory to use (default: the platform's)")  # fmt: skip
-    model.add_argument(
-        "--max-num-seqs", type=int, default=512, metavar="N", help="requests that run at once (default 512)"
-    )
-    model.add_argument(
-        "--max-num-batched-tokens",
-        type=at_least(1),
-        default=AUTO,
-        metavar="N",
-        help="tokens in one step (default 8192)",
-    )
-    model.add_argument("--enforce-eager", action="store_const", const="none", default="auto", dest="graphs",
-                       help="launch every kernel by itself, without captured graphs: --graphs none")  # fmt: skip
-    add_shared(model, "generation_config")
-    model.add_argument("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
+    add_engine_options(model, "dtype", "max_model_len")
+    add = model.add_argument
+    memory = "share of the device's memory to use (default: the platform's)"
+    add("--gpu-memory-utilization", type=above_zero(1), default=0.0, metavar="F", dest="memory_fraction", help=memory)
+    add("--max-num-seqs", type=int, default=512, metavar="N", help="requests that run at once (default 512)")
+    tokens = "tokens in one step (default 8192)"
+    add("--max-num-batched-tokens", type=at_least(1), default=AUTO, metavar="N", help=tokens)
+    eager = "launch every kernel by itself, without captured graphs: --graphs none"
+    add("--enforce-eager", action="store_const", const="none", default="auto", dest="graphs", help=eager)
+    add_engine_options(model, "generation_config")
+    add("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
     add = parser.add_argument_group("chats").add_argument
     add("--chat-template", metavar="FILE", help="use this template instead of the model's own")
     add("--tool-call-parser", default="auto", metavar="NAME", help="default: the one that fits the chat template")
@@ -88,30 +73,13 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def _add_rare(group: Any) -> None:
-    """Every other field of Settings and EngineConfig as an option."""
     from anabranch.server.settings import Settings
 
-    named = {field.name for field in fields(Settings)} | {"model", "dtype", "max_model_len", "memory_fraction", "seed"}
-    named |= {"max_num_seqs", "max_num_batched_tokens", "serving", "generation_config"}
-    named |= {"load_format", "expert_load_interval"}
     hosts = "host names to answer to without a key, besides localhost and addresses; *: any (default none)"
     group.add_argument("--allowed-hosts", type=names, default=(), metavar="NAME,...", help=hosts)
-    add_shared(group, "load_format", "expert_load_interval")
-    own = [field for field in fields(Settings) if field.name in RARE_HELP]
-    for field in own + [field for field in fields(EngineConfig) if field.name not in named]:
-        default: Any = field.default
-        flag = "--" + field.name.replace("_", "-")
-        shown = ("yes" if default else "no") if isinstance(default, bool) else default or "auto"
-        text = f"{RARE_HELP[field.name]} (default {shown})"
-        if isinstance(default, bool):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
-        elif isinstance(default, str):
-            group.add_argument(flag, choices=CHOICES[field.name], default=default, help=text)
-        elif isinstance(default, float):
-            group.add_argument(flag, type=float, default=default, metavar="S", help=text)
-        else:
-            read = at_least(1) if default in (None, AUTO) else int
-            group.add_argument(flag, type=read, default=default, metavar="N", help=text)
+    add_engine_options(group, "load_format", "expert_load_interval")
+    add_fields(group, Settings, RARE_SETTINGS)
+    add_engine_options(group, "page_size", "num_pages", "prefix_cache", "async_scheduling", *FLAGS)
 
 
 class Help(argparse.Action):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.config import CHOICES, EngineConfig, resolve
 from anabranch.kernels.compiling import compile_server
-from anabranch.options import add_shared, at_least
+from anabranch.options import add_engine_options, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, nargs="+", default=[], metavar="N", help="measure for batches of N tokens only")
     largest = "tokens of the largest step (default: that of `LLM`)"
     add("--max-num-batched-tokens", type=at_least(1), metavar="N", help=largest)
-    add_shared(parser, "dtype")
+    add_engine_options(parser, "dtype")
     add("--keep", action="store_true", help="measure only what no table has yet")
     add("--out", type=Path, metavar="FILE", help="write a table that can be shipped to a file too")
 

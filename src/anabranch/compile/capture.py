@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -66,11 +66,14 @@ class BySize(Generic[Variant, Made]):
         return found
 
 
-def capture(platform: Platform, work: Callable[[], None], pool: Any) -> Graph:
-    """`work` as a graph, on a platform that has them."""
-    graph = platform.capture(work, pool)
-    assert graph is not None, f"platform {platform.name} has the capability graphs but captured none"
-    return graph
+def capture(platform: Platform, pool: Any, works: Sequence[Callable[[], None]]) -> list[Graph]:
+    """Each of `works` as a graph, on a platform that has them. All run once before that, because kernels are compiled
+    and libraries take their workspace at first use."""
+    for work in works:
+        work()
+    graphs = [graph for work in works if (graph := platform.capture(work, pool)) is not None]
+    assert len(graphs) == len(works), f"platform {platform.name} has the capability graphs but captured none"
+    return graphs
 
 
 class Captured(Generic[Output]):
@@ -80,16 +83,14 @@ class Captured(Generic[Output]):
     def __init__(
         self, platform: Platform, pool: Any, input: torch.Tensor, body: Callable[[torch.Tensor], Output]
     ) -> None:
-        """`input`, on the device, is padding alone. The body runs once before it is captured, because kernels are
-        compiled and libraries take their workspace at first use; on padding it must change nothing that is read
-        later."""
+        """`input`, on the device, is padding alone, on which the body must change nothing that is read later."""
         self.input = input
-        self.output = body(input)
+        self.output: Output
 
         def work() -> None:
             self.output = body(input)
 
-        self.graph = capture(platform, work, pool)
+        (self.graph,) = capture(platform, pool, [work])
 
     def replay(self, input: torch.Tensor) -> Output:
         """`input` lies in (pinned) host memory; nothing waits for the device."""

@@ -45,18 +45,12 @@ class CompiledDecoder:
         return self._parts(values, experts), experts
 
     def _parts(self, values: Values, experts: list[torch.Tensor]) -> Parts:
-        for place, mixing in enumerate(self.split.mixings):
-            experts += self._run(place, values)
-            values[mixing.mixed] = yield self._cut(place, values)
-        experts += self._run(len(self.split.mixings), values)
-        return values[self.split.result]  # type: ignore[no-any-return]
-
-    def _run(self, place: int, values: Values) -> list[torch.Tensor]:
-        """Run one piece on values; expert_TK of its routers."""
-        piece = self.split.pieces[place]
-        outputs = self.functions[place](*(values[name] for name in piece.inputs))
-        values.update(zip(piece.outputs, outputs, strict=True))
-        return [values[name] for name in piece.experts]
+        for place, (piece, function) in enumerate(zip(self.split.pieces, self.functions, strict=True)):
+            values.update(zip(piece.outputs, function(*(values[name] for name in piece.inputs)), strict=True))
+            experts += [values[name] for name in piece.experts]
+            if place < len(self.split.mixings):
+                values[self.split.mixings[place].mixed] = yield self._cut(place, values)
+        return values[self.split.result]
 
     def _cut(self, place: int, values: Values) -> Cut:
         """What the piece left for its mixer; values that are not read again are dropped."""

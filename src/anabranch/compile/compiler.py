@@ -4,12 +4,9 @@ A file's name is the hash of the code, torch version, device and piece that it w
 read is skipped with a warning and written again.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from typing import Any
 import torch
 
 from anabranch.compile.split import Piece
-from anabranch.kernels.tuning.table import cache_folder, hash_files
+from anabranch.kernels.tuning.table import cache_folder, hash_files, replace_file
 from anabranch.platforms import Platform
 
 log = logging.getLogger(__name__)
@@ -88,7 +85,9 @@ class PieceCompiler:
             ) from error
         self.num_compiled += 1
         check_sizes(examples, self.sizes)
-        _save(compiled, self.path(piece))
+        unwritten = replace_file(self.path(piece), lambda file: compiled.save(path=str(file), format="binary"))
+        if unwritten is not None:
+            log.warning("compiled pieces are not cached, the next start compiles again: %s", unwritten)
         return compiled
 
 
@@ -103,23 +102,3 @@ def check_sizes(examples: list[Any], sizes: Sequence[int]) -> None:
                 if expression.free_symbols == {node.expr}:
                     wrong = [size for size in sizes if not expression.subs(node.expr, size)]
                     assert not wrong, f"a compiled piece is valid where {expression}, not for {wrong} tokens"
-
-
-def _save(compiled: Any, path: Path) -> None:
-    """Write the file under another name and rename it, so that readers see a complete file or none. If the folder
-    cannot be written, the next start compiles again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-        os.close(handle)
-    except OSError as error:
-        log.warning("compiled pieces are not cached: %s", error)
-        return
-    try:
-        compiled.save(path=temporary, format="binary")
-        os.replace(temporary, path)
-    except OSError as error:
-        log.warning("compiled pieces are not cached: %s", error)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)

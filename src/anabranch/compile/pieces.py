@@ -1,7 +1,7 @@
 """A step of any shape as captured pieces of the layer loop, with the mixers between them.
 
 A mixer runs uncaptured, because its work depends on the requests; it takes the real step, the pieces a padded one. A
-piece ends with the mixer's write to its cache: the slots stand in a buffer, so it can be captured.
+piece ends with the mixer's write to its cache: the slots are in a buffer, so it can be captured.
 
     piece 0 → mixer 0 → piece 1 → mixer 1 → ... → piece L
 
@@ -69,11 +69,7 @@ class PiecesStep:
         size: int,
         start: Start,
     ) -> None:
-        self.model = model
-        self.caches = caches
-        self.buffers = buffers
-        self.size = size
-        self.start = start
+        self.model, self.caches, self.buffers, self.size, self.start = model, caches, buffers, size, start
         self.parts: Parts | None = None
         self.experts: list[torch.Tensor] = []
         """expert_TK of each MoE layer."""
@@ -90,18 +86,15 @@ class PiecesStep:
         )
         self._fill(None)
         pieces = [partial(self._piece, layer_id) for layer_id in range(len(caches) + 1)]
-        for piece in pieces:  # first uncaptured: kernels are compiled and libraries take their workspace
-            piece()
-        self.graphs = [capture(platform, piece, pool) for piece in pieces]
+        self.graphs = capture(platform, pool, pieces)
 
     def _piece(self, layer_id: int) -> None:
         """From the mixer of the layer before, whose rows are in the buffers, to the write of this layer's mixer. The
         last piece leaves x_TD."""
         try:
             if self.parts is None:
-                self.parts, self.experts = self.start(
-                    self.padded.token_T, self.padded.position_T, self.padded.num_tokens
-                )
+                padded = self.padded
+                self.parts, self.experts = self.start(padded.token_T, padded.position_T, padded.num_tokens)
                 cut = next(self.parts)
             else:
                 cut = self.parts.send(self.buffers.rows(layer_id - 1, self.size)[1])
@@ -112,7 +105,7 @@ class PiecesStep:
         written.copy_(self.model.write(cut, self.padded, self.caches))
 
     def run(self, step: Step) -> torch.Tensor:
-        """Hidden rows x_ND of a step of at most `size` rows; they stand until the next run."""
+        """Hidden rows x_ND of a step of at most `size` rows; they are valid until the next run."""
         num_rows, buffers = step.token_T.shape[0], self.buffers
         self._fill(step)
         views: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # of few shapes for many layers

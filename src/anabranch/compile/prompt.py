@@ -48,10 +48,8 @@ class PromptStep:
         self.cut: Cut | None = None
         ends = [*range(FIRST_LAYERS, len(caches), MORE_LAYERS), len(caches)]
         graphs = [partial(self._layers, end - begin) for begin, end in pairwise([0, *ends])]
-        for graph in graphs:  # first uncaptured: kernels are compiled and libraries take their workspace
-            graph()
+        self.graphs = capture(platform, pool, graphs)
         self.size = self.x_TD.shape[0]
-        self.graphs = [capture(platform, graph, pool) for graph in graphs]
 
     def _layers(self, count: int) -> None:
         """Run the layer loop over `count` mixers, to the cut after them; the last call leaves x_TD."""
@@ -73,8 +71,8 @@ class PromptStep:
                 self.x_TD, self.parts = end.value, None
 
     def run(self, input: torch.Tensor) -> torch.Tensor:
-        """Hidden rows x_TD, padding included; they stand until the next run of any graph of the pool. `input` lies in
-        (pinned) host memory; nothing waits for the device."""
+        """Hidden rows x_TD, padding included, valid until the next run of any graph of the pool. `input` is in (pinned)
+        host memory; nothing waits for the device."""
         self.input.copy_(input, non_blocking=True)
         for graph in self.graphs:
             graph.replay()

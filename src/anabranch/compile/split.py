@@ -7,8 +7,9 @@ any other, so that pieces of equal layers are equal, which `Piece.key` says.
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -70,13 +71,7 @@ def split(traced: Traced) -> Split:
     (result,) = nodes[-1].args[0]
     pieces = tuple(_piece(part, result) for part in between)
     mixings = tuple(_mixing(node) for node in mixers)
-    return Split(
-        pieces=pieces,
-        mixings=mixings,
-        result=result.name,
-        finished=_finished(pieces, mixings, kept={result.name, *constants}),
-        constants=constants,
-    )
+    return Split(pieces, mixings, result.name, _finished(pieces, mixings, {result.name, *constants}), constants)
 
 
 def _mixing(node: fx.Node) -> Mixing:
@@ -140,27 +135,16 @@ def _describe(graph: fx.Graph) -> Iterable[str]:
         else:
             target: Any = node.target
             words.append(target if isinstance(target, str) else f"{target.__module__}.{target.__name__}")
-            numbered: Callable[[fx.Node], Any] = lambda arg: _Numbered(number[arg])  # noqa: E731 (typed for mypy)
-            words.append(str(fx.map_arg((node.args, node.kwargs), numbered)))
+            words.append(str(fx.map_arg((node.args, node.kwargs), lambda arg: f"%{number[arg]}")))
         yield " ".join(words)
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbered:
-    """In the place of a node."""
-
-    number: int
 
 
 def _finished(pieces: tuple[Piece, ...], mixings: tuple[Mixing, ...], kept: set[str]) -> tuple[frozenset[str], ...]:
     """Memory of captured pieces that is not needed any more is for later ones."""
-    last: dict[str, int] = {}
-    for place, piece in enumerate(pieces):
-        for name in (*piece.inputs, *piece.outputs):
-            last[name] = place
-        if place < len(mixings):
-            last |= dict.fromkeys((*mixings[place].projected, *mixings[place].rope), place)
-        kept |= set(piece.experts)
-    return tuple(
-        frozenset(name for name, at in last.items() if at == place and name not in kept) for place in range(len(pieces))
-    )
+    kept = kept.union(*(piece.experts for piece in pieces))
+    finished: list[frozenset[str]] = []
+    for piece, mixing in reversed(list(zip_longest(pieces, mixings))):
+        used = {*piece.inputs, *piece.outputs, *(mixing.projected + mixing.rope if mixing else ())}
+        finished.append(frozenset(used - kept))
+        kept |= used
+    return tuple(reversed(finished))

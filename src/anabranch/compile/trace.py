@@ -1,4 +1,4 @@
-"""The decoder as one FX graph, traced once for any number of tokens. Mixers stand in it as opaque ops.
+"""The decoder as one FX graph, traced once for any number of tokens. Mixers are opaque ops in it.
 
 The graph is all that is kept of Dynamo: it is never called through again, so no guards are checked in a step and
 nothing can be compiled again unnoticed. Parameters are inputs of the graph, not constants in it.
@@ -63,7 +63,7 @@ def trace(model: Decoder, look_into: bool) -> Traced:
 
     def decoder(token_T: torch.Tensor, position_T: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         def mix(cut: Cut) -> torch.Tensor:
-            return MIX(cut.projected, cut.rope, cut.layer_id, model.layers[cut.layer_id].mixer.mixed_shape)  # type: ignore[no-any-return]
+            return MIX(cut.projected, cut.rope, cut.layer_id, model.layers[cut.layer_id].mixer.mixed_shape)
 
         return run_parts(model.parts(token_T, position_T, num_tokens), mix)
 

@@ -18,7 +18,7 @@ from anabranch.conformance import Result, attempt, tiny
 from anabranch.engine.engine import Engine
 from anabranch.engine.runner import load_runner
 from anabranch.engine.single import SingleSequence
-from anabranch.loader.load import DTYPES, load_model
+from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
 from anabranch.models.family import known
 from anabranch.platforms import Platform
@@ -53,8 +53,8 @@ def check_models(platform: Platform) -> Iterator[Result]:
 
 def dtypes(platform: Platform) -> list[str]:
     """The dtypes that the platform computes fp32 and bf16 models in."""
-    names = {value: name for name, value in DTYPES.items()}
-    return list(dict.fromkeys(names[platform.compute_dtype(wanted)] for wanted in (torch.float32, torch.bfloat16)))
+    computed = (str(platform.compute_dtype(wanted)) for wanted in (torch.float32, torch.bfloat16))
+    return list(dict.fromkeys(name.removeprefix("torch.") for name in computed))
 
 
 def far(expected: torch.Tensor, folder: Path, platform: Platform, dtype: str) -> list[str]:

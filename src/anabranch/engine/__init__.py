@@ -1,1 +1,1 @@
-"""Who runs next, and where its keys and values live."""
+"""Which requests run next, where their keys and values are, and the steps that compute them."""

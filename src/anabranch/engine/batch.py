@@ -41,6 +41,12 @@ class HostStep(NamedTuple):
     max_query: int
     """The most rows of a request."""
 
+    def padded(self, num_rows: int) -> list[int]:
+        """Slots, tokens and ends of `num_rows` rows."""
+        padding = num_rows - len(self.slots)
+        zeros = [0] * padding
+        return [*self.slots, *[-1] * padding, *self.tokens, *zeros, *self.ends, *zeros]
+
 
 class StepMaker:
     """Makes Steps for up to `num_slots` sequences of up to `max_length` tokens."""
@@ -123,16 +129,13 @@ class StepMaker:
     def pack(self, rows: HostStep, num_rows: int) -> torch.Tensor:
         """packed_3R of ops.decode_inputs, in host memory, padded to `num_rows`; where every share is of one token."""
         assert rows.max_query == 1
-        padding = num_rows - len(rows.slots)
-        slots, tokens, ends = rows.slots + [-1] * padding, rows.tokens + [0] * padding, rows.ends + [0] * padding
-        return self._host(array("i", slots + tokens + ends)).view(3, -1)
+        return self._host(array("i", rows.padded(num_rows))).view(3, -1)
 
     def pack_any(self, rows: HostStep, num_rows: int) -> torch.Tensor:
         """The first row of every request, then packed_3T, in host memory; requests of any number of tokens."""
         # One copy. Kernels are compiled apart for addresses that are not multiples of 16 bytes.
-        padding, gap = num_rows - len(rows.slots), -len(rows.starts) % 4
-        slots, tokens, ends = rows.slots + [-1] * padding, rows.tokens + [0] * padding, rows.ends + [0] * padding
-        return self._host(array("i", rows.starts + [0] * gap + slots + tokens + ends))
+        gap = [0] * (-len(rows.starts) % 4)
+        return self._host(array("i", rows.starts + gap + rows.padded(num_rows)))
 
     # -- on the device -------------------------------------------------------------------------------------------------
 

@@ -219,7 +219,8 @@ class Engine:
             if not future.done():
                 waiting.append((future, sequence))
             elif (error := future.exception()) is not None:
-                failed.append(Update(id=sequence.id, finish_reason="error", error=_why_refused(error)))
+                text = str(error) if isinstance(error, ValueError) else f"grammar: {type(error).__name__}: {error}"
+                failed.append(Update(id=sequence.id, finish_reason="error", error=text))
                 self._forget(sequence, "error")
             else:
                 sequence.matcher = future.result().copy()
@@ -355,11 +356,6 @@ class Engine:
             if self.compiler is not None:
                 self.compiler.close()
         self.runner.close()
-
-
-def _why_refused(error: BaseException) -> str:
-    """The message of a bad grammar; other errors get a prefix."""
-    return str(error) if isinstance(error, ValueError) else f"grammar: {type(error).__name__}: {error}"
 
 
 def make_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:

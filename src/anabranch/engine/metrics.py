@@ -11,16 +11,12 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 @dataclass(slots=True)
 class Histogram:
-    bounds: tuple[float, ...] = SECONDS
-    counts: list[int] = field(default_factory=list)
-    """One for each bound (values up to it), and one for what is above all."""
+    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    """One for each of SECONDS (values up to it), and one for what is above all."""
     total: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * (len(self.bounds) + 1)
-
     def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.counts[bisect.bisect_left(SECONDS, value)] += times
         self.total += value * times
 
     @property
@@ -28,7 +24,7 @@ class Histogram:
         return sum(self.counts)
 
     def as_dict(self) -> dict[str, object]:
-        return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.total}
+        return {"bounds": list(SECONDS), "counts": list(self.counts), "sum": self.total}
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """The contract between the engine and what executes its steps, and what crosses between them.
 
-The engine decides who computes what and which pages they have; a runner owns the model, the pages' memory and the
-sampling state. Platforms name their runner as "module:class" (Platform.runner).
+The engine decides what each sequence computes and which pages it has; a runner owns the model, the pages' memory and
+the sampling state. Platforms name their runner as "module:class" (Platform.runner).
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from anabranch.config import EngineConfig
-from anabranch.engine.sampled import Logprobs, Sampled
+from anabranch.engine.sampling_plan import Logprobs, Sampled
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.platforms import Fetch, Platform
 
@@ -36,10 +36,6 @@ class Launched:
     """expert_TLK of the step's tokens: T token rows, L MoE layers, K experts per token."""
     prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(share.end - share.begin for share in self.shares)
-
     def wait(self) -> list[int]:
         """One token for each of `sampling`."""
         return [] if self.tokens is None else self.tokens.wait().tolist()
@@ -60,11 +56,12 @@ class Runner(Protocol):
     def allocate(self, num_pages: list[int], max_model_len: int) -> None:
         """Take the memory for pages and per-slot state. `max_model_len`: as far as these pages allow."""
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self) -> None:
         """Compile and capture ahead what most steps need."""
 
     def idle(self, waiting: bool = False) -> None:
         """Do one thing that makes later steps faster, if there is any. `waiting`: the caller waits for it."""
+        return
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step, its shares of one token first."""
@@ -78,6 +75,7 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Nothing is called after this."""
+        return
 
 
 def load_runner(config: EngineConfig, platform: Platform, progress: Progress | None = None) -> Runner:

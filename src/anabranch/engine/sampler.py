@@ -31,20 +31,22 @@ from typing import TYPE_CHECKING, get_args
 import torch
 
 from anabranch import ops
-from anabranch.engine.sampled import Logprobs, Sampled, chunks, token_logprobs
 from anabranch.engine.sampling_plan import (
     FOREVER,
     RANDOM,
     SPECIAL,
     Draw,
-    Edit,
     Edits,
+    Logprobs,
     Occupant,
     Penalty,
     PenaltyTable,
+    Sampled,
     SamplingMode,
     SamplingPlan,
     Trait,
+    chunks,
+    token_logprobs,
 )
 from anabranch.ops.mask_logits import pack_mask
 from anabranch.ops.sample import SampleCall, or_reason
@@ -55,27 +57,13 @@ from anabranch.text.grammar import fill_masks
 if TYPE_CHECKING:
     from anabranch.text.grammar import Matcher
 
-__all__ = ["Logprobs", "Sampled", "Sampler", "check_token_ids", "needs_host_tokens", "token_logprobs"]
-
 FORBIDDEN = float("-inf")
 MAX_PLANS = 8
 
 
-def needs_host_tokens(params: SamplingParams, bad_word_ids: Sequence[Sequence[int]] | None = None) -> bool:
-    """Whether such a request can be sampled only after the host has read its last token.
-
-    Without the tokens of its bad words, any of them may have several.
-    """
-    long_words = bool(params.bad_words) if bad_word_ids is None else any(len(word) > 1 for word in bad_word_ids)
-    return long_words or params.grammar is not None
-
-
-def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """What SamplingParams cannot check without a model. Stop ids outside the vocabulary merely never occur."""
-    for name, tokens in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", params.logit_bias)):
-        largest = max(tokens, default=0)
-        if largest >= vocab_size:
-            raise ValueError(f"{name}: token id {largest} is not in the model's vocabulary of {vocab_size}")
+def needs_host_tokens(params: SamplingParams, bad_word_ids: Sequence[Sequence[int]] = ()) -> bool:
+    """Whether such a request can be sampled only after the host has read its last token."""
+    return params.grammar is not None or any(len(word) > 1 for word in bad_word_ids)
 
 
 class Sampler:
@@ -117,13 +105,12 @@ class Sampler:
         """The request takes the slot, `output_ids` generated so far. The matcher accepts those it does not know."""
         assert self.slots[slot] is None, f"slot {slot} is taken"
         params = request.params
-        check_token_ids(params, self.vocab_size)
-        edits = [Edit(token, float(bias)) for token, bias in params.logit_bias.items()]
-        edits += [Edit(word[0], FORBIDDEN) for word in bad_word_ids if len(word) == 1]
+        edits = [(token, float(bias), FOREVER) for token, bias in params.logit_bias.items()]
+        edits += [(word[0], FORBIDDEN, FOREVER) for word in bad_word_ids if len(word) == 1]
         if params.min_tokens:
             stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
             until = min(params.min_tokens, FOREVER - 1)
-            edits += [Edit(token, FORBIDDEN, until) for token in stops if token < self.vocab_size]
+            edits += [(token, FORBIDDEN, until) for token in stops if token < self.vocab_size]
         bad_sequences = [tuple(word) for word in bad_word_ids if len(word) > 1]
         if matcher is not None:
             for token in output_ids[matcher.num_accepted :]:
@@ -139,7 +126,7 @@ class Sampler:
     def remove(self, slot: int) -> None:
         occupant = self._occupant(slot)
         if occupant.penalty_row is not None:
-            self._penalties.release(occupant.penalty_row)
+            self._penalties.free.append(occupant.penalty_row)
         for trait in occupant.traits:
             self._slots_with[trait].remove(slot)
         self._empty.add(slot)
@@ -304,7 +291,10 @@ class Sampler:
             if rows := [row for row, slot in enumerate(slots) if slot in self._slots_with[trait]]:
                 row_N = None if len(rows) == len(slots) else self._upload(rows)
                 slot_N = slot_R if row_N is None else slot_R[row_N]
-                plan.draws.append(self._plan_draw(row_N, slot_N, trait == "filtered"))
+                temperature_N, top_p_N, min_p_N = self._float_6S[:3, slot_N]
+                top_k_N, seed_N = self._int_3S[:2, slot_N]
+                filters = [top_k_N.int(), top_p_N, min_p_N] if trait == "filtered" else []
+                plan.draws.append(Draw(row_N, slot_N, [temperature_N, seed_N, *filters]))
         if edited := with_trait("edited"):
             plan.edits = self._plan_edits(edited)
         if masked := with_trait("masked"):
@@ -325,12 +315,6 @@ class Sampler:
             if len(asked) < len(slots):
                 plan.logprobs_row_L = self._upload(plan.logprobs_rows)
         return plan
-
-    def _plan_draw(self, row_N: torch.Tensor | None, slot_N: torch.Tensor, filtered: bool) -> Draw:
-        temperature_N, top_p_N, min_p_N = self._float_6S[:3, slot_N]
-        top_k_N, seed_N = self._int_3S[:2, slot_N]
-        filters = [top_k_N.int(), top_p_N, min_p_N] if filtered else []
-        return Draw(row_N, slot_N, [temperature_N, seed_N, *filters])
 
     def _plan_edits(self, edited: list[tuple[int, int, Occupant]]) -> Edits:
         counts = [len(o.edits) for _, _, o in edited]
@@ -362,9 +346,9 @@ class Sampler:
             )
             ints.append((min(max(p.top_k, 0), self.vocab_size), self._seed(occupant.request), len(occupant.output_ids)))
             if occupant.edits:
-                columns = [[e.token for e in occupant.edits], [e.until for e in occupant.edits]]
-                occupant.edit_token_E, occupant.edit_until_E = self._upload(columns)
-                occupant.edit_value_E = self._upload([e.value for e in occupant.edits], torch.float32)
+                tokens, values, untils = zip(*occupant.edits)
+                occupant.edit_token_E, occupant.edit_until_E = self._upload([tokens, untils])
+                occupant.edit_value_E = self._upload(values, torch.float32)
             if p.allowed_token_ids:
                 allowed_1V = torch.zeros(1, self.vocab_size, dtype=torch.bool)
                 allowed_1V[0, list(p.allowed_token_ids)] = True

@@ -1,14 +1,16 @@
-"""The data of engine.sampler: the request in a slot, penalty counts, the plan of a batch. Letters as there."""
+"""The data of engine.sampler: the request in a slot, penalty counts, the plan of a batch, and what it returns: tokens
+on the device, log probabilities that are being copied to the host. Letters as there; T tokens, N best alternatives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from anabranch.request import Request
+from anabranch import ops
+from anabranch.request import Request, TokenLogprobs
 from anabranch.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 GREEDY_BELOW = 1e-5
 """Lower temperatures would divide logits out of fp32's range; they are greedy."""
 FOREVER = 1 << 62
+CHUNK = 1 << 23
+"""Logits handled by one call of an op; the reference of ops.sample takes about 50 bytes for each on the way."""
 
 Trait = Literal["greedy", "unfiltered", "filtered", "edited", "masked", "penalized", "needs_host", "logprobs"]
 """What a request wants of the sampler: one of the first three (filtered: by top_k, top_p or min_p), any of the others.
@@ -24,15 +28,6 @@ needs_host: the host must have read its last token before the next can be sample
 RANDOM: tuple[Trait, ...] = ("unfiltered", "filtered")
 SPECIAL: tuple[Trait, ...] = ("edited", "masked", "penalized", "needs_host", "logprobs")
 """What needs more than draws by the slots' parameters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    token: int
-    value: float
-    """Added to its logit: a bias, or −∞."""
-    until: int = FOREVER
-    """While the request has fewer tokens than this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +38,8 @@ class Occupant:
     output_ids: tuple[int, ...]
     """As of `add`; not kept up to date."""
     matcher: Matcher | None
-    edits: list[Edit]
+    edits: list[tuple[int, float, int]]
+    """(token, what is added to its logit: a bias or −∞, the number of generated tokens with which this ends)"""
     bad_sequences: list[tuple[int, ...]]
     """Bad words of several tokens."""
     history: list[int]
@@ -77,7 +73,7 @@ class Occupant:
             "logprobs": p.logprobs is not None,
         }
         self.traits = tuple(trait for trait, there in has.items() if there)
-        self.timed = any(edit.until != FOREVER for edit in self.edits)
+        self.timed = any(until != FOREVER for _, _, until in self.edits)
 
     @property
     def params(self) -> SamplingParams:
@@ -109,9 +105,6 @@ class PenaltyTable:
         self.prompt_PV[row].zero_().index_fill_(0, prompt, True)
         self.count_PV[row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         return row
-
-    def release(self, row: int) -> None:
-        self.free.append(row)
 
     def count(self, row_N: torch.Tensor, token_N: torch.Tensor, one_N: torch.Tensor) -> None:
         """One more of a token in each of some different rows."""
@@ -179,3 +172,60 @@ class SamplingPlan:
     @property
     def changes_logits(self) -> bool:
         return bool(self.edits or self.allowed or self.penalty or self.matchers or self.bad)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of T tokens, with the N best at each place."""
+
+    token_T: torch.Tensor
+    logprob_T: torch.Tensor
+    rank_T: torch.Tensor
+    top_id_TN: torch.Tensor
+    top_logprob_TN: torch.Tensor
+
+    def to_host(self) -> Logprobs:
+        """A copy that may be read once the device has come this far."""
+        tensors = self.token_T, self.logprob_T, self.rank_T, self.top_id_TN, self.top_logprob_TN
+        return Logprobs(*(tensor.to("cpu", non_blocking=True) for tensor in tensors))
+
+    def at(self, t: int, top_n: int) -> TokenLogprobs:
+        """As plain numbers; for the host's copy."""
+        top = zip(self.top_id_TN[t, :top_n].tolist(), self.top_logprob_TN[t, :top_n].tolist())
+        return TokenLogprobs(int(self.token_T[t]), float(self.logprob_T[t]), int(self.rank_T[t]), tuple(top))
+
+    def all(self, top_n: int) -> list[TokenLogprobs]:
+        return [self.at(t, top_n) for t in range(self.token_T.shape[0])]
+
+
+def token_logprobs(logits_TV: torch.Tensor, token_T: torch.Tensor, top_n: int) -> Logprobs:
+    """Log probabilities of `token_T` under the logits (in any float dtype; computed in fp32, some rows at a time)."""
+    top_n = min(top_n, logits_TV.shape[1])
+    parts = [ops.logprobs(logits_TV[part].float(), token_T[part], top_n) for part in chunks(*logits_TV.shape)]
+    if len(parts) == 1:
+        return Logprobs(token_T, *parts[0])
+    return Logprobs(token_T, *(torch.cat(tensors) for tensors in zip(*parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step sampled."""
+
+    token_R: torch.Tensor
+    """int64, on the device."""
+    logprobs: Mapping[int, tuple[Logprobs, int]] = field(default_factory=dict)
+    """Of rows that asked, and the place there. Copies to the host, enqueued with the step: once its tokens can be read,
+    so can they."""
+
+    def token_logprobs(self, row: int, top_n: int) -> TokenLogprobs:
+        """Of a row that asked for at least `top_n` alternatives."""
+        assert row in self.logprobs, f"row {row} asked for no log probabilities"
+        logprobs, place = self.logprobs[row]
+        return logprobs.at(place, top_n)
+
+
+def chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    """Row ranges of at most CHUNK logits (but at least a row); one empty range if there are no rows."""
+    step = max(1, CHUNK // vocab_size)
+    for begin in range(0, max(num_rows, 1), step):
+        yield slice(begin, min(begin + step, num_rows))

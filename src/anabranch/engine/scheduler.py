@@ -135,7 +135,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.finish_reason != "error":  # its keys and values may not be what others should find
-            self._commit(sequence)
+            # Full pages of known tokens may be shared from now on: steps that read them are launched later.
+            self.kv.commit(sequence.id, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
         del self.running[sequence]
         self.free_slots.append(sequence.slot)
         sequence.slot, sequence.placed = -1, False
@@ -206,11 +207,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return 0
-        self._set_quiet_until(sequence)
-        sequence.num_computed = end = begin + given
-        num_samples = int(end == sequence.num_tokens)
-        sequence.num_tokens += num_samples
-        shares.append(Share(sequence, begin, end, num_samples))
+        shares.append(self._share(sequence, begin, given))
         return given
 
     def _admit(self, budget: int) -> Iterator[Share]:
@@ -232,16 +229,16 @@ class Scheduler:
             if not sequence.num_preemptions:
                 sequence.num_cached = found
             budget -= count
-            self._set_quiet_until(sequence)
-            num_samples = int(count == len(sequence.tokens) - found)
-            sequence.num_computed = found + count
-            sequence.num_tokens += num_samples
-            yield Share(sequence, found, found + count, num_samples)
+            yield self._share(sequence, found, count)
 
-    def _set_quiet_until(self, sequence: Sequence) -> None:
-        """After its pages have changed."""
+    def _share(self, sequence: Sequence, begin: int, count: int) -> Share:
+        """The share of `count` tokens, for which there are pages; the sequence is changed as if they were computed."""
         if not sequence.waits_for_host:
             sequence.quiet_until = min(self.kv.quiet_until(sequence.id), sequence.limit - 1)
+        sequence.num_computed = end = begin + count
+        num_samples = int(end == sequence.num_tokens)
+        sequence.num_tokens += num_samples
+        return Share(sequence, begin, end, num_samples)
 
     def read(self, sequence: Sequence, token: int) -> bool:
         """A token that a step sampled is known now; False: the sequence has ended and it does not count."""
@@ -255,10 +252,6 @@ class Scheduler:
         elif length >= sequence.limit:
             self.finish(sequence, "length")
         return True
-
-    def _commit(self, sequence: Sequence) -> None:
-        """Full pages of known tokens may be shared from now on: steps that read them are launched later."""
-        self.kv.commit(sequence.id, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
 
     @property
     def has_work(self) -> bool:

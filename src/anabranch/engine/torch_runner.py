@@ -5,7 +5,6 @@ Steps in which every sequence has one token are replayed as captured graphs wher
 R sampled rows, L MoE layers, T token rows, K experts per token.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,9 +24,8 @@ from anabranch.engine.dry_run import dry_run
 from anabranch.engine.expert_counter import ExpertCounter
 from anabranch.engine.progress import Tally
 from anabranch.engine.runner import Launched, Pages, Progress, Runner
-from anabranch.engine.sampled import Logprobs, Sampled, token_logprobs
 from anabranch.engine.sampler import Sampler
-from anabranch.engine.sampling_plan import SamplingMode
+from anabranch.engine.sampling_plan import Logprobs, Sampled, SamplingMode, token_logprobs
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.engine.slots import Slots
 from anabranch.layers.mixer import Cache
@@ -62,7 +60,15 @@ class TorchRunner(Runner):
     def __init__(self, config: EngineConfig, platform: Platform, progress: Progress | None) -> None:
         self.platform = platform
         self.config = config
-        self._check_memory()
+        memory = platform.memory()
+        plan.check_memory(  # before the weights take memory
+            read_config(config.model),
+            config,
+            config.dtype,
+            free=memory.free + memory.cached,
+            total=memory.total,
+            captured_tokens=self.captured_tokens,
+        )
         self.model = load_model(
             config.model,
             dtype=config.dtype,
@@ -85,18 +91,6 @@ class TorchRunner(Runner):
         """Captured steps of other shapes, in pieces."""
         self.compiled: CompiledDecoder | None = None
         """For steps of more tokens than any captured one has, where pieces are compiled."""
-
-    def _check_memory(self) -> None:
-        """ValueError if the model cannot fit, before its weights take memory."""
-        model, memory = read_config(self.config.model), self.platform.memory()
-        plan.check_memory(
-            model,
-            self.config,
-            self.config.dtype,
-            free=memory.free + memory.cached,
-            total=memory.total,
-            captured_tokens=self.captured_tokens,
-        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,22 +126,19 @@ class TorchRunner(Runner):
         self.slots = Slots(self.sampler, self.model.config.eos_ids)
         self._plan_graphs()
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self) -> None:
         """Compile and capture the steps that most requests will meet."""
         with stage("compile"), torch.inference_mode():
             kernels.compile_ahead(self.platform, partial(dry_run, self))
-        work: list[Callable[[], object]] = []
-        for prompts in (self.prompts, self.prefills):
-            if prompts is not None:
-                work += [partial(prompts.add, "any", size) for size in common_prefill(prompts.sizes)]
-        if self.decodes is not None:
-            for size in common_decode(self.decodes.sizes):
-                work += [partial(self.decodes.add, kind, size) for kind in ("greedy", "drawn")]
         with stage("capture"), torch.inference_mode():
-            for done, one in enumerate(work):
-                one()
-                if progress is not None:
-                    progress(done + 1, len(work))
+            for prompts in (self.prompts, self.prefills):
+                if prompts is not None:
+                    for size in common_prefill(prompts.sizes):
+                        prompts.add("any", size)
+            if self.decodes is not None:
+                for size in common_decode(self.decodes.sizes):
+                    self.decodes.add("greedy", size)
+                    self.decodes.add("drawn", size)
 
     def idle(self, waiting: bool = False) -> None:
         """Capture a size that was missed."""
@@ -164,7 +155,7 @@ class TorchRunner(Runner):
     @property
     def longest_prompt(self) -> int:
         """Token rows of the largest step of one request that is captured whole. Longer ones keep the device busy for so
-        long that it does not matter who launches them, and graphs have memory of their own."""
+        long that launches from the host cost nothing, and graphs have memory of their own."""
         config = self.config
         return max(2, min(config.max_num_batched_tokens, config.max_model_len, self.platform.batch_tokens // 2))
 
@@ -196,11 +187,10 @@ class TorchRunner(Runner):
                 with torch.inference_mode():
                     self.compiled = CompiledDecoder(self.model, compiler)
                 start = self.compiled.start
-
-            def prefill(kind: str, size: int) -> PiecesStep:
-                return PiecesStep(platform, pool, self.model, self.kv, buffers, size, start)
-
-            self.prefills = BySize(prefill_sizes(largest), prefill)
+            self.prefills = BySize(
+                prefill_sizes(largest),
+                lambda _, size: PiecesStep(platform, pool, self.model, self.kv, buffers, size, start),
+            )
         if config.graphs == "full":
             unpack = partial(self.steps.unpack_any, num_requests=1, columns=self.steps.width)
 
@@ -315,7 +305,8 @@ class TorchRunner(Runner):
 
     def _keep_routed(self, launched: Launched, recorded: list[torch.Tensor]) -> None:
         if recorded:
-            launched.routed = self.platform.fetch(torch.stack(recorded, dim=1)[: launched.num_tokens])
+            num_tokens = sum(share.end - share.begin for share in launched.shares)
+            launched.routed = self.platform.fetch(torch.stack(recorded, dim=1)[:num_tokens])
 
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, shares: list[Share]) -> dict[str, list[Logprobs]]:
         found: dict[str, list[Logprobs]] = {}
@@ -336,6 +327,3 @@ class TorchRunner(Runner):
 
     def expert_load(self, settled: bool = False) -> list[list[int]]:
         return self.experts.load(settled)
-
-    def close(self) -> None:
-        pass

@@ -1,8 +1,10 @@
 """The engine in a process of its own: reads messages, runs steps, sends updates. `python -m anabranch.engine.worker`.
 
-Knows the engine by the Protocol below and its client by two sockets, each bound by the side that reads it, in a private
+Knows the engine by its public methods and its client by two sockets, each bound by the side that reads it, in a private
 folder. The process ends with its parent and after its engine failed, and answers every request it accepted.
 """
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -14,18 +16,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from anabranch import logs, messages
-from anabranch.config import EngineConfig
 from anabranch.kernels.compiling import compile_server
 from anabranch.request import Request, Update
 from anabranch.stages import Stages
+
+if TYPE_CHECKING:
+    from anabranch.engine.engine import Engine
 
 log = logging.getLogger("anabranch.engine.worker")  # __name__ is __main__ here
 
@@ -42,20 +45,6 @@ PR_SET_PDEATHSIG = 1
 STAGES = {"import": "importing", "config": "loading", "weights": "loading", "tune": "tuning"}
 STAGES |= {"compile": "compiling", "capture": "capturing"}
 """Names of a start's stages, as sent to the client."""
-
-
-class Engine(Protocol):
-    def add(self, request: Request) -> None: ...
-    def abort(self, id: str) -> None: ...
-    def step(self) -> list[Update]: ...
-    def idle(self) -> None: ...
-    @property
-    def has_work(self) -> bool: ...
-    def stats(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
-
-
-MakeEngine = Callable[[EngineConfig, Callable[[int, int], None]], Engine]
 
 
 def address(folder: Path, inbox: str) -> str:
@@ -78,18 +67,16 @@ class Pulse(threading.Thread):
         socket.set(zmq.SNDHWM, 2)
         socket.connect(address(self.folder, "reports"))
         while True:
+            began = self.step_began
+            step_for = None if began is None else time.monotonic() - began
+            beat = messages.Heartbeat(num_received=self.num_received, num_steps=self.num_steps, step_for=step_for)
             with contextlib.suppress(zmq.Again):  # the client has not read the last ones
-                socket.send(messages.encode(self._beat()), zmq.NOBLOCK)
+                socket.send(messages.encode(beat), zmq.NOBLOCK)
             if self.ending.wait(HEARTBEAT):
                 break
             if os.getppid() != self.parent:
                 os._exit(1)
         socket.close(linger=0)
-
-    def _beat(self) -> messages.Heartbeat:
-        began = self.step_began
-        step_for = None if began is None else time.monotonic() - began
-        return messages.Heartbeat(num_received=self.num_received, num_steps=self.num_steps, step_for=step_for)
 
 
 class Worker:
@@ -150,15 +137,15 @@ class Worker:
             compile_server.start_early()
             with self.stages("import"):
                 module, _, name = start.engine.partition(":")
-                make_engine: MakeEngine = getattr(importlib.import_module(module), name)
+                make_engine = getattr(importlib.import_module(module), name)
             self._begin_stage("weights")
-            self.engine = make_engine(start.config, self._progress)
+            self.engine = engine = make_engine(start.config, self._progress)
         compile_server.close()
         gc.freeze()  # these objects stay: no need to search them for garbage while requests wait
         self.stages.finish()
         log.debug("start-up:\n%s", self.stages.table())  # the server logs its own, with these in it
-        self._send(messages.Ready(self._stats(self.engine)))
-        return self.engine
+        self._send(messages.Ready(self._stats(engine)))
+        return engine
 
     def _begin_stage(self, name: str) -> None:
         shown = STAGES.get(name, name)
@@ -241,11 +228,10 @@ class Worker:
 
     def _send_stats(self, engine: Engine, ticket: int) -> None:
         try:
-            frame = messages.encode(messages.Stats(ticket, self._stats(engine)))
+            self._send(messages.Stats(ticket, self._stats(engine)))
         except Exception as error:
             log.exception("stats")
-            frame = messages.encode(messages.Stats(ticket, {}, one_line(error)))
-        self._send_frame(frame)
+            self._send(messages.Stats(ticket, {}, one_line(error)))
 
     def _step(self, engine: Engine) -> None:
         pulse = self.pulse
@@ -265,9 +251,7 @@ class Worker:
         self.updates = []
 
     def _send(self, message: messages.Report) -> None:
-        self._send_frame(messages.encode(message))
-
-    def _send_frame(self, frame: bytes) -> None:
+        frame = messages.encode(message)
         while not self.outbox.poll(IDLE_MS, zmq.POLLOUT):  # the client has not read many messages: wait for it
             if self.stopping:
                 return

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from anabranch.models.config import RopeConfig
+    from anabranch.models.rope import RopeConfig
 
 
 class Rotary(nn.Module):

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from anabranch import kernels, ops, platforms
 from anabranch.config import resolve_dtype
 from anabranch.formats import PLAIN
 from anabranch.layers.linear import Linear, PackedLinear
-from anabranch.loader import dummy, names
+from anabranch.loader import names
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.loader.read import Progress, own_head, read_weights
@@ -64,7 +65,7 @@ def load_model(
         decoder.to_empty(device=platform.device)
         parameters = dict(decoder.named_parameters())
         if load_format == "dummy":
-            dummy.fill(decoder)
+            fill_randomly(decoder)
             platform.synchronize()
             count(sum(parameter.nbytes for parameter in parameters.values()))
         else:
@@ -117,6 +118,17 @@ def _untie(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
         head.name,
     )
     return replace(config, tie_embeddings=False)
+
+
+def fill_randomly(model: nn.Module, seed: int = 0) -> None:
+    """Random weights for benchmarks without files: every parameter uniform in ±1e-3, drawn on the device. Norm weights
+    too, as other engines draw them, so that their figures can be compared."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for parameter in model.parameters():
+        generator = generators.get(parameter.device)
+        if generator is None:
+            generator = generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
+        parameter.uniform_(-1e-3, 1e-3, generator=generator)
 
 
 def lay_out(decoder: Decoder, platform: platforms.Platform) -> None:

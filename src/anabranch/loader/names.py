@@ -34,12 +34,6 @@ class Copy:
     part: Index = ()
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Of what is taken from the source."""
-        source = self.source
-        return source.num_bytes * math.prod(_shape_of(source.shape, self.part)) // max(1, source.num_elements)
-
 
 def match(model: Decoder, checkpoint: Checkpoint, quantization: str = "none") -> list[Copy]:
     """One Copy for every tensor the model needs, in file order; CheckpointError if one is missing or left over. Plain

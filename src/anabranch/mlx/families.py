@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from anabranch.mlx import qwen2_moe
-from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
+from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig
+from anabranch.models.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,9 +39,6 @@ class Model(qwen2_moe.Model):
         return self.model.embed_tokens.as_linear(self.model(inputs, cache))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        kept = {
-            name: weight
-            for name, weight in weights.items()
-            if not (self.args.tie_word_embeddings and name.startswith("lm_head."))
-        }
-        return super().sanitize(kept)
+        if self.args.tie_word_embeddings:
+            weights = {name: weight for name, weight in weights.items() if not name.startswith("lm_head.")}
+        return super().sanitize(weights)

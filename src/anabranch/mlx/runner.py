@@ -12,7 +12,6 @@ R sampled rows, B rows of a batch, V vocabulary, N tokens, L MoE layers, K exper
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,17 +24,16 @@ from anabranch import kernels, platforms
 from anabranch.config import EngineConfig
 from anabranch.engine import plan
 from anabranch.engine.runner import Launched, Pages, Progress, Runner
-from anabranch.engine.sampled import Logprobs, token_logprobs
 from anabranch.engine.sampler import Sampler
+from anabranch.engine.sampling_plan import Logprobs, token_logprobs
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.engine.slots import Slots
 from anabranch.mlx import families, memory
 from anabranch.mlx.expert_watch import ExpertWatch
 from anabranch.mlx.kv_cache import Batch, Row, empty_caches
 from anabranch.mlx.load import DTYPES, load
-from anabranch.mlx.pool import Pool
 from anabranch.mlx.thread import MlxThread
-from anabranch.mlx.working_set import WorkingSet
+from anabranch.mlx.working_set import Pool, WorkingSet
 from anabranch.models.config import read_config
 from anabranch.platforms import Platform
 from anabranch.stages import count, stage
@@ -48,11 +46,10 @@ ROWS_OF_LOGITS = 256
 class InFlight:
     """A step that MLX computes, and what it takes to sample from it."""
 
+    runner: MlxRunner
     launched: Launched
     rows: list[Row]
     """Of the shares, in their order."""
-    finish: Callable[[InFlight], None]
-    """Samples, once."""
     logits: list[mx.array] = field(default_factory=list)
     """[B, V] of each batch."""
     logits_rows: list[Row] = field(default_factory=list)
@@ -65,7 +62,7 @@ class InFlight:
 
     def wait(self) -> torch.Tensor:
         if self.token_R is None:
-            self.finish(self)
+            self.runner.thread.run(lambda: self.runner.finish(self))
         assert self.token_R is not None
         return self.token_R
 
@@ -118,13 +115,10 @@ class MlxRunner(Runner):
         mx.set_cache_limit(memory.workspace_bytes(config, model, dtype))
         maybe_set_recommended_wired_limit()
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self) -> None:
         """What MLX compiles at first use, it compiles now: a prompt's kernels, one row's, a batch's."""
         with stage("compile"):
             self.thread.run(self._warm_up)
-
-    def idle(self, waiting: bool = False) -> None:
-        pass
 
     def _warm_up(self) -> None:
         batches = [Batch([], empty_caches(self.working.windows)) for _ in range(2)]
@@ -142,11 +136,11 @@ class MlxRunner(Runner):
 
     def _launch(self, shares: list[Share], pages: Pages) -> Launched:
         if self.in_flight is not None:
-            self._finish(self.in_flight)
+            self.finish(self.in_flight)
         self._sweep()
         rows = [self._row(share, pages) for share in shares]
         launched = Launched(shares=shares, sampling=[share for share in shares if share.num_samples])
-        launched.tokens = step = self.in_flight = InFlight(launched, rows, self._finish_on_thread)
+        launched.tokens = step = self.in_flight = InFlight(self, launched, rows)
         step.counts = bool(self.config.expert_load_interval)
         self.experts.wanted = step.counts or any(s.sequence.request.params.return_routed_experts for s in shares)
 
@@ -190,10 +184,8 @@ class MlxRunner(Runner):
         would be taken out and put back each time."""
         if not self.config.async_scheduling:
             return self.working.groups(rows)
-        waiting = [row for row in rows if row.sequence.waits_for_host]
-        return self.working.groups([row for row in rows if not row.sequence.waits_for_host]) + (
-            self.working.groups(waiting)
-        )
+        apart = [[row for row in rows if row.sequence.waits_for_host is waits] for waits in (False, True)]
+        return [group for part in apart for group in self.working.groups(part)]
 
     def _decode(self, step: InFlight, rows: list[Row], last_token: dict[Row, int]) -> None:
         """One token for each."""
@@ -222,15 +214,11 @@ class MlxRunner(Runner):
             batch.trim()
 
     def _keep_experts(self, step: InFlight, rows: list[Row]) -> None:
-        expert_NLK = self.experts.take()
-        if expert_NLK is not None:
+        if (expert_NLK := self.experts.take()) is not None:
             step.experts.append((rows, expert_NLK))
 
-    def _finish_on_thread(self, step: InFlight) -> None:
-        self.thread.run(lambda: self._finish(step))
-
-    def _finish(self, step: InFlight) -> None:
-        """Wait for the step and sample from it."""
+    def finish(self, step: InFlight) -> None:
+        """Wait for the step and sample from it, once. For MLX's thread."""
         if step.token_R is not None:
             return
         row_of = dict(zip((share.sequence for share in step.launched.shares), step.rows, strict=True))

@@ -18,19 +18,8 @@ from typing import ClassVar, Literal, Protocol
 from anabranch.formats import Shape, Source, sources_of
 from anabranch.models import family
 from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
-from anabranch.models.keys import ConfigError, Keys, read_json, shown
+from anabranch.models.keys import Keys, read_json, shown
 from anabranch.models.rope import RopeConfig
-
-__all__ = [
-    "AttentionConfig",
-    "ConfigError",
-    "LayerConfig",
-    "MixerConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "RopeConfig",
-    "read_config",
-]
 
 MAX_EXPERTS = 1 << 17
 """Experts of all layers together."""

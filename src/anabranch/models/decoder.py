@@ -158,7 +158,7 @@ class Decoder(nn.Module):
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """logits_TV of hidden rows; pick the rows first, the vocabulary is large. They are in the model's dtype, which
-        fp32 holds exactly: who reads them converts while reading. Where they are capped, they are fp32."""
+        fp32 holds exactly: readers convert them while reading. Where they are capped, they are fp32."""
         logits = ops.linear(x_TD, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x_TD)
         if self.config.logit_softcap:
             logits = torch.tanh(logits.float() / self.config.logit_softcap) * self.config.logit_softcap

@@ -1,1 +1,1 @@
-"""The reason for the house: a token leaves for a few experts and joins its row again."""
+"""Mixture of experts: each token is routed to a few experts, and their results are summed."""

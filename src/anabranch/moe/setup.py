@@ -1,9 +1,13 @@
-"""What every MoE layer of a model is given when it is built: how to reach the experts, and how to compute them."""
+"""What every MoE layer of a model is given when it is built: how to reach the experts, how to compute them, and the
+side stream on which a shared expert overlaps with them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
 
 from anabranch import ops
 from anabranch.moe.dispatch import Dispatcher, LocalDispatcher
@@ -12,6 +16,11 @@ from anabranch.platforms.platform import InlineStream
 if TYPE_CHECKING:
     from anabranch.platforms import Platform, SideStream
 
+S = TypeVar("S", torch.Tensor, tuple[torch.Tensor, torch.Tensor | None])
+"""What the side stream computes."""
+OVERLAP_TOKENS = 256
+"""The largest step that overlaps. With more tokens each computation fills the device by itself and they would slow each
+other down. On an H200 decode steps of Qwen1.5-MoE are 2 to 5 % faster with it, up to 256 tokens, the most tried."""
 REDUCE_IN_NORM_TOKENS = 64
 """With more tokens the kernels write all rows of the experts and then sum them; the next norm can do that while it
 reads. 8,192 tokens of Qwen3-30B-A3B then move 369 MB a layer for both, not 436."""
@@ -41,3 +50,24 @@ def make_setup(platform: Platform, *, combine: str = "fastest", shared_expert: s
 def kernels_write_rows() -> bool:
     """Whether this platform's kernels write the experts' rows anyway, so that summing them in the norm saves work."""
     return ops.experts.has_trait("unreduced_rows") and ops.sum_add_rms_norm.has_trait("sums_rows")
+
+
+def overlap(
+    side_stream: SideStream,
+    x_TD: torch.Tensor,
+    main: Callable[[torch.Tensor], torch.Tensor],
+    side: Callable[[torch.Tensor], S],
+) -> tuple[torch.Tensor, S]:
+    """(main(x), side(x)), at the same time where the platform has streams and tokens are few. Neither may write to x.
+
+    The main work is enqueued first: in the other order a captured graph spreads over dozens of streams.
+    Under a compiler they run one after the other: compiled code runs on one stream.
+    """
+    if torch.compiler.is_compiling() or x_TD.shape[0] > OVERLAP_TOKENS:
+        return main(x_TD), side(x_TD)
+    fork = side_stream.fork(x_TD)
+    main_TD = main(x_TD)
+    with fork.side():
+        made = side(x_TD)
+    fork.join(*(tensor for tensor in (made if isinstance(made, tuple) else (made,)) if tensor is not None))
+    return main_TD, made

@@ -1,16 +1,14 @@
 """Gates: of a feed-forward's values, and of a whole feed-forward. T rows, I intermediate width, D width."""
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-def gated_activation_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def gated_activation_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for kind in ACTIVATIONS:
         for rows, width in ((4, 48), (1, 7), (0, 8)):
             x = 3 * torch.randn(rows, 2 * width, generator=generator)
@@ -28,16 +26,11 @@ def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
     raise ValueError(f"unknown activation {kind!r} (known: {', '.join(ACTIVATIONS)})")
 
 
-def add_gated_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def add_gated_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for tokens, width in ((1, 64), (5, 40), (3, 1100), (2, 7), (0, 16)):
-        yield (
-            f"T{tokens} D{width}",
-            {
-                "x_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "gated_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "gate_T1": (3 * torch.randn(tokens, 1, generator=generator)).to(dtype),
-            },
-        )
+        x_TD, gated_TD = (torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(2))
+        gate_T1 = (3 * torch.randn(tokens, 1, generator=generator)).to(dtype)
+        yield f"T{tokens} D{width}", {"x_TD": x_TD, "gated_TD": gated_TD, "gate_T1": gate_T1}
 
 
 @op(samples=add_gated_samples)

@@ -4,12 +4,11 @@ T tokens of all requests one after another, R requests, H query heads, G key-val
 D head dim of queries and keys, E of values, P pages, S slots in a page, M page-table width.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
 class AttentionCall(NamedTuple):
@@ -31,7 +30,7 @@ class AttentionCall(NamedTuple):
     device."""
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     # Each request: (tokens in this step, context length after it).
     for label, requests, window, heads, kv_heads, dim in (
         ("one prefill", [(7, 7)], 0, 4, 2, 16),

@@ -3,21 +3,14 @@
 L MoE layers, T token rows, K experts per token, E experts.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
-    for layers, tokens, top_k, experts in (
-        (3, 5, 2, 6),
-        (1, 1, 8, 128),
-        (48, 1, 8, 128),
-        (2, 700, 4, 60),
-        (2, 0, 2, 4),
-    ):
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
+    shapes = (3, 5, 2, 6), (1, 1, 8, 128), (48, 1, 8, 128), (2, 700, 4, 60), (2, 0, 2, 4)
+    for layers, tokens, top_k, experts in shapes:
         expert_LTK = torch.randint(experts, (layers, tokens, top_k), generator=generator, dtype=torch.int32)
         expert_LTK[:, tokens // 2 + 1 :] = -1
         before_LE = torch.randint(2**40, (layers, experts), generator=generator)

@@ -7,11 +7,9 @@ length with that token. All else follows, so that a captured step takes one smal
 R rows, S slots, M page-table width, N columns of it that are wanted.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 Row = tuple[int, int, int]
 """(slot, token, context length)."""
@@ -30,7 +28,7 @@ BATCHES: dict[str, list[Row]] = {
 }
 
 
-def input_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def input_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for label, rows in BATCHES.items():
         last_token_S = torch.randint(1000, (7,), generator=generator)
         last_token_S[3] = -1
@@ -52,14 +50,12 @@ def decode_inputs(
     return token_R, (end_R - 1).clamp(min=0), query_start_R, end_R.int(), owned_R.sum(dtype=torch.int32)
 
 
-def page_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def page_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for label, rows in BATCHES.items():
         table_SM = torch.randint(100, (7, 5), generator=generator, dtype=torch.int32)
         for page_size, columns in ((4, 4), (4, 5), (4, 0), (16, 1)):
-            yield (
-                f"{label}, {columns} pages of {page_size}",
-                {"packed_3R": packed(rows), "table_SM": table_SM, "page_size": page_size, "columns": columns},
-            )
+            pages = {"table_SM": table_SM, "page_size": page_size, "columns": columns}
+            yield f"{label}, {columns} pages of {page_size}", {"packed_3R": packed(rows), **pages}
 
 
 @op(samples=page_samples)

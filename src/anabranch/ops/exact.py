@@ -43,9 +43,14 @@ MOST = 1 - 2.0**-24
 
 def log(x: torch.Tensor) -> torch.Tensor:
     """ln x of positive, normal fp32."""
+    return _log(*_parts(x))
+
+
+def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(exponent, f) of x = 2^exponent · (1 + f)."""
     bits = x.view(torch.int32)
     exponent = (bits - ROOT_HALF_BITS) >> 23
-    return _log(exponent, (bits - (exponent << 23)).view(torch.float32) - 1.0)
+    return exponent, (bits - (exponent << 23)).view(torch.float32) - 1.0
 
 
 def _log(exponent: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
@@ -84,20 +89,19 @@ def gumbel(seed: torch.Tensor, position: torch.Tensor, token: torch.Tensor) -> t
 
     v is small where the noise is large, and fp32 is finest near 0, so that large noise has no steps.
     """
-    state = mix(seed & 0xFFFFFFFF)
-    state = mix(state ^ ((seed >> 32) & 0xFFFFFFFF))
-    state = mix(state ^ (position & 0xFFFFFFFF))
-    state = mix(state ^ (token & 0xFFFFFFFF))
-    return noise(state)
+    return noise(mix(stream(seed, position) ^ (token & 0xFFFFFFFF)))
+
+
+def stream(seed: Bits, position: Bits) -> Bits:
+    """The hash of the first two integers."""
+    state = mix(mix(seed & 0xFFFFFFFF) ^ ((seed >> 32) & 0xFFFFFFFF))
+    return mix(state ^ (position & 0xFFFFFFFF))
 
 
 def noise(state: torch.Tensor) -> torch.Tensor:
     """Of a hash, 32 bits held in int64."""
     v = ((state.float() + 0.5) * 2.0**-32).clamp(max=MOST)
-    rest = 1.0 - v
-    bits = rest.view(torch.int32)
-    exponent = (bits - ROOT_HALF_BITS) >> 23
-    f = (bits - (exponent << 23)).view(torch.float32) - 1.0
+    exponent, f = _parts(1.0 - v)
     f = torch.where(exponent == 0, -v, f)  # there v is exact, and 1 − v is not
     return -log(-_log(exponent, f))
 

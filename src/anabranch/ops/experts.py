@@ -6,13 +6,12 @@ number of tokens: few tokens need no sort at all.
 T tokens, D hidden width, K experts per token, E experts, I expert width.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from anabranch.ops.activation import gated_activation
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 from anabranch.ops.weight import Weight
 
 COMBINES = ("fastest", "fused", "ordered", "unfused")
@@ -40,7 +39,7 @@ class ExpertsCall(NamedTuple):
     sums them; `fastest` is the fastest of these for the number of tokens."""
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 

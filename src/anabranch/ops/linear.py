@@ -1,16 +1,14 @@
 """Dense projection. T tokens, D inputs, F outputs."""
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 
 from anabranch.formats import PLAIN
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 from anabranch.ops.weight import Weight
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for tokens, width, out, bias, out_dtype in (
         (1, 64, 96, False, None),
         (5, 48, 33, True, None),

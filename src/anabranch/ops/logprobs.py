@@ -1,22 +1,17 @@
 """Log probabilities of chosen tokens and of the best alternatives. T rows, V vocabulary, N alternatives."""
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     def token(rows: int, vocabulary: int) -> torch.Tensor:
         return torch.randint(vocabulary, (rows,), generator=generator)
 
     for rows, vocabulary, top_n in ((5, 50, 3), (2, 4099, 20), (3, 4, 4), (2, 50, 0), (0, 8, 2)):
-        logits = 3 * torch.randn(rows, vocabulary, generator=generator)
-        yield (
-            f"T{rows} V{vocabulary} N{top_n}",
-            {"logits_TV": logits, "token_T": token(rows, vocabulary), "top_n": top_n},
-        )
+        logits, token_T = 3 * torch.randn(rows, vocabulary, generator=generator), token(rows, vocabulary)
+        yield f"T{rows} V{vocabulary} N{top_n}", {"logits_TV": logits, "token_T": token_T, "top_n": top_n}
     ties = torch.randint(3, (4, 40), generator=generator).float()
     yield "ties", {"logits_TV": ties, "token_T": token(4, 40), "top_n": 5}
     certain = torch.full((2, 40), float("-inf"))

@@ -3,26 +3,18 @@
 R rows of logits, V vocabulary, N rows that are masked, M words of 32 bits: bit i of word m is token 32 · m + i.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     # A finite value for forbidden tokens, so that a kernel's error on the others can be measured.
     for rows, vocabulary, num_words, row in ((4, 70, 3, [2, 0]), (1, 64, 2, [0]), (2, 70, 2, [1, 0]), (3, 8, 1, [])):
-        words = torch.randint(-(2**31), 2**31, (len(row), num_words), generator=generator)
-        yield (
-            f"N{len(row)} of R{rows} V{vocabulary} M{num_words}",
-            {
-                "logits_RV": 3 * torch.randn(rows, vocabulary, generator=generator),
-                "row_N": torch.tensor(row, dtype=torch.int64),
-                "allowed_NM": words.int(),
-                "value": -5.0,
-            },
-        )
+        allowed_NM = torch.randint(-(2**31), 2**31, (len(row), num_words), generator=generator).int()
+        logits_RV = 3 * torch.randn(rows, vocabulary, generator=generator)
+        masks = {"row_N": torch.tensor(row, dtype=torch.int64), "allowed_NM": allowed_NM, "value": -5.0}
+        yield f"N{len(row)} of R{rows} V{vocabulary} M{num_words}", {"logits_RV": logits_RV, **masks}
 
 
 @op(samples=samples, mutates=("logits_RV",))

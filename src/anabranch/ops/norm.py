@@ -3,23 +3,16 @@
 T tokens, D width, K experts per token.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
-def rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for shape, weighted in (((3, 64), True), ((2, 4, 24), True), ((5, 7), False), ((0, 16), True)):
-        yield (
-            f"{'x'.join(map(str, shape))} weight={weighted}",
-            {
-                "x": torch.randn(shape, generator=generator).to(dtype),
-                "weight_D": torch.rand(shape[-1], generator=generator).to(dtype) if weighted else None,
-                "eps": 1e-6,
-            },
-        )
+        x = torch.randn(shape, generator=generator).to(dtype)
+        weight_D = torch.rand(shape[-1], generator=generator).to(dtype) if weighted else None
+        yield f"{'x'.join(map(str, shape))} weight={weighted}", {"x": x, "weight_D": weight_D, "eps": 1e-6}
 
 
 @op(samples=rms_norm_samples)
@@ -32,17 +25,11 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torc
     return y.to(x.dtype)
 
 
-def add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for tokens, width in ((1, 64), (6, 40), (0, 16)):
-        yield (
-            f"T{tokens} D{width}",
-            {
-                "x_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "residual_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "weight_D": torch.rand(width, generator=generator).to(dtype),
-                "eps": 1e-5,
-            },
-        )
+        x_TD, residual_TD = (torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(2))
+        weight_D = torch.rand(width, generator=generator).to(dtype)
+        yield f"T{tokens} D{width}", {"x_TD": x_TD, "residual_TD": residual_TD, "weight_D": weight_D, "eps": 1e-5}
 
 
 @op(samples=add_rms_norm_samples)
@@ -54,7 +41,7 @@ def add_rms_norm(
     return rms_norm.reference(total_TD, weight_D, eps), total_TD
 
 
-def sum_add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def sum_add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for tokens, top_k, width in ((1, 2, 64), (6, 3, 40), (4, 8, 24), (3, 1, 16), (0, 2, 16)):
         rows_TKD = torch.randn(tokens, top_k, width, generator=generator).to(dtype)
         expert_TK = torch.randint(9, (tokens, top_k), generator=generator, dtype=torch.int32)
@@ -62,16 +49,10 @@ def sum_add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> 
             expert_TK[1] = -1  # padding
             expert_TK[-1, 0] = -1  # an expert that another rank holds
             rows_TKD[expert_TK < 0] = float("nan")
-        yield (
-            f"T{tokens} K{top_k} D{width}",
-            {
-                "rows_TKD": rows_TKD,
-                "expert_TK": expert_TK,
-                "residual_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "weight_D": torch.rand(width, generator=generator).to(dtype),
-                "eps": 1e-5,
-            },
-        )
+        residual_TD = torch.randn(tokens, width, generator=generator).to(dtype)
+        weight_D = torch.rand(width, generator=generator).to(dtype)
+        rows = {"rows_TKD": rows_TKD, "expert_TK": expert_TK}
+        yield f"T{tokens} K{top_k} D{width}", {**rows, "residual_TD": residual_TD, "weight_D": weight_D, "eps": 1e-5}
 
 
 @op(samples=sum_add_rms_norm_samples)
@@ -84,18 +65,13 @@ def sum_add_rms_norm(
     return add_rms_norm.reference(x_TD, residual_TD, weight_D, eps)
 
 
-def norm_add_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def norm_add_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for tokens, width, scaled in ((1, 64, False), (6, 40, True), (0, 16, True)):
-        yield (
-            f"T{tokens} D{width} scale={scaled}",
-            {
-                "x_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "weight_D": torch.rand(width, generator=generator).to(dtype),
-                "eps": 1e-5,
-                "residual_TD": torch.randn(tokens, width, generator=generator).to(dtype),
-                "scale_1": torch.rand(1, generator=generator).to(dtype) if scaled else None,
-            },
-        )
+        x_TD, residual_TD = (torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(2))
+        weight_D = torch.rand(width, generator=generator).to(dtype)
+        scale_1 = torch.rand(1, generator=generator).to(dtype) if scaled else None
+        arguments = {"x_TD": x_TD, "weight_D": weight_D, "eps": 1e-5, "residual_TD": residual_TD, "scale_1": scale_1}
+        yield f"T{tokens} D{width} scale={scaled}", arguments
 
 
 @op(samples=norm_add_samples)

@@ -13,29 +13,24 @@ ANABRANCH_KERNELS chooses by hand: `reference` (bisect: is it a kernel?), `PROVI
 has a kernel), or `OP=PROVIDER,OP=reference,...`. Forcing a provider that is not there raises.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from anabranch.platforms import Platform
+from anabranch.platforms import Platform
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-OPS: dict[str, Op[Any, Any]] = {}
-"""Every op by name, in order of definition."""
 
 # ‖out − reference‖ / ‖reference‖ that a kernel may differ by; bf16 and fp16 are judged against an fp32 reference.
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 Sample = tuple[str, dict[str, Any]]
 """A label and the keyword arguments of one call."""
+Samples = Iterator[Sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +47,26 @@ class Kernel(Generic[P, R]):
     """Properties that a caller may rely on; the op's callers define their names."""
 
 
+@dataclass(eq=False, repr=False)
 class Op(Generic[P, R]):
     """A reference function that knows its kernels, its samples and how exact it must be."""
 
-    def __init__(
-        self,
-        reference: Callable[P, R],
-        samples: Callable[[torch.dtype, torch.Generator], Iterator[Sample]],
-        tolerance: Mapping[torch.dtype, float],
-        mutates: tuple[str, ...],
-        fake: Callable[..., R] | None,
-    ) -> None:
-        self.name = reference.__name__
-        self.reference = reference
-        self.samples = samples
-        self.tolerance = tolerance
-        self.mutates = mutates
-        if fake is not None:
-            self._check_parameters(fake)
-        self.fake = fake
-        self.traced: Callable[P, R] | None = None
-        """What a compiler is shown instead of the dispatch; see `ops.opaque`."""
-        self.kernels: dict[str, Kernel[P, R]] = {}
-        self.bound: tuple[Kernel[P, R], ...] = ()
-        self.forced = False
-        self.__doc__ = reference.__doc__
+    reference: Callable[P, R]
+    samples: Callable[[torch.dtype, torch.Generator], Samples]
+    tolerance: Mapping[torch.dtype, float]
+    mutates: tuple[str, ...]
+    fake: Callable[..., R] | None
+    traced: Callable[P, R] | None = None
+    """What a compiler is shown instead of the dispatch; see `ops.opaque`."""
+    kernels: dict[str, Kernel[P, R]] = field(default_factory=dict)
+    bound: tuple[Kernel[P, R], ...] = ()
+    forced: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = self.reference.__name__
+        self.__doc__ = self.reference.__doc__
+        if self.fake is not None:
+            self._check_parameters(self.fake)
         if self.name in OPS:
             raise ValueError(f"op {self.name!r} is defined twice")
         OPS[self.name] = self
@@ -123,18 +113,12 @@ class Op(Generic[P, R]):
         """Whether the first bound kernel has this property."""
         return bool(self.bound) and trait in self.bound[0].traits
 
-    @property
-    def record(self) -> type[tuple[Any, ...]] | None:
-        """The NamedTuple that is the op's only parameter, if it has one."""
-        first: Any = next(iter(get_type_hints(self.reference).values()))
-        return first if hasattr(first, "_fields") else None
-
     def _check_parameters(self, function: Callable[..., object]) -> None:
         expected, given = _parameters(self.reference), _parameters(function)
         if expected != given:
             raise TypeError(
-                f"op {self.name}: {function.__qualname__}({', '.join(map(_show, given))}) must take the "
-                f"reference's parameters ({', '.join(map(_show, expected))})"
+                f"op {self.name}: {function.__qualname__}({', '.join(map(str, given))}) must take the "
+                f"reference's parameters ({', '.join(map(str, expected))})"
             )
 
     def usable(self, platform: Platform) -> tuple[Kernel[P, R], ...]:
@@ -147,9 +131,13 @@ class Op(Generic[P, R]):
         )
 
 
+OPS: dict[str, Op[Any, Any]] = {}
+"""Every op by name, in order of definition."""
+
+
 def op(
     *,
-    samples: Callable[[torch.dtype, torch.Generator], Iterator[Sample]],
+    samples: Callable[[torch.dtype, torch.Generator], Samples],
     tolerance: Mapping[torch.dtype, float] = TOLERANCE,
     mutates: tuple[str, ...] = (),
     fake: Callable[..., Any] | None = None,
@@ -197,10 +185,6 @@ def _parse_choice(kernels: str) -> tuple[str | None, dict[str, str]]:
     return everywhere, by_op
 
 
-def _parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
-    return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
-
-
-def _show(parameter: tuple[str, object]) -> str:
-    name, default = parameter
-    return name if default is inspect.Parameter.empty else f"{name}={default!r}"
+def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
+    """Without their types."""
+    return [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]

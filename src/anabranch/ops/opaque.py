@@ -52,7 +52,8 @@ def opaque_op(op: Op[..., Any]) -> Callable[..., Any]:
     hints = get_type_hints(op.reference)
     result = RESULTS[hints.pop("return")]
     defaults = {name: p.default for name, p in inspect.signature(op.reference).parameters.items()}
-    record = op.record
+    first = next(iter(hints.values()))
+    record = first if hasattr(first, "_fields") else None
     types = get_type_hints(record) if record is not None else hints
     schema = ", ".join(TYPES[type].format(name) for name, type in types.items())
 

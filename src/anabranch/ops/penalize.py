@@ -3,33 +3,29 @@
 R rows of logits, V vocabulary, N rows that are penalised, P rows of the tables that count tokens.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for rows, vocabulary, row, table_row in ((5, 40, [3, 0, 4], [1, 5, 0]), (1, 1003, [0], [2]), (2, 8, [], [])):
         count = torch.randint(-3, 4, (6, vocabulary), generator=generator, dtype=torch.int32).clamp(min=0)
 
         def uniform(low: float, high: float, n: int = len(row)) -> torch.Tensor:
             return low + (high - low) * torch.rand(n, generator=generator)
 
-        yield (
-            f"N{len(row)} of R{rows} V{vocabulary}",
-            {
-                "logits_RV": 3 * torch.randn(rows, vocabulary, generator=generator),
-                "row_N": torch.tensor(row, dtype=torch.int64),
-                "count_PV": count,
-                "prompt_PV": torch.rand(6, vocabulary, generator=generator) < 0.3,
-                "table_row_N": torch.tensor(table_row, dtype=torch.int64),
-                "presence_N": uniform(-2, 2),
-                "frequency_N": uniform(-2, 2),
-                "repetition_N": uniform(0.5, 2),
-            },
-        )
+        arguments = {
+            "logits_RV": 3 * torch.randn(rows, vocabulary, generator=generator),
+            "row_N": torch.tensor(row, dtype=torch.int64),
+            "count_PV": count,
+            "prompt_PV": torch.rand(6, vocabulary, generator=generator) < 0.3,
+            "table_row_N": torch.tensor(table_row, dtype=torch.int64),
+            "presence_N": uniform(-2, 2),
+            "frequency_N": uniform(-2, 2),
+            "repetition_N": uniform(0.5, 2),
+        }
+        yield f"N{len(row)} of R{rows} V{vocabulary}", arguments
 
 
 @op(samples=samples, mutates=("logits_RV",))

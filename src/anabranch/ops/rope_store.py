@@ -3,13 +3,13 @@
 T tokens, H query heads, G key-value heads, D head dim, F rotated pairs (2F ≤ D), P pages, S slots in a page.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from anabranch.ops.norm import rms_norm
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 
 class RopeStoreCall(NamedTuple):
@@ -33,7 +33,7 @@ class RopeStoreCall(NamedTuple):
     """Token t goes to slot_T[t] = page · S + offset; −1 (a padding row) is not written."""
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for label, tokens, heads, kv_heads, dim, pairs, norm, v_norm in (
         ("no norm", 5, 4, 2, 16, 8, None, False),
         ("head norm", 3, 8, 2, 32, 16, "head", False),
@@ -85,13 +85,15 @@ def rope_store(call: RopeStoreCall) -> torch.Tensor:
     return q_THD
 
 
-def head_norm(x_THD: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def head_norm(
+    x_THD: torch.Tensor, weight: torch.Tensor | None, eps: float, norm: Callable[..., torch.Tensor] = rms_norm.reference
+) -> torch.Tensor:
     """Of each head, or over all heads when the weight is that wide."""
     if weight is None:
         return x_THD
     if weight.numel() == x_THD.shape[-1]:
-        return rms_norm.reference(x_THD, weight, eps)
-    return rms_norm.reference(x_THD.flatten(-2), weight, eps).view_as(x_THD)
+        return norm(x_THD, weight, eps)
+    return norm(x_THD.flatten(-2), weight, eps).view_as(x_THD)
 
 
 def rotate(x_THD: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,11 @@
 T tokens, E experts, K chosen per token.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from anabranch.ops.op import TOLERANCE, Sample, op
+from anabranch.ops.op import TOLERANCE, Samples, op
 
 SCORES = ("softmax", "sigmoid")
 
@@ -33,7 +32,7 @@ class RouteCall(NamedTuple):
     """A device scalar: rows from there on are padding and give expert −1 and weight 0, whatever the logits hold."""
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     def logits(tokens: int, num_experts: int) -> torch.Tensor:
         return (2 * torch.randn(tokens, num_experts, generator=generator)).to(dtype)
 

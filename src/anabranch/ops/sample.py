@@ -5,13 +5,12 @@ whatever else is in the batch, on any device, and no generator state has to be k
 its rounding open (see ops.exact): from the same logits, every kernel must draw the same token, always.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from anabranch.ops.exact import gumbel, log, mass, target_mass
-from anabranch.ops.op import Sample, op
+from anabranch.ops.op import Samples, op
 
 TINY = 2.0**-126
 """The smallest normal fp32 number."""
@@ -50,7 +49,7 @@ class SampleCall(NamedTuple):
     """0: all."""
 
 
-def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     rows, vocabulary = 6, 50
     truncation = {
         "top_k_R": torch.tensor([0, 0, 5, 1, 3, 40], dtype=torch.int32),

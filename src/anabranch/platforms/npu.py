@@ -62,5 +62,5 @@ class NpuPlatform(AcceleratorPlatform):
             return weight
         cast = importlib.import_module("torch_npu").npu_format_cast
         if weight.dim() == 2:
-            return cast(weight, FRACTAL_NZ)  # type: ignore[no-any-return]
-        return cast(weight.transpose(1, 2).contiguous(), FRACTAL_NZ).transpose(1, 2)  # type: ignore[no-any-return]
+            return cast(weight, FRACTAL_NZ)
+        return cast(weight.transpose(1, 2).contiguous(), FRACTAL_NZ).transpose(1, 2)

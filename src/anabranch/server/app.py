@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 
 from anabranch import __version__
-from anabranch.server import anthropic, openai_api, operations, page
+from anabranch.server import anthropic, openai, operations, page
 from anabranch.server.errors import ApiError
 from anabranch.server.guard import Guard
 from anabranch.server.service import Service
@@ -23,18 +23,12 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
         exception_handlers={HTTPException: _http_error},
     )
-    for module in (operations, page, openai_api, anthropic):
+    for module in (operations, page, openai, anthropic):
         app.include_router(module.router)
     _describe(app)
     app.state.service, app.state.responses = service, Counter[tuple[str, int]]()
-    app.add_middleware(Guard, settings=service.settings, encode_error=encode_error, responses=app.state.responses)
+    app.add_middleware(Guard, settings=service.settings, responses=app.state.responses)
     return app
-
-
-def encode_error(error: ApiError, path: str, request_id: str) -> bytes:
-    if path in anthropic.BODIES:
-        return msgspec.json.encode(anthropic.error_body(error, request_id))
-    return error.encoded()
 
 
 async def _http_error(request: Request, error: HTTPException) -> NoReturn:
@@ -51,7 +45,7 @@ async def _http_error(request: Request, error: HTTPException) -> NoReturn:
 
 def _describe(app: FastAPI) -> None:
     """Add the schemas of bodies to FastAPI's description of the routes: msgspec decodes them, not FastAPI."""
-    bodies = openai_api.BODIES | anthropic.BODIES
+    bodies = openai.BODIES | anthropic.BODIES
     _, components = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
     types = {"message": "string", "type": "string", "param": ["string", "null"], "code": ["string", "null"]}
     fields: dict[str, Any] = {"type": "object", "required": list(types)}

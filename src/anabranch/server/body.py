@@ -17,8 +17,10 @@ from fastapi import Request
 from msgspec import inspect
 
 from anabranch.server.errors import ApiError, bad_request
+from anabranch.server.protocol import Body, JsonObject, StrictObject
+from anabranch.server.service import Service
 
-Decoded = TypeVar("Decoded", bound=msgspec.Struct)
+Decoded = TypeVar("Decoded", bound=Body)
 
 LONGEST = 100  # characters of an unknown name that an error repeats
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
@@ -28,14 +30,17 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-async def read_json(request: Request, schema: type[Decoded]) -> Decoded:
-    """The request's body as an object of the schema; a large one is decoded in a thread. Sets `request.state.num_bytes`
-    to its size."""
-    service = request.app.state.service
-    body = await read_body(request, service.max_body_bytes, service.settings.body_timeout)
-    request.state.num_bytes = len(body)
-    result: Decoded = await service.run(lambda: decode(body, schema), len(body))
-    return result
+async def read_json(request: Request, schema: type[Decoded], ready: bool = False) -> tuple[Service, Decoded]:
+    """The service, and the request's body as an object of the schema; a large one is decoded in a thread. Sets
+    `request.state.num_bytes` to its size. Checks the model's name, and with `ready` that requests are taken."""
+    service: Service = request.app.state.service
+    data = await read_body(request, service.max_body_bytes, service.settings.body_timeout)
+    request.state.num_bytes = len(data)
+    body = await service.run(lambda: decode(data, schema), len(data))
+    if ready:
+        service.check_ready()
+    service.check_model(body.model)
+    return service, body
 
 
 async def read_body(request: Request, limit: int, timeout: float) -> bytearray:
@@ -121,15 +126,13 @@ def _check_fields(value: Any, known: inspect.Type, path: str) -> None:
         case inspect.ListType(item_type=item) if isinstance(value, list):
             for number, inner in enumerate(value):
                 _check_fields(inner, item, f"{path}[{number}]")
-        case inspect.StructType() if isinstance(value, dict):
-            _check_object(value, known, path)
+        case inspect.StructType(cls=schema) if isinstance(value, dict) and issubclass(schema, StrictObject):
+            _check_object(value, schema, {field.encode_name: field.type for field in known.fields}, path)
 
 
-def _check_object(value: dict[str, Any], known: inspect.StructType, path: str) -> None:
-    fields = {field.encode_name: field.type for field in known.fields}
-    types: tuple[str, ...] = getattr(known.cls, "TYPES", ())
-    if types and value.get("type") is not None and value["type"] not in types:
-        raise bad_request(f"{path}: {str(value['type'])[:LONGEST]!r} {known.cls.OTHER_TYPES}", path)  # type: ignore[attr-defined]
+def _check_object(value: JsonObject, schema: type[StrictObject], fields: dict[str, inspect.Type], path: str) -> None:
+    if schema.TYPES and value.get("type") is not None and value["type"] not in schema.TYPES:
+        raise bad_request(f"{path}: {str(value['type'])[:LONGEST]!r} {schema.OTHER_TYPES}", path)
     for name in list(value):
         place = f"{path}.{name[:LONGEST]}".lstrip(".")
         if name in fields:

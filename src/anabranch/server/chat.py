@@ -131,7 +131,7 @@ def prepare(service: Service, chat: Chat, params: SamplingParams) -> tuple[str, 
     if chat.tool_choice not in ("none", "auto") and params.grammar is not None:
         raise bad_request("tool_choice asks for a tool call, response_format for other text: give one", "tool_choice")
     rendered = render(model, chat)
-    prompt_ids = service.encode(rendered.text, False, "messages", rendered.plain)
+    prompt_ids = service.encode(rendered, False, "messages")
     grammar, parsers = params.grammar, model.parsers
     try:
         if grammar is not None:

@@ -5,6 +5,7 @@ refused body, and the time in which a client receives nothing. Errors of HTTP it
 import asyncio
 import contextlib
 import logging
+import resource
 import sys
 import time
 from typing import Any
@@ -32,10 +33,6 @@ FEWEST_CONNECTIONS = 16
 
 def raise_file_limit() -> int:
     """Raise the limit of open files of this process and its children as far as allowed; return the new limit."""
-    if sys.platform == "win32":
-        return WANTED_FILES
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return WANTED_FILES
@@ -76,22 +73,11 @@ class LimitedWarning:
         self.next, self.num_left_out = now + LOG_SECONDS, 0
 
 
-def protocol_for(settings: Settings, max_connections: int) -> type[H11Protocol]:
-    """The class of a server's connections: uvicorn makes the instances."""
-    return type(
-        "LimitedConnection",
-        (Connection,),
-        {"settings": settings, "max_connections": max_connections, "full": LimitedWarning()},
-    )
-
-
 class Connection(H11Protocol):
-    settings: Settings
-    max_connections: int
-    full: LimitedWarning
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, settings: Settings, max_connections: int, full: LimitedWarning, **options: Any) -> None:
+        """`full` is common to all connections of a server; `options` are uvicorn's."""
+        super().__init__(**options)
+        self.settings, self.max_connections, self.full = settings, max_connections, full
         self._timer: asyncio.TimerHandle | None = None
         self._timed = ""
         """What the timer is for: "headers", "refused body", "refused" (an error was sent; the client closes) or ""."""
@@ -99,21 +85,15 @@ class Connection(H11Protocol):
         self._num_drained = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self.max_connections:
-            self._refuse_connection(transport)
+        if len(self.connections) < self.max_connections:
+            super().connection_made(transport)
+            self._time("headers", self.settings.header_timeout)
             return
-        super().connection_made(transport)
-        self._time("headers", self.settings.header_timeout)
-
-    def _refuse_connection(self, transport: asyncio.Transport) -> None:
-        """Answer 503 without waiting for a request, and close."""
+        # Answer without waiting for a request, and close.
         error = unavailable(f"all {self.max_connections} connections are in use; try again later", "connections")
         self.full.warn(f"{error.message.partition(';')[0]} (--max-connections): new ones get 503")
-        head = [f"HTTP/1.1 {error.status} {STATUS_PHRASES[error.status].decode()}"]
-        headers = self._error_headers(body := error.encoded()) + list(error.headers.items())
-        head += [f"{name}: {value}" for name, value in headers]
         transport.set_protocol(asyncio.Protocol())  # ignore all further events
-        transport.write("\r\n".join([*head, "", ""]).encode() + body)
+        transport.write(self._response(error))
         transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -186,12 +166,7 @@ class Connection(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = error.encoded()
-            headers = self._error_headers(body)
-            start = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
-            for event in (start, h11.Data(data=body), h11.EndOfMessage()):
-                if (output := self.conn.send(event)) is not None:
-                    self.transport.write(output)
+            self.transport.write(self._response(error))
             if self.cycle is not None and not self.cycle.response_complete:  # tell the request's task
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
@@ -202,14 +177,13 @@ class Connection(H11Protocol):
         else:
             self.transport.close()
 
-    @staticmethod
-    def _error_headers(body: bytes) -> list[tuple[str, str]]:
-        return [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-            ("x-request-id", f"req-{uuid4().hex}"),
-        ]
+    def _response(self, error: ApiError) -> bytes:
+        """The bytes of an answer that ends the connection."""
+        body, status = error.encoded(), error.status
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        headers |= {"x-request-id": f"req-{uuid4().hex}", **error.headers}
+        start = h11.Response(status_code=status, headers=list(headers.items()), reason=STATUS_PHRASES[status])
+        return b"".join(self.conn.send(event) or b"" for event in (start, h11.Data(data=body), h11.EndOfMessage()))
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -1,6 +1,6 @@
 """Errors of requests: one exception, and one JSON envelope for every route.
 
-{"error": {"message", "type", "param", "code"}} is the body of every answer that is not a success. The openai client
+{"error": {"message", "type", "param", "code"}} is in the body of every answer that is not a success. The openai client
 repeats 408, 409, 429 and everything from 500 on: an error that would come again has the header `x-should-retry: false`.
 """
 
@@ -16,6 +16,9 @@ CONTEXT_WORDS = "This model's maximum context length is"
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 TYPES |= {408: "timeout_error", 429: "rate_limit_error", 503: "unavailable_error"}
+ANTHROPIC_TYPES = TYPES | {413: "request_too_large", 503: "overloaded_error"}
+ANTHROPIC_PATHS = frozenset(("/v1/messages", "/v1/messages/count_tokens"))
+TOO_LONG = "prompt is too long"  # Anthropic's clients look for these words before they shorten a conversation
 
 
 class ApiError(Exception):
@@ -30,12 +33,20 @@ class ApiError(Exception):
         if status == 500:
             self.headers.setdefault("x-should-retry", "false")
 
-    def body(self) -> dict[str, Any]:
-        name = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": name, "param": self.param, "code": self.code}}
+    def body(self, path: str = "", request_id: str | None = None) -> dict[str, Any]:
+        """In the dialect of the route `path`."""
+        is_anthropic = path in ANTHROPIC_PATHS
+        types, other = (ANTHROPIC_TYPES, "api_error") if is_anthropic else (TYPES, "server_error")
+        name = types.get(self.status, other if self.status >= 500 else "invalid_request_error")
+        error = {"message": self.message, "type": name, "param": self.param, "code": self.code}
+        if not is_anthropic:
+            return {"error": error}
+        if self.code == "context_length_exceeded":
+            error["message"] = f"{TOO_LONG}: {self.message}"
+        return {"type": "error", "error": error, "request_id": request_id}
 
-    def encoded(self) -> bytes:
-        return msgspec.json.encode(self.body())
+    def encoded(self, path: str = "", request_id: str | None = None) -> bytes:
+        return msgspec.json.encode(self.body(path, request_id))
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:

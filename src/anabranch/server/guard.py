@@ -21,10 +21,10 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anabranch.server import page
@@ -36,17 +36,17 @@ log = logging.getLogger("anabranch.server.access")
 
 HEALTH = frozenset(("/health", "/health/live", "/health/ready"))
 OPEN = HEALTH | page.PATHS
+FREQUENT = ("/health", "/metrics", "/debug/", "/page/")  # requested every second or so, and without interest
 CLIENT_GONE = 499  # never sent: for the log and the metrics
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 RawHeaders = list[tuple[bytes, bytes]]
-EncodeError = Callable[[ApiError, str, str], bytes]  # with the path and the request's id
 Responses = Counter[tuple[str, int]]
 """Number by route (its pattern, not the requested path: labels must stay few) and status."""
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, settings: Settings, encode_error: EncodeError, responses: Responses) -> None:
-        self.app, self.encode_error, self.responses = app, encode_error, responses
+    def __init__(self, app: ASGIApp, settings: Settings, responses: Responses) -> None:
+        self.app, self.responses = app, responses
         self.max_header_bytes = settings.max_header_bytes
         self.hosts = Hosts(settings)
         self.keys = [_digest(key.encode()) for key in settings.api_key]
@@ -69,11 +69,9 @@ class Guard:
             await send(message)
 
         async def respond(error: ApiError) -> None:
-            body = self.encode_error(error, scope["path"], request_id)
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-            await send_with_id({"type": "http.response.start", "status": error.status, "headers": headers})
-            await send_with_id({"type": "http.response.body", "body": body})
+            body = error.encoded(scope["path"], request_id)
+            response = Response(body, error.status, error.headers, media_type="application/json")
+            await response(scope, receive, send_with_id)
 
         try:
             self._check(scope["path"], headers)
@@ -83,7 +81,9 @@ class Guard:
             if not status:
                 await respond(error)
         except ClientGone:
-            status = CLIENT_GONE
+            if status:
+                noted["error"] = "client_gone"
+            status = status or CLIENT_GONE
         except asyncio.CancelledError:  # by uvicorn, at the end of the process: not worth a traceback
             noted["error"] = "server_draining"
             if not status:
@@ -98,8 +98,7 @@ class Guard:
             self.responses[route, status] += 1
             noted |= {"id": request_id, "method": scope["method"], "route": route, "status": status}
             noted["seconds"] = round(time.monotonic() - began, 4)
-            quiet = route in HEALTH or route == "/metrics" or route.startswith(("/debug/", "/page/"))
-            log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": noted})
+            log.log(logging.DEBUG if route.startswith(FREQUENT) else logging.INFO, "request", extra={"fields": noted})
 
     def _check(self, path: str, headers: RawHeaders) -> None:
         close = {"connection": "close"}

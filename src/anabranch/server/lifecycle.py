@@ -18,6 +18,8 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,12 @@ from anabranch.models.config import read_config
 from anabranch.models.generation import read_sampling_defaults
 from anabranch.server import connection
 from anabranch.server.app import make_app
-from anabranch.server.connection import LimitedWarning
+from anabranch.server.connection import Connection, LimitedWarning
 from anabranch.server.history import INTERVAL
 from anabranch.server.parsers.choose import find_parsers
 from anabranch.server.service import Model, Service
 from anabranch.server.settings import Settings
+from anabranch.server.threads import tasks
 from anabranch.server.tracing import traced
 from anabranch.text.chat_template import ChatTemplate
 from anabranch.text.tokenizer import Tokenizer
@@ -91,7 +94,7 @@ class Server:
         self.http = _Http(
             uvicorn.Config(
                 traced(make_app(self.service)),
-                http=connection.protocol_for(settings, self.max_connections),
+                http=partial(Connection, settings, self.max_connections, LimitedWarning()),  # type: ignore[arg-type]
                 backlog=connection.ACCEPTED_AT_ONCE,
                 ws="none",
                 lifespan="off",
@@ -108,7 +111,8 @@ class Server:
         self.first_signal, self.second_signal = asyncio.Event(), asyncio.Event()
         self.deadline = float("inf")
         """time.monotonic() when the process must have ended."""
-        self.stages: list[tuple[str, float]] = []
+        self.stages: dict[str, float] = {}
+        """When each stage of the start began."""
         self.address = ""
 
     async def run(self, sock: socket.socket) -> int:
@@ -148,41 +152,37 @@ class Server:
             loop.default_exception_handler(context)
 
     async def _run(self) -> int:
-        loading = asyncio.create_task(self._load())
-        signalled = asyncio.create_task(self.first_signal.wait())
-        await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            log.info("%s while loading: ending", signal.Signals(self.signals[0]).name)
-            self.service.leave("draining", "the server is shutting down")
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
-            return 0
-        try:
-            client = self.client = loading.result()
-        except (EngineDead, ValueError, OSError) as error:
-            reason = error.reason if isinstance(error, EngineDead) else str(error)
-            self.service.leave("dead", reason)
-            print(f"anabranch serve: {reason}", file=sys.stderr)
-            return 1
-        return await self._serve(client, signalled)
+        async with tasks(self._load(), self.first_signal.wait()) as (loading, signalled):
+            await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                log.info("%s while loading: ending", signal.Signals(self.signals[0]).name)
+                self.service.leave("draining", "the server is shutting down")
+                return 0
+            try:
+                client = self.client = loading.result()
+            except (EngineDead, ValueError, OSError) as error:
+                reason = error.reason if isinstance(error, EngineDead) else str(error)
+                self.service.leave("dead", reason)
+                print(f"anabranch serve: {reason}", file=sys.stderr)
+                return 1
+            return await self._serve(client, signalled)
 
     async def _load(self) -> EngineClient:
         """Read the model folder's small files here, the weights in the engine's process."""
-        self.stages.append(("reading the model folder", time.monotonic()))
+        self.stages["reading the model folder"] = time.monotonic()
         loop, threads = asyncio.get_running_loop(), self.service.threads
         model = await loop.run_in_executor(threads, read_model, self.engine, self.settings)
-        self.stages.append(("starting the engine's process", time.monotonic()))
+        self.stages["starting the engine's process"] = time.monotonic()
         client = await EngineClient.start(
             self.engine, self.make_engine, timeout=self.settings.start_timeout, on_stage=self._on_stage
         )
-        self.stages.append(("ready", time.monotonic()))
+        self.stages["ready"] = time.monotonic()
         self.service.become_ready(model, client)
         self._log_ready()
         return client
 
     def _on_stage(self, stage: messages.Stage) -> None:
-        if stage.name not in (name for name, _ in self.stages):
-            self.stages.append((stage.name, time.monotonic()))
+        self.stages.setdefault(stage.name, time.monotonic())
         if self.service.phase == "loading":
             part = f" {stage.done / stage.total:.0%}" if stage.total else ""
             self.service.reason = f"the model is loading ({stage.name}{part})"
@@ -195,17 +195,12 @@ class Server:
         log.info("listening on http://%s:%d (%s); model %s", host, port, key, ", ".join(self.service.names))
 
     def _log_ready(self) -> None:
-        for (name, at), (_, until) in zip(self.stages, self.stages[1:]):
-            log.info("  %-30s %7.2f s", name, until - at)
-        total = self.stages[-1][1] - self.stages[0][1]
-        log.info(
-            "limits: body %d bytes, headers %d bytes, %d sequences running and %d waiting, %d connections",
-            self.service.max_body_bytes,
-            self.settings.max_header_bytes,
-            self.engine.max_num_seqs,
-            self.settings.max_queue,
-            self.max_connections,
-        )
+        for (name, began), (_, ended) in pairwise(self.stages.items()):
+            log.info("  %-30s %7.2f s", name, ended - began)
+        total = self.stages["ready"] - min(self.stages.values())
+        limits = f"body {self.service.max_body_bytes} bytes, headers {self.settings.max_header_bytes} bytes, "
+        limits += f"{self.engine.max_num_seqs} sequences running and {self.settings.max_queue} waiting"
+        log.info("limits: %s, %d connections", limits, self.max_connections)
         log.info("ready after %.2f s; context %d tokens", total, self.service.max_model_len)
         log.info("open %s in a browser, or: %s", self.address, self._example())
 
@@ -218,15 +213,9 @@ class Server:
         return f"curl {self.address}/v1/{route}{key} -H 'content-type: application/json' -d '{body}'"
 
     async def _serve(self, client: EngineClient, signalled: asyncio.Task[bool]) -> int:
-        death = asyncio.create_task(client.wait())
-        watching = [asyncio.create_task(self._watch_steps(client)), asyncio.create_task(self._sample(client))]
-        try:
+        async with tasks(client.wait(), self._watch_steps(client), self._sample(client)) as (death, *_):
             await asyncio.wait((death, signalled), return_when=asyncio.FIRST_COMPLETED)
-            return await (self._end_after_death(client) if death.done() else self._drain(client, death))
-        finally:
-            for task in (death, *watching):
-                task.cancel()
-            await asyncio.gather(death, *watching, return_exceptions=True)
+            return await (self._end_after_death(death.result()) if death.done() else self._drain(client, death))
 
     async def _drain(self, client: EngineClient, death: asyncio.Task[str]) -> int:
         """Refuse new requests and let the running ones finish."""
@@ -234,19 +223,14 @@ class Server:
         timeout = max(timeout - END, timeout / 2)
         log.info("%s: waiting up to %g s for %d sequences", name, timeout, self.service.num_admitted)
         self.service.leave("draining", "the server is shutting down")
-        drained = asyncio.create_task(self._until_idle())
-        again = asyncio.create_task(self.second_signal.wait())
-        try:
+        async with tasks(self._until_idle(), self.second_signal.wait()) as (drained, again):
             await asyncio.wait((drained, again, death), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
-                return await self._end_after_death(client)
+                return await self._end_after_death(death.result())
             if again.done():
                 log.warning("a second signal: %d sequences are aborted", self.service.num_admitted)
             elif not drained.done():
                 log.warning("not finished within %g s: %d sequences are aborted", timeout, self.service.num_admitted)
-        finally:
-            for task in (drained, again):
-                task.cancel()
         self.service.cancel_work()
         await client.close(patience=self._left() / 2)  # sequences that still run end with an error
         return 128 + self.signals[1] if len(self.signals) > 1 else 0
@@ -255,10 +239,10 @@ class Server:
         while self.service.num_admitted:
             await asyncio.sleep(0.02)
 
-    async def _end_after_death(self, client: EngineClient) -> int:
+    async def _end_after_death(self, reason: str) -> int:
         """The engine has died: requests get an error with the reason, then this process ends too."""
-        found = self.service.reason if self.service.phase == "dead" else client.dead_reason
-        reason = found or "the engine has ended"
+        if self.service.phase == "dead":  # `_watch_steps` killed it
+            reason = self.service.reason
         self.service.leave("dead", reason)
         log.error("%s; ending with exit code 1", reason)
         await asyncio.sleep(GRACE)
@@ -313,7 +297,7 @@ def read_model(engine: EngineConfig, settings: Settings) -> Model:
     sources = "\n".join(template.sources.values())
     parsers = find_parsers(sources, settings.tool_call_parser, settings.reasoning_parser, added_tokens=added)
     defaults = read_sampling_defaults(folder, engine.generation_config)
-    return Model(folder, config, tokenizer, template, parsers, defaults)
+    return Model(config, tokenizer, template, parsers, defaults)
 
 
 def model_name(model: str) -> str:

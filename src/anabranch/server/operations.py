@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -38,11 +38,13 @@ COUNTERS = {
     "generation_tokens": ("generation_tokens", "Tokens generated."),
     "num_preemptions": ("preemptions", "Sequences that gave up their KV pages to be computed again."),
 }
+OWN_GAUGES = {"ready": ("ready", "1 while requests are taken.")}
 OWN_COUNTERS = {
+    "requests_refused": ("refused", "Requests refused because the queue was full."),
     "steps": ("steps", "Steps the engine made."),
     "nonfinite_logits": ("nonfinite_logits", "Sequences that ended with an error: their logits were NaN or infinite."),
 }
-"""Without a name of vLLM's."""
+"""These have no names of vLLM's."""
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("time_to_first_token_seconds", "From arrival to the first token."),
     "inter_token_latency_seconds": ("inter_token_latency_seconds", "Between two tokens of a sequence."),
@@ -70,9 +72,9 @@ async def version() -> Response:
 
 @router.get("/metrics", summary="Prometheus metrics")
 async def show_metrics(request: Request) -> Response:
-    state, registry = request.app.state, CollectorRegistry()  # a new one: nothing is kept between two calls
-    registry.register(Metrics(state.service, state.responses, await fresh_stats(state.service)))
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    state = request.app.state
+    metrics = Metrics(state.service, state.responses, await fresh_stats(state.service))
+    return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get(
@@ -117,22 +119,18 @@ async def fresh_stats(service: Service) -> dict[str, Any]:
 
 class Metrics(Collector):
     def __init__(self, service: Service, responses: Responses, stats: dict[str, Any]) -> None:
-        self.service, self.responses, self.stats = service, responses, stats
-        self.model = service.names[0]
+        self.service, self.responses, self.model = service, responses, service.names[0]
+        self.stats = stats | {"refused": service.history.num_refused, "ready": service.phase == "ready"}
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_engine("anabranch:")
         if compat := self.service.settings.metrics_compat:
             yield from self._of_engine(f"{compat}:")
+        yield from self._simple(GaugeMetricFamily, "anabranch:", OWN_GAUGES)
         yield from self._simple(CounterMetricFamily, "anabranch:", OWN_COUNTERS)
         responses = {(route, str(status)): count for (route, status), count in sorted(self.responses.items())}
         about = "HTTP responses; 499: the client disconnected."
         yield family(CounterMetricFamily, "anabranch:http_responses", about, responses, "route", "status")
-        refused = {(self.model,): self.service.history.num_refused}
-        about = "Requests refused because the queue was full."
-        yield family(CounterMetricFamily, "anabranch:requests_refused", about, refused)
-        ready = {(self.model,): self.service.phase == "ready"}
-        yield family(GaugeMetricFamily, "anabranch:ready", "1 while requests are taken.", ready)
         balances = enumerate(self.service.history.experts()["balance_total"])
         balance = {(self.model, str(layer)): value for layer, value in balances}
         about = "Mean over maximum load of a layer's experts."
@@ -146,8 +144,10 @@ class Metrics(Collector):
         yield family(CounterMetricFamily, prefix + "request_success", about, finished, "model_name", "finished_reason")
         for name, (key, about) in HISTOGRAMS.items():
             if found := self.stats.get(key):
+                # Prometheus counts values up to a bound, the engine those between two bounds.
+                bounds, counts = [*map(str, found["bounds"]), "+Inf"], map(float, accumulate(found["counts"]))
                 histogram = HistogramMetricFamily(prefix + name, about, labels=["model_name"])
-                histogram.add_metric([self.model], _cumulative(found), sum_value=found["sum"])
+                histogram.add_metric([self.model], list(zip(bounds, counts, strict=True)), sum_value=found["sum"])
                 yield histogram
 
     def _simple(self, type: MetricType, prefix: str, known: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
@@ -161,9 +161,3 @@ def family(type: MetricType, name: str, about: str, values: Mapping[Any, float],
     for given, value in values.items():
         metric.add_metric(given, value)
     return metric
-
-
-def _cumulative(histogram: dict[str, Any]) -> list[tuple[str, float]]:
-    """Prometheus counts values up to a bound, the engine those between two bounds."""
-    bounds = [*map(str, histogram["bounds"]), "+Inf"]
-    return list(zip(bounds, map(float, accumulate(histogram["counts"])), strict=True))

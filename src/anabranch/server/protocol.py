@@ -1,16 +1,16 @@
 """The bodies of requests in OpenAI's dialect, with vLLM's additions, as schemas, and their SamplingParams.
 
-Schemas check types and sizes, SamplingParams checks ranges; chat and openai_answer interpret the other fields. A field
-that a schema does not know is refused, at every depth. Fields marked "no effect" are known because clients send them,
-such as those of an answer that comes back as part of the conversation.
+Schemas check types and sizes, SamplingParams checks ranges; chat and openai interpret the other fields. A field
+that a schema does not know is refused, at every depth. Fields that have no effect (`ignoring`) are known because
+clients send them, such as those of an answer that comes back as part of the conversation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from json import dumps
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from msgspec import Meta, Struct, field, structs
+from msgspec import Meta, Struct, defstruct, field
 
 from anabranch.sampling_params import Grammar, SamplingParams
 from anabranch.server.errors import bad_request
@@ -20,6 +20,8 @@ MAX_TOOLS = 256
 MAX_PROMPTS = 1024
 MAX_TOKENIZED = 4_000_000  # characters for /tokenize
 
+Schema = TypeVar("Schema", bound=Struct)
+JsonObject = dict[str, Any]
 Name = Annotated[str, Meta(max_length=512)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -32,12 +34,6 @@ Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], 
 LogitBias = Annotated[dict[Annotated[str, Meta(max_length=16)], float], Meta(max_length=1024)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
-SAME_NAME = (
-    ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    + ("n", "seed", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-    + ("prompt_logprobs", "return_routed_experts")
-)
-LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's fields before structured_outputs → its fields."""
 OBJECT = {"type": "object"}
@@ -51,6 +47,23 @@ class StrictObject(Struct, forbid_unknown_fields=True):
     """Known values of `type`."""
     OTHER_TYPES: ClassVar[str] = ""
     """What is wrong with other values: "'image' cannot be read ..."."""
+
+
+def ignoring(*names: str, **types: Any) -> Callable[[type[Schema]], type[Schema]]:
+    """Add fields that are accepted and have no effect: names with any value, others with null or a value of a type."""
+    fields: list[Any] = [(name, Any, None) for name in names]
+    fields += [(name, type | None, None) for name, type in types.items()]
+
+    def add(schema: type[Schema]) -> type[Schema]:
+        about = {"__doc__": schema.__doc__}
+        made: Any = defstruct(schema.__name__, fields, bases=(schema,), namespace=about, module=schema.__module__)
+        return made  # type: ignore[no-any-return]
+
+    return add
+
+
+class Body(StrictObject, kw_only=True):
+    model: Name | None = None
 
 
 class StreamOptions(StrictObject, kw_only=True):
@@ -80,16 +93,17 @@ class StructuredOutputs(StrictObject, kw_only=True):
     disable_additional_properties: bool | None = None
 
 
-class Sampling(StrictObject, kw_only=True):
+@ignoring(user=Name, request_id=Name, spaces_between_special_tokens=bool, guided_decoding_backend=Name)
+class Sampling(Body, kw_only=True):
     """The fields that chats and completions share."""
 
-    model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     stop: StopText | StopTexts | None = None
     presence_penalty: float | None = None
@@ -112,7 +126,6 @@ class Sampling(StrictObject, kw_only=True):
     return_routed_experts: bool = False
     cache_salt: Name | None = None
     priority: Priority = 0
-    request_id: Name | None = None  # no effect: the header x-request-id names a request
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -121,10 +134,9 @@ class Sampling(StrictObject, kw_only=True):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
-    user: Name | None = None  # no effect, as all that follow
-    best_of: int | None = None
-    spaces_between_special_tokens: bool | None = None
-    guided_decoding_backend: Name | None = None
+
+SAME_NAME = set(Sampling.__struct_fields__) & set(SamplingParams.__slots__) - {"max_tokens", "logit_bias"}
+"""Fields that are also fields of SamplingParams, with the same meaning."""
 
 
 class ToolFunction(StrictObject, kw_only=True, omit_defaults=True):
@@ -136,10 +148,10 @@ class ToolFunction(StrictObject, kw_only=True, omit_defaults=True):
     strict: bool | None = None
 
 
+@ignoring("cache_control")
 class Tool(StrictObject, kw_only=True):
     type: Literal["function"]
     function: ToolFunction
-    cache_control: Any = None  # no effect
 
 
 class NamedFunction(StrictObject, kw_only=True):
@@ -151,23 +163,20 @@ class NamedTool(StrictObject, kw_only=True):
     function: NamedFunction
 
 
+@ignoring("parsed_arguments", "provider_specific_fields")
 class FunctionCall(StrictObject, kw_only=True):
     name: Name
     arguments: str | dict[str, Any] | None = None
-    parsed_arguments: Any = None  # no effect, as all that follow
-    provider_specific_fields: Any = None
 
 
+@ignoring("cache_control", "extra_content", "provider_specific_fields", index=int)
 class ToolCall(StrictObject, kw_only=True):
     function: FunctionCall
     id: Name | None = None
     type: Literal["function"] = "function"
-    index: int | None = None  # no effect, as all that follow
-    cache_control: Any = None
-    extra_content: Any = None
-    provider_specific_fields: Any = None
 
 
+@ignoring("id", "index", "annotations", "citations", "cache_control", "prompt_cache_breakpoint", "extras")
 class ContentPart(StrictObject, kw_only=True):
     """A part of a message's content. Only text can be read."""
 
@@ -177,15 +186,10 @@ class ContentPart(StrictObject, kw_only=True):
     type: Name
     text: str | None = None
     refusal: str | None = None
-    id: Any = None  # no effect, as all that follow
-    index: Any = None
-    annotations: Any = None
-    citations: Any = None
-    cache_control: Any = None
-    prompt_cache_breakpoint: Any = None
-    extras: Any = None
 
 
+@ignoring("id", "annotations", "parsed", "cache_control", "provider_specific_fields", "extra_content")
+@ignoring("reasoning_details", "reasoning_items", "thinking_blocks")
 class Message(StrictObject, kw_only=True):
     role: Name
     content: str | list[ContentPart] | None = None
@@ -198,15 +202,6 @@ class Message(StrictObject, kw_only=True):
     """In place of content that is null."""
     function_call: FunctionCall | None = None
     """The older form of tool_calls, for a single call."""
-    id: Any = None  # no effect, as all that follow: clients send answers back as they came
-    annotations: Any = None
-    parsed: Any = None
-    reasoning_details: Any = None
-    reasoning_items: Any = None
-    thinking_blocks: Any = None
-    provider_specific_fields: Any = None
-    extra_content: Any = None
-    cache_control: Any = None
 
 
 MessageList = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -215,6 +210,9 @@ ToolChoiceField = Literal["none", "auto", "required"] | NamedTool
 TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta(max_length=64)]
 
 
+@ignoring(metadata=JsonObject, prompt_cache_options=JsonObject, prediction=JsonObject, store=bool)
+@ignoring(service_tier=Name, prompt_cache_key=Name, prompt_cache_retention=Name, safety_identifier=Name)
+@ignoring(verbosity=Name, modalities=list[Literal["text"]])
 class ChatCompletion(Sampling, kw_only=True):
     messages: MessageList
     max_completion_tokens: int | None = None
@@ -230,17 +228,6 @@ class ChatCompletion(Sampling, kw_only=True):
     """Refused: a template is a program, and only the operator may provide programs."""
     add_generation_prompt: bool = True
 
-    metadata: dict[str, Any] | None = None  # no effect, as all that follow
-    store: bool | None = None
-    service_tier: Name | None = None
-    prompt_cache_key: Name | None = None
-    prompt_cache_retention: Name | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prediction: dict[str, Any] | None = None
-    safety_identifier: Name | None = None
-    verbosity: Name | None = None
-    modalities: list[Literal["text"]] | None = None
-
 
 class Completion(Sampling, kw_only=True):
     prompt: str | list[Any]
@@ -252,8 +239,7 @@ class Completion(Sampling, kw_only=True):
     """Filling in text before a suffix is not supported."""
 
 
-class Tokenize(StrictObject, kw_only=True):
-    model: Name | None = None
+class Tokenize(Body, kw_only=True):
     prompt: Annotated[str, Meta(max_length=MAX_TOKENIZED)] | None = None
     messages: MessageList | None = None
     tools: ToolList | None = None
@@ -264,21 +250,21 @@ class Tokenize(StrictObject, kw_only=True):
     return_token_strs: bool = False
 
 
-class Detokenize(StrictObject, kw_only=True):
-    model: Name | None = None
+class Detokenize(Body, kw_only=True):
     tokens: ManyTokenIds
     skip_special_tokens: bool = False
 
 
 def sampling_params(body: Sampling, defaults: Mapping[str, Any] = MappingProxyType({}), **fixed: Any) -> SamplingParams:
-    """`defaults` are the model's, for fields that the request leaves out. `fixed` are the dialect's: logprobs, grammar,
-    and max_tokens where the request has none. A request may ask for more tokens than the context has room for: the
-    engine ends the answer there, with finish_reason "length"."""
-    given: dict[str, Any] = {**defaults}
-    given |= {name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}
-    given |= {name: tuple(value) for name in LISTS if (value := getattr(body, name)) is not None}
-    if body.stop is not None:
-        given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    """`defaults` are the model's, for fields that the request leaves out. `fixed` are the dialect's: logprobs, and
+    max_tokens where the request has none. A request may ask for more tokens than the context has room for: the engine
+    ends the answer there, with finish_reason "length"."""
+    given: dict[str, Any] = {**defaults, "grammar": grammar(body)}
+    for same in SAME_NAME:
+        if (value := getattr(body, same)) is not None:
+            given[same] = tuple(value) if isinstance(value, list) else value
+    if isinstance(body.stop, str):
+        given["stop"] = (body.stop,)
     if body.logit_bias is not None:
         if wrong := [token for token in body.logit_bias if not (token.isascii() and token.isdigit())]:
             raise bad_request(f"logit_bias: {wrong[0]!r} is not a token id", "logit_bias")
@@ -303,16 +289,18 @@ def sampling_params(body: Sampling, defaults: Mapping[str, Any] = MappingProxyTy
 
 def grammar(body: Sampling) -> Grammar | None:
     """The grammar of the output, whichever field gives it; two fields contradict each other."""
-    given: dict[str, dict[str, Any]] = {}
+    given: dict[str, StructuredOutputs] = {}
     if body.response_format is not None and body.response_format.type != "text":
-        given["response_format"] = {"json": _response_schema(body.response_format)}
+        given["response_format"] = StructuredOutputs(json=_response_schema(body.response_format))
     if body.structured_outputs is not None:
-        given["structured_outputs"] = structs.asdict(body.structured_outputs)
-    given |= {name: {field: value} for name, field in GUIDED.items() if (value := getattr(body, name)) is not None}
+        given["structured_outputs"] = body.structured_outputs
+    for name, same in GUIDED.items():
+        if (value := getattr(body, name)) is not None:
+            given[name] = StructuredOutputs(**{same: value})
     found: dict[str, Grammar] = {}
-    for name, fields in given.items():
+    for name, outputs in given.items():
         try:
-            found[name] = _grammar(**fields)
+            found[name] = _grammar(outputs)
         except RecursionError:
             raise bad_request(f"{name}: the schema is too deeply nested", name) from None
         except ValueError as error:
@@ -330,15 +318,12 @@ def _response_schema(wanted: ResponseFormat) -> Any:
     return wanted.json_schema.schema
 
 
-def _grammar(
-    json: Any = None,
-    json_object: bool | None = None,
-    grammar: str | None = None,
-    disable_additional_properties: bool | None = None,
-    **rest: Any,
-) -> Grammar:
-    """From the fields of structured_outputs."""
-    schema = OBJECT if json is None and json_object else json
-    if schema is not None and not isinstance(schema, str):
-        schema = dumps(schema)
-    return Grammar(json_schema=schema, lark=grammar, open_objects=disable_additional_properties is False, **rest)
+def _grammar(outputs: StructuredOutputs) -> Grammar:
+    schema = OBJECT if outputs.json is None and outputs.json_object else outputs.json
+    return Grammar(
+        json_schema=schema if schema is None or isinstance(schema, str) else dumps(schema),
+        regex=outputs.regex,
+        choice=outputs.choice,  # type: ignore[arg-type]
+        lark=outputs.grammar,
+        open_objects=outputs.disable_additional_properties is False,
+    )

@@ -15,23 +15,21 @@ from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from anabranch.config import EngineConfig
 from anabranch.engine.client import EngineBusy, EngineClient, EngineDead
 from anabranch.models.config import ModelConfig
 from anabranch.request import Request, Update
-from anabranch.sampling_params import SamplingParams
 from anabranch.server import errors
 from anabranch.server.errors import CONTEXT_WORDS, ApiError, bad_request, context_length, unavailable
 from anabranch.server.history import History
 from anabranch.server.parsers.choose import Parsers
 from anabranch.server.settings import Settings
-from anabranch.server.threads import Threads, release_memory
+from anabranch.server.threads import Threads, release_memory, tasks
 from anabranch.text.chat_template import ChatTemplate
 from anabranch.text.output import Answer, Delta
-from anabranch.text.special_text import Spans
+from anabranch.text.special_text import Rendered
 from anabranch.text.tokenizer import Spellings, Tokenizer
 
 Result = TypeVar("Result")
@@ -49,7 +47,6 @@ BUSY = "all threads are busy with other large requests; try again later"
 class Model:
     """What the server reads from the model folder."""
 
-    folder: Path
     config: ModelConfig
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -104,7 +101,8 @@ class Service:
 
     @property
     def num_busy_threads(self) -> int:
-        return self.threads.num_busy + self.large_threads.num_busy
+        """At the end of the process, those that do not finish."""
+        return len(self.threads.running) + len(self.large_threads.running)
 
     def _not_ready(self) -> ApiError:
         return unavailable(f"not ready: {self.reason}", f"server_{self.phase}")
@@ -192,19 +190,17 @@ class Service:
         finally:
             self._working.discard(future)
 
-    def encode(
-        self, text: str, add_special_tokens: bool, param: str, plain: Spans = (), counting: bool = False
-    ) -> list[int]:
+    def encode(self, prompt: Rendered, add_special_tokens: bool, param: str, counting: bool = False) -> list[int]:
         """For `prepare`; `param` is the field that errors name. Text that cannot fit, however it is tokenised, is
         refused without tokenising it. `counting`: up to MAX_COUNTED characters may be longer than the context."""
-        limit = self.max_model_len
+        limit, text = self.max_model_len, prompt.text
         if len(text) > max(limit * self.model.longest_token, MAX_COUNTED if counting else 0):
             raise context_length(
                 f"{CONTEXT_WORDS} {limit} tokens. However, the prompt has {len(text)} characters, which are more "
                 "tokens than that in any case. Shorten the prompt.",
                 param,
             )
-        ids = self.model.tokenizer.encode(text, add_special_tokens, plain)
+        ids = self.model.tokenizer.encode(text, add_special_tokens, prompt.plain)
         if not counting:
             self.check_length(len(ids), param)
         return ids
@@ -220,17 +216,12 @@ class Service:
                 param,
             )
 
-    def answer(
-        self, id: str, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer, param: str, **options: Any
-    ) -> Answer:
-        """Check a prompt and make its Answer, for `generate`. Errors name the field `param`."""
+    def check_tokens(self, prompt_ids: list[int], param: str) -> None:
         if not prompt_ids:
             raise bad_request("the prompt is empty: give at least one token", param)
         vocabulary = self.model.config.vocab_size
         if (largest := max(prompt_ids)) >= vocabulary:
             raise bad_request(f"{param}: token id {largest} is not in the vocabulary [0, {vocabulary})", param)
-        self.check_length(len(prompt_ids), param)
-        return Answer(id, prompt_ids, params, tokenizer, arrival=time.monotonic(), **options)
 
     async def generate(self, answers: list[Answer]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Pairs of an answer's index and a delta until all have finished. When it is closed early, the sequences that
@@ -284,13 +275,9 @@ class Service:
             except ApiError as error:
                 queue.put_nowait((number, error, applied))
 
-        tasks = [
-            asyncio.create_task(read(number, request))
-            for number, answer in enumerate(answers)
-            for request in answer.requests
-        ]
-        try:
-            left = len(tasks)
+        readers = [read(number, request) for number, answer in enumerate(answers) for request in answer.requests]
+        left = len(readers)
+        async with tasks(*readers):
             while left:
                 number, update, applied = await queue.get()
                 if update is None:
@@ -300,7 +287,3 @@ class Service:
                 else:
                     yield number, update
                     applied.set()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)

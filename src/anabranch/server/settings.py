@@ -21,8 +21,8 @@ class Settings:
     allow_no_api_key: bool = False
     """Serve other machines without a key."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names that are allowed in the Host header besides addresses, localhost and `host`; "*": any. Checked where there
-    is no key, or where names are given: see `guard`."""
+    """Names allowed in the Host header in addition to addresses, localhost and `host`; "*": any. Checked where there is
+    no key, or where names are given: see `guard`."""
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

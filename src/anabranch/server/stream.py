@@ -6,7 +6,7 @@ ordinary error, a failure after it is an `error` event that ends the stream.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from anabranch.server.body import ClientGone
 from anabranch.server.errors import ApiError, internal
+from anabranch.server.threads import tasks
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +27,12 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer events
 ]
-DONE = b"data: [DONE]\n\n"
 
 
-def event(data: Any) -> bytes:
-    return b"data: " + encode(data) + b"\n\n"
-
-
-def error_event(error: ApiError) -> bytes:
-    return b"data: " + error.encoded() + b"\n\n"
+def event(data: dict[str, Any]) -> bytes:
+    """A server-sent event, with a name where the data has a type, as in Anthropic's dialect."""
+    name = b"event: " + data["type"].encode() + b"\n" if "type" in data else b""
+    return name + b"data: " + encode(data) + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -44,16 +42,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
-    try:
+    async with tasks(work, disconnect()) as (task, watch):
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
-        return task.result()
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        result: Result = task.result()
+        return result
 
 
 def json_response(data: Any, headers: dict[str, str] | None = None) -> Response:
@@ -65,52 +59,34 @@ async def whole(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
     return json_response(await while_connected(request.receive, work))
 
 
-async def events(
-    request: Request,
-    chunks: AsyncGenerator[bytes, None],
-    last: bytes = DONE,
-    on_error: Callable[[ApiError], bytes] = error_event,
-) -> Response:
+class EventStream(Response):
     """The answer as a stream of events."""
 
-    async def first_chunk() -> bytes:
-        return await anext(chunks)
-
-    try:
-        first = await while_connected(request.receive, first_chunk())
-    except BaseException:
-        await chunks.aclose()
-        raise
-    return EventStream(first, chunks, last, on_error)
-
-
-class EventStream(Response):
-    def __init__(
-        self, first: bytes, chunks: AsyncGenerator[bytes, None], last: bytes, on_error: Callable[[ApiError], bytes]
-    ) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
         super().__init__()
-        self.first, self.chunks, self.last, self.on_error = first, chunks, last, on_error
+        self.chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send(scope, send))
-        except ClientGone:
-            scope["state"]["log"]["error"] = "client_gone"
+            await while_connected(receive, self._send(scope["path"], scope["state"], send))
         finally:
             await self.chunks.aclose()
 
-    async def _send(self, scope: Scope, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-        await send({"type": "http.response.body", "body": self.first, "more_body": True})
-        end = self.last
+    async def _send(self, path: str, state: dict[str, Any], send: Send) -> None:
+        last, begun = b"", False
         try:
             async for chunk in self.chunks:
+                if not begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+                    begun = True
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except ApiError as error:
-            scope["state"]["log"]["error"] = error.code
-            end = self.on_error(error)
-        except Exception:
-            request_id = scope["state"]["request_id"]
-            log.exception("request %s failed in the middle of its stream", request_id)
-            end = self.on_error(internal(request_id))
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+        except Exception as error:
+            if not begun:
+                raise
+            if isinstance(error, ApiError):
+                state["log"]["error"] = error.code
+            else:
+                log.exception("request %s failed in the middle of its stream", state["request_id"])
+                error = internal(state["request_id"])
+            last = event(error.body(path, state["request_id"]))
+        await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -1,13 +1,16 @@
-"""A pool of daemon threads: work that never ends cannot delay the end of the process.
+"""Work that ends with its purpose: tasks that are cancelled with the block that started them, and a pool of daemon
+threads, where work that never ends cannot delay the end of the process.
 
 `concurrent.futures.ThreadPoolExecutor` waits for its threads when the interpreter exits, and asyncio for those of its
 default executor. A chat template that loops and a read from a pipe cannot be stopped, so here nothing waits for them.
 """
 
+import asyncio
+import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -16,12 +19,23 @@ Result = TypeVar("Result")
 Job = tuple[Future[Any], Callable[[], Any]]
 
 
+@contextlib.asynccontextmanager
+async def tasks(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Start tasks; at the end of the block, cancel and await those that have not finished."""
+    started = [asyncio.create_task(one) for one in work]
+    try:
+        yield started
+    finally:
+        for task in started:
+            task.cancel()
+        await asyncio.gather(*started, return_exceptions=True)
+
+
 class Threads(Executor):
     def __init__(self, num_threads: int, name: str) -> None:
         self.num_threads, self.name = num_threads, name
         self.num_started = 0
-        self.num_busy = 0
-        """Threads that are working; at the end of the process, those that do not finish."""
+        self.running: set[Future[Any]] = set()
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._lock = threading.Lock()
 
@@ -47,17 +61,13 @@ class Threads(Executor):
         """A separate function, so that no reference to a job is kept until the next one comes."""
         if not future.set_running_or_notify_cancel():
             return
-        with self._lock:
-            self.num_busy += 1
+        self.running.add(future)
         try:
-            result = work()
+            future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        else:
-            future.set_result(result)
         finally:
-            with self._lock:
-                self.num_busy -= 1
+            self.running.discard(future)
 
 
 def release_memory() -> None:

@@ -13,10 +13,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anabranch import __version__
+from anabranch.server.guard import FREQUENT
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-UNTRACED = ("/health", "/metrics", "/debug/", "/page/")
-"""Requested every second or so, and without interest."""
 ATTRIBUTES = {
     "id": "anabranch.request_id",
     "route": "http.route",
@@ -61,7 +60,7 @@ class Traced:
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        if scope["type"] != "http" or scope["path"].startswith(UNTRACED):
+        if scope["type"] != "http" or scope["path"].startswith(FREQUENT):
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}

@@ -199,8 +199,5 @@ def _text(grammar: Grammar) -> tuple[str, str]:
     if grammar.choice is not None:
         # One terminal, not one for each choice: a row of the parser holds 2000 at most. Lark's strings are JSON's.
         return "choice", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, grammar.choice))
-    for kind in ("json_schema", "regex", "lark"):
-        text = getattr(grammar, kind)
-        if text is not None:
-            return kind, text
-    raise AssertionError(grammar)
+    kind = next(kind for kind in ("json_schema", "regex", "lark") if getattr(grammar, kind) is not None)
+    return kind, getattr(grammar, kind)

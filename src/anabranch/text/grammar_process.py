@@ -11,8 +11,6 @@ why it cannot be used. Then it sends one byte for each grammar, with a socket at
 of JSON with a Trial, and the answer is a line with the Outcome.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json
@@ -128,53 +126,6 @@ def receive(source: socket.socket) -> Any:
 # -- in the engine -----------------------------------------------------------------------------------------------------
 
 
-class GrammarTrial:
-    """Tries grammars out for one tokenizer. Threads may share it: a bad grammar delays no other."""
-
-    def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """Starts the process without waiting for it. `tokenizer`: the text of a tokenizer.json."""
-        self._setup = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_ids": list(eos_ids)}
-        self._lock = threading.Lock()
-        self._closed = False
-        self._process: TrialProcess | None = TrialProcess(self._setup)
-
-    def run(self, trial: Trial) -> Outcome:
-        """The outcome; ValueError if the grammar cannot be tried."""
-        for _ in range(2):
-            process = self._running()
-            pair = socket.socketpair()  # where it fails, this process lacks descriptors, and that one is fine
-            try:
-                return process.run(trial, *pair)
-            except (OSError, EOFError):  # it died or hangs
-                with self._lock:
-                    self._drop(process)
-        raise ValueError("grammar: the process that tries grammars out died twice")
-
-    def _running(self) -> TrialProcess:
-        with self._lock:
-            if self._process is None and not self._closed:
-                self._process = TrialProcess(self._setup)
-            process = self._process
-            try:
-                if process is None or self._closed:  # `close` may have run while the process was started
-                    raise ValueError("grammar: the engine is being closed")
-                process.wait_until_ready()
-            except ValueError:
-                self._drop(process)
-                raise
-            return process
-
-    def _drop(self, process: TrialProcess | None) -> None:
-        if process is not None and self._process is process:
-            process.close()
-            self._process = None
-
-    def close(self) -> None:
-        self._closed = True
-        if (process := self._process) is not None:  # without the lock: its owner may be waiting for the process
-            process.close()
-
-
 class TrialProcess:
     def __init__(self, setup: object) -> None:
         self.control, theirs = socket.socketpair()
@@ -223,6 +174,53 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     process.wait()
 
 
+class GrammarTrial:
+    """Tries grammars out for one tokenizer. Threads may share it: a bad grammar delays no other."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """Starts the process without waiting for it. `tokenizer`: the text of a tokenizer.json."""
+        self._setup = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_ids": list(eos_ids)}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process: TrialProcess | None = TrialProcess(self._setup)
+
+    def run(self, trial: Trial) -> Outcome:
+        """The outcome; ValueError if the grammar cannot be tried."""
+        for _ in range(2):
+            process = self._running()
+            pair = socket.socketpair()  # where it fails, this process lacks descriptors, and that one is fine
+            try:
+                return process.run(trial, *pair)
+            except (OSError, EOFError):  # it died or hangs
+                with self._lock:
+                    self._drop(process)
+        raise ValueError("grammar: the process that tries grammars out died twice")
+
+    def _running(self) -> TrialProcess:
+        with self._lock:
+            if self._process is None and not self._closed:
+                self._process = TrialProcess(self._setup)
+            process = self._process
+            try:
+                if process is None or self._closed:  # `close` may have run while the process was started
+                    raise ValueError("grammar: the engine is being closed")
+                process.wait_until_ready()
+            except ValueError:
+                self._drop(process)
+                raise
+            return process
+
+    def _drop(self, process: TrialProcess | None) -> None:
+        if process is not None and self._process is process:
+            process.close()
+            self._process = None
+
+    def close(self) -> None:
+        self._closed = True
+        if (process := self._process) is not None:  # without the lock: its owner may be waiting for the process
+            process.close()
+
+
 def exceeded(trial: Trial, outcome: Outcome) -> str:
     """Which limit ended a trial, as the end of a sentence about the grammar."""
     if outcome["signal"] in (signal.SIGPROF, signal.SIGALRM):
@@ -260,10 +258,8 @@ def try_out(tokenizer: Any, connection: socket.socket, pipe: int, parent: int) -
         outcome["memory"] = max(0, peak_memory() - before)
     except MemoryError:
         os._exit(1)
-    except ValueError as failure:
-        outcome["error"] = str(failure)
     except Exception as failure:
-        outcome["error"] = f"{type(failure).__name__}: {failure}"
+        outcome["error"] = str(failure) if isinstance(failure, ValueError) else f"{type(failure).__name__}: {failure}"
     with open(pipe, "wb") as file:
         file.write(json.dumps(outcome).encode())
     os._exit(0)  # no destructors: they belong to the parent

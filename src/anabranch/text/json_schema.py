@@ -142,7 +142,8 @@ def _is_closed(schema: dict[str, Any]) -> bool:
     return schema.get("additionalProperties") is False and not schema.get("patternProperties")
 
 
-def _list(schema: dict[str, Any], word: str) -> list[Any]:
+def list_of(schema: dict[str, Any], word: str) -> list[Any]:
+    """The keyword's value if it is a list; otherwise empty."""
     return value if isinstance(value := schema.get(word), list) else []
 
 
@@ -151,7 +152,7 @@ def _map(schema: dict[str, Any], word: str) -> dict[str, Any]:
 
 
 def _required(schema: dict[str, Any]) -> list[str]:
-    return [name for name in _list(schema, "required") if isinstance(name, str)]
+    return [name for name in list_of(schema, "required") if isinstance(name, str)]
 
 
 # -- which keys objects have -------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class Closing:
                 return self._rewrite(schema, self.close)
             return self._copy(schema, outer.form(), lambda one: self.close(one, outer))
         # Older generators write an allOf with a single part around a reference.
-        parts = [one for one in _list(schema, "allOf") if not isinstance(one, dict) or set(one) - ANNOTATIONS]
+        parts = [one for one in list_of(schema, "allOf") if not isinstance(one, dict) or set(one) - ANNOTATIONS]
         if len(parts) == 1 and parts[0] is not None and set(schema) - ANNOTATIONS == {"allOf"}:
             return {**schema, "allOf": [self.close(parts[0], outer)]}
         keys = Keys() if outer is None else Keys(dict(outer.names), dict(outer.patterns), outer.listed)
@@ -246,10 +247,10 @@ class Closing:
             if not isinstance(tag, str) or not isinstance(one, dict):
                 return option(one)
             if _is_reference(one) and isinstance(target := follow(one["$ref"], self.root), dict):
-                if tag in _list(target, "required"):
+                if tag in list_of(target, "required"):
                     return option(one)
                 return self._copy(one, (tag, form), tagged)
-            return option({**one, "required": [*dict.fromkeys([*_list(one, "required"), tag])]})
+            return option({**one, "required": [*dict.fromkeys([*list_of(one, "required"), tag])]})
 
         def change(one: Any, word: str, path: str) -> Any:
             if word in CONDITIONS:
@@ -261,7 +262,7 @@ class Closing:
         result = rewrite(schema, change)
         if isinstance(schema.get("$ref"), str) and not _is_reference(schema):
             del result["$ref"]
-            result["allOf"] = [self.keep_open({"$ref": schema["$ref"]}), *_list(result, "allOf")]
+            result["allOf"] = [self.keep_open({"$ref": schema["$ref"]}), *list_of(result, "allOf")]
         return result
 
     def _collect(self, schema: Any, keys: Keys, seen: set[str]) -> None:
@@ -277,7 +278,7 @@ class Closing:
             seen.add(reference)
             self._collect(follow(reference, self.root), keys, seen)
         for word in ("allOf", *CHOICES):
-            for one in _list(schema, word):
+            for one in list_of(schema, word):
                 keys.inner_choice |= word != "allOf"
                 self._collect(one, keys, seen)
 
@@ -308,7 +309,7 @@ class Alternative(list[dict[str, Any]]):
         types = TYPES
         for part in self:
             if (values := _values(part)) is not None:
-                types &= {_type(value) for value in values}
+                types &= {json_type(_whole(value)).replace("number", "fraction") for value in values}
             if "type" in part:
                 stated = part["type"] if isinstance(part["type"], list) else [part["type"]]
                 words = {word for word in stated if isinstance(word, str)}
@@ -353,7 +354,7 @@ class Overlap:
         if not isinstance(schema, dict):
             return schema
         least = schema.get("minProperties")
-        if isinstance(least, int) and not _is_closed(schema) and least - len(_list(schema, "required")) > 1:
+        if isinstance(least, int) and not _is_closed(schema) and least - len(list_of(schema, "required")) > 1:
             raise ValueError(
                 f"has minProperties {least} at {path} where keys are not named, and a grammar cannot exclude that one "
                 f"of them is repeated to reach it; name the keys in properties and required"
@@ -422,7 +423,7 @@ class Overlap:
             if isinstance(reference := schema.get("$ref"), str):
                 level += 1
                 todo.append(follow(reference, self.root))
-            todo += _list(schema, "allOf")
+            todo += list_of(schema, "allOf")
             found = [Alternative([*one, schema]) for one in found]
             for word in CHOICES:
                 if isinstance(options := schema.get(word), list):
@@ -443,17 +444,19 @@ def _values(part: dict[str, Any]) -> list[Any] | None:
     return part["enum"] if isinstance(part.get("enum"), list) else None
 
 
-def _type(value: Any) -> str:
-    if isinstance(value, float):
-        return "integer" if value.is_integer() else "fraction"
-    names = {bool: "boolean", str: "string", int: "integer", type(None): "null", list: "array"}
+def json_type(value: Any) -> str:
+    names = {bool: "boolean", str: "string", int: "integer", float: "number", type(None): "null", list: "array"}
     return names.get(type(value), "object")
+
+
+def _whole(value: Any) -> Any:
+    """A float without a fraction as an int."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _canonical(value: Any) -> str:
     """The same text for equal values, such as 1 and 1.0."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    value = _whole(value)
     if isinstance(value, list):
         return f"[{','.join(map(_canonical, value))}]"
     if isinstance(value, dict):

@@ -76,12 +76,8 @@ class Detokenizer:
 
     def _find_stop(self, text: str) -> tuple[int, int]:
         """End and beginning of the first stop string that ends in new text; (0, 0) if none does."""
-        found = (0, 0)
-        for stop in self._params.stop:
-            begin = text.find(stop, max(0, len(self._held) - len(stop) + 1))
-            if begin >= 0 and (not found[0] or (begin + len(stop), begin) < found):
-                found = begin + len(stop), begin
-        return found
+        stops = [(text.find(stop, max(0, len(self._held) - len(stop) + 1)), len(stop)) for stop in self._params.stop]
+        return min(((begin + length, begin) for begin, length in stops if begin >= 0), default=(0, 0))
 
     def _find_possible_stop(self, text: str) -> int:
         """Where the longest suffix of the text begins that is a prefix of a stop string."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken
@@ -160,21 +161,10 @@ class SpecialText:
         return ids
 
 
-def _either(words: Iterable[str]) -> str:
+def _either(words: Collection[str]) -> str:
     """A pattern for the longest of the words that matches: their common prefixes are tried once."""
-    root: dict[str, Any] = {}
-    for word in words:
-        node = root
-        for character in word:
-            node = node.setdefault(character, {})
-        node[""] = {}
-
-    def write(node: dict[str, Any]) -> str:
-        branches = [re.escape(character) + write(inner) for character, inner in node.items() if character]
-        if not branches:
-            return ""
-        if len(branches) == 1 and "" not in node:
-            return branches[0]
-        return f"(?:{'|'.join(branches)}){'?' if '' in node else ''}"
-
-    return write(root)
+    by_first = groupby(sorted(filter(None, words)), lambda word: word[0])
+    branches = [re.escape(first) + _either([word[1:] for word in group]) for first, group in by_first]
+    if len(branches) == 1 and "" not in words:
+        return branches[0]
+    return f"(?:{'|'.join(branches)}){'?' if '' in words else ''}" if branches else ""

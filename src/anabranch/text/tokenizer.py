@@ -249,9 +249,7 @@ def _load(path: Path) -> Backend:
     try:
         return Backend.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for anything it cannot read
-        with path.open("rb") as stream:
-            is_pointer = stream.read(23) == b"version https://git-lfs"
-        if is_pointer:
+        if path.read_bytes().startswith(b"version https://git-lfs"):
             raise ValueError(f"{path}: is a Git LFS pointer and not the file itself; run `git lfs pull`") from None
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: not a readable tokenizer ({reason}); truncated? download it again") from None

@@ -61,7 +61,7 @@ def launch(columns: int, width: int = 2048, **options: Any) -> None:
         KP=options.pop("KP", 8),
         COLUMNS=columns,
         FIRST=False,
-        PDL=True,
+        DEPENDENT=True,
         launch_pdl=True,
         **options,
     )
@@ -88,7 +88,7 @@ def test_recording_compiles_and_launches_nothing(cache: Path) -> None:
     assert [job.options["num_warps"] for job in jobs] == [4, 4, 8]
     assert all(job.options["launch_pdl"] for job in jobs)
     assert len({job.hash() for job in jobs}) == 3
-    assert jobs[0].name == ("sum_rows(K=8, KP=8, COLUMNS=256, FIRST=False, PDL=True, num_warps=4, num_stages=3)")
+    assert jobs[0].name == ("sum_rows(K=8, KP=8, COLUMNS=256, FIRST=False, DEPENDENT=True, num_warps=4, num_stages=3)")
 
 
 def test_recording_is_undone_after_a_failure(cache: Path) -> None:
@@ -153,7 +153,7 @@ def test_gluon_kernels_too(cache: Path) -> None:
             K=2,
             DEPTH=128,
             NARROW=False,
-            GELU=False,
+            ACTIVATION="silu",
             BN=64,
             BK=64,
             STAGES=2,

@@ -55,6 +55,8 @@ class NoDevice:
 
 DEPENDENT = ("sm_90", "sm_100")
 """Where kernels are launched before their predecessor is done."""
+DEPENDENT_LAUNCH = "anabranch.kernels.triton.launch.dependent_launch"
+"""What says so, for tests that replace it."""
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",

@@ -74,7 +74,7 @@ def test_what_a_gated_sum_does_not_accept() -> None:
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_a_gated_sum_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dependent = target in ahead_of_time.DEPENDENT
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: dependent)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: dependent)
     x_TD, gate_T1 = torch.empty(2, 2048, dtype=torch.bfloat16), torch.empty(2, 1, dtype=torch.bfloat16)
     with recorded(kernel, "add_gated_kernel") as launches:
         kernel.add_gated(x_TD, x_TD, gate_T1)
@@ -96,7 +96,7 @@ def test_a_gated_sum_compiles_ahead_of_time(target: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", ops.activation.ACTIVATIONS)
 def test_compiles_ahead_of_time(kind: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dependent = target in ahead_of_time.DEPENDENT
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: dependent)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: dependent)
     with recorded(kernel, "gated_activation_kernel") as launches:
         kernel.gated_activation(torch.empty(2, 2 * 5632, dtype=torch.bfloat16), kind)
     compiled = compile_for(target, launches[0])

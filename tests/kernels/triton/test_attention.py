@@ -424,7 +424,7 @@ def test_pools_of_more_than_2_to_the_31_elements() -> None:
 
 MACHINES = {
     "sm_80": Machine(ahead_of_time.SHARED["sm_80"], 108),
-    "sm_90": Machine(ahead_of_time.SHARED["sm_90"], 132, wgmma=True, gluon=True),
+    "sm_90": Machine(ahead_of_time.SHARED["sm_90"], 132, wgmma=True, hopper=True),
     "sm_100": Machine(ahead_of_time.SHARED["sm_100"], 148),
     "gfx90a": Machine(ahead_of_time.SHARED["gfx90a"], 104),
     "gfx942": Machine(ahead_of_time.SHARED["gfx942"], 304),

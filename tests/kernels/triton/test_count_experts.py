@@ -53,7 +53,7 @@ def test_in_a_graph(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: target in ahead_of_time.DEPENDENT)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: target in ahead_of_time.DEPENDENT)
     _, arguments = next(ops.count_experts.samples(torch.float32, torch.Generator()))
     with recorded(kernel, "count_kernel") as launches:
         kernel.count_experts(**copy(arguments))

@@ -90,7 +90,7 @@ def test_in_a_graph() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: target in ahead_of_time.DEPENDENT)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: target in ahead_of_time.DEPENDENT)
     with recorded(kernel, "inputs_kernel", "pages_kernel") as launches:
         for rows in (1, 256):
             packed_3R, last_token_S, table_SM = batch(rows, 0, 256, 1024)

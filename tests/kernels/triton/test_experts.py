@@ -18,6 +18,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     GroupedTiles,
     HopperTiles,
     Machine,
+    Shape,
     SmallTiles,
     Tile,
     Tiles,
@@ -236,7 +237,8 @@ def test_plan(
     for tokens in (1, 33, 120):  # the last needs two programs
         arguments = draw(tokens, 9, 3, 4, 4, routing=routing)
         expert_N, weight_N = arguments["expert_TK"].flatten(), arguments["weight_TK"].flatten()
-        plan = experts_plan.order_rows(arguments["expert_TK"], arguments["weight_TK"], 2.0, 9, rows, extra, False)
+        call = ExpertsCall(**arguments, scaling=2.0)
+        plan = experts_plan.order_rows(call, rows, extra, {"DEPENDENT": False})
         num_tiles = int(plan.head[0])
         assert plan.head[1:].tolist() == [0, 0]
         assert plan.tile_3M[0, num_tiles:].tolist() == [-1] * (plan.max_tiles - num_tiles)
@@ -278,9 +280,9 @@ MACHINES = {
 def test_chosen_tiles_fit(machine: str, dtype: str) -> None:
     for tokens in (1, 7, 8, 9, 16, 17, 64, 65, 300, 2048, 100_000):
         for num_experts, width, inner, top_k in ((128, 2048, 768, 8), (60, 2048, 1408, 4), (8, 4096, 14336, 2)):
-            size = (tokens, num_experts, width, inner, top_k, DTYPES[dtype])
+            shape = Shape(num_experts, width, inner, top_k, DTYPES[dtype])
             for combine in COMBINES:
-                tiles = experts_tiles.choose(*size, combine, MACHINES[machine])
+                tiles = experts_tiles.choose(tokens, shape, combine, MACHINES[machine])
                 if isinstance(tiles, SmallTiles):
                     assert tokens <= experts_tiles.SMALL_TOKENS
                     assert not (combine == "unfused" and tiles.by_token)
@@ -563,9 +565,9 @@ def test_portable_kernels_compile_ahead_of_time(
 ) -> None:
     tokens, dtype, combine, biased = AHEAD[case]
     machine = Machine(shared_bytes=MACHINES[target].shared_bytes)
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: target in ("sm_90", "sm_100"))
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: target in ("sm_90", "sm_100"))
     call = call_of(tokens, DTYPES[dtype], biased=biased)
-    kernel.run(call, experts_tiles.choose(tokens, 16, 2048, 768, 8, DTYPES[dtype], combine, machine))
+    kernel.run(call, experts_tiles.choose(tokens, Shape(16, 2048, 768, 8, DTYPES[dtype]), combine, machine))
     assert len(launches) >= 2
     for function, args, kwargs in launches:
         compiled = compile_launch(function, args, kwargs, target)
@@ -573,7 +575,9 @@ def test_portable_kernels_compile_ahead_of_time(
 
 
 def hopper_tiles() -> Iterator[Any]:
-    found = {"chosen": experts_tiles.choose(3000, 128, 2048, 768, 8, torch.bfloat16, "fastest", MACHINES["sm_90"])}
+    found = {
+        "chosen": experts_tiles.choose(3000, Shape(128, 2048, 768, 8, torch.bfloat16), "fastest", MACHINES["sm_90"])
+    }
     found |= {name: tiles for name, tiles in GPU_TILES.items() if isinstance(tiles, HopperTiles)}
     for name, tiles in found.items():
         yield pytest.param(tiles, id=name)

@@ -348,7 +348,7 @@ AHEAD: dict[str, tuple[int, int, int, bool]] = {
 @pytest.mark.parametrize("case", AHEAD)
 def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dependent = target in ahead_of_time.DEPENDENT
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: dependent)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: dependent)
     if target in ahead_of_time.AMD:
         for name, value in {"NUM_LANES": 64, "NUM_STAGES": 2, "LEAST_COLUMNS": 16}.items():
             monkeypatch.setattr(kernel, name, value)

@@ -116,8 +116,7 @@ def test_masks_with_minus_infinity(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (logprobs, penalize, mask_logits):
-        monkeypatch.setattr(module, "dependent_launch", lambda device: target in ahead_of_time.DEPENDENT)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: target in ahead_of_time.DEPENDENT)
     logits, token = torch.zeros(2, 151936), torch.zeros(2, dtype=torch.int64)
     with recorded(logprobs, "measure_kernel", "list_kernel") as launches:
         logprobs.logprobs(logits, token, 20)

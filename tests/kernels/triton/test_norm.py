@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import experts
 from anabranch.kernels.triton import norm as kernel
+from anabranch.kernels.triton.launch import launch_options
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
@@ -108,7 +109,7 @@ def test_the_sum_is_that_of_the_experts_kernels() -> None:
             judge(ops.sum_add_rms_norm, {**given, "eps": 1e-6}, torch.bfloat16, "cuda")
         unused = Weight.of(rows_TKD)
         call = ExpertsCall(residual_TD, weight_D, expert_TK, unused, unused, "silu")
-        x_TD = experts.sum_into(call, rows_TKD, torch.empty_like(residual_TD), False, True)
+        x_TD = experts.sum_into(call, rows_TKD, torch.empty_like(residual_TD), False, launch_options(rows_TKD.device))
         expected = kernel.add_rms_norm(x_TD, residual_TD, weight_D, 1e-6)
         for _ in range(10):
             found = kernel.sum_add_rms_norm(**given, eps=1e-6)
@@ -172,7 +173,7 @@ CASES = {  # shape of x, with the addition, with the sum of experts' rows
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dependent = target in ahead_of_time.DEPENDENT
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: dependent)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: dependent)
     shape, add, summed = CASES[case]
     x = torch.empty(shape, dtype=torch.bfloat16)
     with recorded(kernel, "norm_kernel") as launches:

@@ -211,7 +211,7 @@ def test_a_graph_follows_its_inputs() -> None:
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_compiles_ahead_of_time(geometry: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dependent = target in ahead_of_time.DEPENDENT
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: dependent)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: dependent)
     for tokens in (1, 100):
         with recorded(kernel, "rope_store_kernel") as launches:
             kernel.rope_store(RopeStoreCall(**draw(tokens, torch.bfloat16, **GEOMETRIES[geometry])))

@@ -216,18 +216,14 @@ def test_compiles_ahead_of_time(case: str, target: str) -> None:
     backend, architecture, num_lanes = ahead_of_time.TARGETS[target]
     for few in (True, False):
         vector = math.gcd(16 // DTYPES[dtype].itemsize, num_experts)
-        constants: dict[str, Any] = kernel.choose_constants(
-            few,
-            num_experts,
-            top_k,
-            DTYPES[dtype].itemsize,
-            vector,
-            options.get("score", "softmax"),
-            options.get("renormalize", True),
-            options.get("num_groups", 1),
-            options.get("top_groups", 1),
-            num_lanes,
-        ) | {"DEPENDENT": target in ("sm_90", "sm_100")}
+        constants: dict[str, Any] = {
+            "SIGMOID": options.get("score") == "sigmoid",
+            "RENORMALIZE": options.get("renormalize", True),
+            "TOP_GROUPS": options.get("top_groups", 1),
+            "DEPENDENT": target in ("sm_90", "sm_100"),
+        }
+        given = few, num_experts, top_k, DTYPES[dtype].itemsize, vector, options.get("num_groups", 1), num_lanes
+        constants |= kernel.choose_constants(*given)
         types = {"logits": f"*{dtype}", "weight": "*fp32", "expert": "*i32"}
         types |= {"num_rows": "i32", "stride": "i32", "scaling": "fp32"}
         for name, option, pointer in (

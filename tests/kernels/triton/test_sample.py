@@ -311,7 +311,7 @@ def test_in_a_graph(rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_compiles_ahead_of_time(target: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: target in ahead_of_time.DEPENDENT)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: target in ahead_of_time.DEPENDENT)
     arguments = sampling_rows(2, 151936, torch.Generator())
     arguments["logits_RV"] = arguments["logits_RV"].to(dtype)
     drawn = {name: arguments[name] for name in ("logits_RV", "temperature_R", "seed_R", "position_R")}

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.triton import experts_plan
 from anabranch.kernels.tuning.experts_candidates import searches
-from anabranch.kernels.tuning.experts_tiles import Machine, Tiles
+from anabranch.kernels.tuning.experts_tiles import Machine, Shape, Tiles
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
@@ -25,7 +25,7 @@ E, K, D, INNER = 128, 8, 2048, 768
 
 
 def candidates(num_tokens: int, machine: Machine) -> Iterator[Tiles]:
-    for search in searches(num_tokens, E, D, INNER, K, torch.bfloat16, machine):
+    for search in searches(num_tokens, Shape(E, D, INNER, K, torch.bfloat16), machine):
         yield from search.near()
 
 
@@ -52,7 +52,7 @@ def variant(launch: Launch) -> tuple[Any, ...]:
 @pytest.mark.parametrize("num_tokens", [1, 16, 4096])
 @pytest.mark.parametrize("target", ahead_of_time.AMD)
 def test_every_candidate_compiles(target: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: False)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: False)
     machine = Machine(shared_bytes=ahead_of_time.SHARED[target])
     weights = (
         Weight.of(torch.empty(E, 2 * INNER, D, dtype=torch.bfloat16, device="meta")),

@@ -21,11 +21,12 @@ from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.tuning import experts_tables, experts_tuner
 from anabranch.kernels.tuning import table as tables
 from anabranch.kernels.tuning.experts_candidates import searches
-from anabranch.kernels.tuning.experts_tables import CODEC, Shape
+from anabranch.kernels.tuning.experts_tables import CODEC
 from anabranch.kernels.tuning.experts_tiles import (
     GroupedTiles,
     HopperTiles,
     Machine,
+    Shape,
     SmallTiles,
     Tile,
     Tiles,
@@ -33,7 +34,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     choose,
 )
 from anabranch.ops.weight import Weight
-from tests.kernels.triton.ahead_of_time import NoDevice
+from tests.kernels.triton.ahead_of_time import DEPENDENT_LAUNCH, NoDevice
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing of it is interpreted")
 
@@ -61,10 +62,6 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel.chosen.cache_clear()
 
 
-def sizes(shape: Shape) -> tuple[Any, ...]:
-    return shape.num_experts, shape.D, shape.inner, shape.top_k, shape.dtype
-
-
 # -- What is tried -----------------------------------------------------------------------------------------------------
 
 
@@ -75,8 +72,8 @@ def test_candidates_can_run_and_come_back_from_disk(machine: str, dtype: torch.d
     given = MACHINES[machine]
     for shape, tokens in itertools.product((*SHAPES.values(), MIXTRAL), TOKENS):
         shape = replace(shape, dtype=dtype)
-        found = searches(tokens, *sizes(shape), given, full=full)
-        assert found[0].base == choose(tokens, *sizes(shape), machine=given), "the rule is judged like the others"
+        found = searches(tokens, shape, given, full=full)
+        assert found[0].base == choose(tokens, shape, machine=given), "the rule is judged like the others"
         tried = list(dict.fromkeys(tiles for one in found for tiles in one.near()))
         assert len(tried) <= (34 if full else 14)
         for tiles in tried:
@@ -151,10 +148,10 @@ def test_shipped_tables_are_found_and_followed(model: str, h200: None, caplog: p
 
 def test_a_table_overrules_the_rule(h200: None) -> None:
     shape = SHAPES["gemma-4-26b-a4b"]
-    rule = choose(8192, *sizes(shape), machine=HOPPER)
+    rule = choose(8192, shape, machine=HOPPER)
     assert kernel.chosen(8192, shape, "fastest", HOPPER, GPU) != rule, "6 % slower in the sweep"
     assert kernel.chosen(8192, replace(shape, inner=720), "fastest", HOPPER, GPU) == choose(
-        8192, *sizes(replace(shape, inner=720)), machine=HOPPER
+        8192, replace(shape, inner=720), machine=HOPPER
     )
 
 
@@ -219,7 +216,7 @@ NEW = Shape(32, 1024, 512, 4, BF16)
 
 
 def test_a_new_shape_is_measured_once_and_then_known(fake: type[FakeBench]) -> None:
-    assert kernel.chosen(4096, NEW, "fastest", Machine(), GPU) == choose(4096, *sizes(NEW))
+    assert kernel.chosen(4096, NEW, "fastest", Machine(), GPU) == choose(4096, NEW)
     first = ensure(NEW)
     assert sorted(first.measured) == [1, 8, 16, 64, 256, 1024, 4096, 8192]
     assert ensure(NEW).measured == () and len(fake.made) == 1
@@ -231,7 +228,7 @@ def test_a_new_shape_is_measured_once_and_then_known(fake: type[FakeBench]) -> N
     assert again.measured == () and again.table is not None and first.table is not None
     assert again.table.times == first.table.times
     chosen = kernel.chosen(4096, NEW, "fastest", Machine(), GPU)
-    assert isinstance(chosen, GroupedTiles) and chosen != choose(4096, *sizes(NEW))
+    assert isinstance(chosen, GroupedTiles) and chosen != choose(4096, NEW)
     assert first.table.times[4096][chosen] == min(first.table.times[4096].values())
 
 
@@ -290,7 +287,7 @@ def test_kernels_of_candidates_are_compiled_in_other_processes(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", NoDevice())
-    monkeypatch.setattr(kernel, "dependent_launch", lambda device: True)
+    monkeypatch.setattr(DEPENDENT_LAUNCH, lambda device: True)
     for module, names in (
         (kernel, ("gate_up_small", "down_token", "gate_up_grouped", "down_grouped", "sum_rows")),
         (experts_plan, ("place_pairs",)),

@@ -1,22 +1,23 @@
 """The compiling process: `python -m anabranch.kernels.compiling.compile_jobs`, started by `compile_server`.
 
-Reads batches of jobs from standard input, forks a child for each job, writes a line of JSON for each that ends ([index,
-seconds, error or null]) and null after the last. It never opens a device. It exits at the end of its input or after a
-while without requests; its children exit with it.
+Receives batches of jobs, forks a child for each job, sends (index, seconds, error or None) for each that ends and None
+after the last. It never opens a device. It exits when the connection is closed or after a while without batches; its
+children exit with it.
 """
 
 import ctypes
 import gc
 import importlib
-import json
 import os
 import pickle
 import pkgutil
-import select
 import signal
 import sys
 import time
 from contextlib import suppress
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import NoReturn
 
 from anabranch.kernels.compiling.compile_server import CANCEL
@@ -43,60 +44,56 @@ def preload() -> None:
         CudaUtils()  # compiles C code that every program needs first
 
 
-def serve(source: int, answers: int) -> None:
-    while select.select([source], [], [], IDLE_SECONDS)[0]:
-        head = read_exactly(source, len(CANCEL))
-        if not head:
-            return
-        if head == CANCEL:  # for a batch that has just ended
+def serve(client: Connection) -> None:
+    while client.poll(IDLE_SECONDS):
+        batch = client.recv()
+        if batch is CANCEL:  # for a batch that has just ended
             continue
-        frames, workers, path, environment = pickle.loads(read_exactly(source, int.from_bytes(head, "little")))
+        frames, workers, path, environment = batch
         sys.path[:] = path
         for name in [name for name in os.environ if name.startswith(ENVIRONMENT)]:
             del os.environ[name]
         os.environ.update(environment)
-        compile_all(frames, workers, source, answers)
-        write_all(answers, b"null\n")
+        compile_all(frames, workers, client)
+        client.send(None)
 
 
-def compile_all(frames: list[bytes], workers: int, source: int, answers: int) -> None:
+def compile_all(frames: list[bytes], workers: int, client: Connection) -> None:
     """Returns when all have ended, or when there is input: a cancellation, or its end."""
     waiting = list(reversed(list(enumerate(frames))))
-    running: dict[int, tuple[int, int, float]] = {}  # pipe → index, process, start time
+    running: dict[Connection, tuple[int, ForkProcess, float]] = {}  # index, process, start time
     while waiting or running:
         while waiting and len(running) < workers:
             index, frame = waiting.pop()
-            pipe, process = fork(frame)
-            running[pipe] = index, process, time.monotonic()
-        for ready in select.select([source, *running], [], [])[0]:
-            if ready == source:
-                for pipe, (_, process, _) in running.items():
-                    os.kill(process, signal.SIGKILL)
-                    os.waitpid(process, 0)
-                    os.close(pipe)
-                return
-            index, process, began = running.pop(ready)
-            answer = os.read(ready, 1 << 16)
-            os.close(ready)
-            status = os.waitpid(process, 0)[1]
-            error = None if answer == b"+" else answer[1:].decode(errors="replace") or exit_reason(status)
-            line = json.dumps([index, time.monotonic() - began, error])
-            write_all(answers, line.encode() + b"\n")
+            answer, process = start(frame)
+            running[answer] = index, process, time.monotonic()
+        ready = wait([client, *running])
+        if client in ready:
+            for _, process, _ in running.values():
+                process.kill()
+                process.join()
+            return
+        for answer in [answer for answer in running if answer in ready]:
+            index, process, began = running.pop(answer)
+            try:
+                error = answer.recv()
+                process.join()
+            except EOFError:
+                process.join()
+                error = exit_reason(process.exitcode or 0)
+            client.send((index, time.monotonic() - began, error))
 
 
-def fork(frame: bytes) -> tuple[int, int]:
-    """A child that compiles one job and answers b"+", or b"-" and the error."""
-    pipe, other = os.pipe()
-    parent = os.getpid()
-    process = os.fork()
-    if not process:
-        os.close(pipe)
-        compile_one(frame, other, parent)
-    os.close(other)
-    return pipe, process
+def start(frame: bytes) -> tuple[Connection, ForkProcess]:
+    """A child that compiles one job and sends None, or the error."""
+    answer, other = Pipe(duplex=False)
+    with other:
+        process = get_context("fork").Process(target=compile_one, args=(frame, other, os.getpid()))
+        process.start()
+    return answer, process
 
 
-def compile_one(frame: bytes, answer: int, parent: int) -> NoReturn:
+def compile_one(frame: bytes, answer: Connection, parent: int) -> NoReturn:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
@@ -104,56 +101,36 @@ def compile_one(frame: bytes, answer: int, parent: int) -> NoReturn:
     # The compiler prints the more useful part of its errors.
     printed = os.memfd_create("printed") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
     os.dup2(printed, 2)
-    result = b"+"
+    error = None
     try:
         job, launcher = pickle.loads(frame)
-        job = pickle.loads(job)
         job.compile()
-    except BaseException as error:
-        result = b"-" + one_line(error).encode() + tail(printed)
+    except BaseException as failure:
+        error = one_line(failure) + tail(printed)
     else:
         with suppress(Exception):  # the kernel is compiled; a launcher that does not compile fails at the launch
             if launcher is not None:
                 job.compile(launcher)
-    os.write(answer, result[:4096])
+    answer.send(error)
     os._exit(0)  # no destructors: they belong to the parent
 
 
-def tail(printed: int) -> bytes:
+def tail(printed: int) -> str:
     size = os.fstat(printed).st_size
-    text = os.pread(printed, 2000, max(0, size - 2000))
-    return b" | " + b" ".join(text.split()) if text else b""
+    text = os.pread(printed, 2000, max(0, size - 2000)).decode(errors="replace")
+    return f" | {' '.join(text.split())}" if text else ""
 
 
-def exit_reason(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
+def exit_reason(code: int) -> str:
     return f"the compiler was ended by {signal.Signals(-code).name}" if code < 0 else f"the compiler exited with {code}"
 
 
-def read_exactly(source: int, count: int) -> bytes:
-    """Empty at the end of the input."""
-    found = b""
-    while len(found) < count:
-        chunk = os.read(source, count - len(found))
-        if not chunk:
-            return b""
-        found += chunk
-    return found
-
-
-def write_all(target: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(target, data) :]
-
-
 def main() -> None:
-    answers = os.dup(1)
-    os.dup2(2, 1)  # prints must not get between the answers
     preload()
     gc.freeze()  # a garbage collection in a child would copy every page
     gc.disable()
-    with suppress(BrokenPipeError):
-        serve(0, answers)
+    with suppress(EOFError, OSError), Connection(int(sys.argv[1])) as client:
+        serve(client)
 
 
 if __name__ == "__main__":

@@ -2,34 +2,29 @@
 
 The process imports torch and the kernels once and forks a child for each job: the import is paid once, and no process
 with an open device is forked. `start_early` is for the first lines of a program, before torch is imported, so that both
-imports run in parallel. This file knows processes and pipes and imports nothing heavy; `precompile` defines jobs,
-`compile_jobs` runs in the process.
+imports run in parallel. This file imports nothing heavy; `precompile` defines jobs, `compile_jobs` runs in the process.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import json
 import logging
 import os
-import pickle
-import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 MODULE = "anabranch.kernels.compiling.compile_jobs"
-CANCEL = b"\xff" * 8
-"""Sent instead of the length of a batch: stop the running one."""
+CANCEL = None
+"""Sent instead of a batch: stop the running one."""
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd")
 """One of them exists where there is a GPU that Triton compiles for."""
-
 OUT_OF_TIME = "out of time"
 
 _server: CompileServer | None = None
@@ -41,16 +36,17 @@ class CompileServer:
         hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env={**environment, **hidden},
-        )
-        self._rest = b""
-        """The beginning of an incomplete line."""
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
+        self._connection, other = Pipe()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._printed,
+                stderr=self._printed,
+                pass_fds=[other.fileno()],
+                env={**environment, **hidden},
+            )
         self._num_cancelled = 0
         """Cancelled batches that have not ended: their answers are ignored."""
 
@@ -72,63 +68,50 @@ class CompileServer:
 
         `deadline` is a time.monotonic(). `environment`: the variables that the jobs' cache keys depend on.
         """
-        assert self._process.stdout is not None
-        frame = pickle.dumps((list(jobs), workers, sys.path, environment))
-        if not self._send(len(frame).to_bytes(8, "little") + frame):
+        if not self._send((list(jobs), workers, sys.path, environment)):
             return self._exit_reason()
-        descriptor = self._process.stdout.fileno()
         while True:
-            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([descriptor], [], [], wait)[0]:
+            if not self._connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 self._num_cancelled += 1
                 self._send(CANCEL)
                 return OUT_OF_TIME
-            chunk = os.read(descriptor, 1 << 16)
-            if not chunk:
+            try:
+                answer = self._connection.recv()
+            except (EOFError, OSError):
                 return self._exit_reason()
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            for line in lines:
-                found = json.loads(line)
-                if self._num_cancelled:
-                    self._num_cancelled -= found is None
-                elif found is None:
-                    return None
-                else:
-                    done(*found)
+            if self._num_cancelled:
+                self._num_cancelled -= answer is None
+            elif answer is None:
+                return None
+            else:
+                done(*answer)
 
-    def _send(self, data: bytes) -> bool:
-        assert self._process.stdin is not None
+    def _send(self, message: object) -> bool:
         try:
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-        except BrokenPipeError:
+            self._connection.send(message)
+        except OSError:
             return False
         return True
 
     def _exit_reason(self) -> str:
         code = self._process.wait()
-        self._stderr.seek(0)
-        last = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+        self._printed.seek(0)
+        last = self._printed.read().decode(errors="replace").strip().splitlines()[-1:]
         return f"the compiling process ended with exit code {code}" + (f": {last[0]}" if last else "")
 
     def close(self) -> None:
         """End the process and its children at once."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()  # its children end with it, see compile_jobs
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._stderr):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+        self._connection.close()
+        self._printed.close()
 
 
 def start() -> CompileServer:
     """The running server, or a new one."""
     global _server
     if _server is None or not _server.alive:
-        if _server is not None:
-            _server.close()
-        else:
-            atexit.register(close)
+        close()
         _server = CompileServer()
     return _server
 
@@ -137,6 +120,7 @@ def running() -> bool:
     return _server is not None and _server.alive
 
 
+@atexit.register
 def close() -> None:
     """End the server, if there is one, to free its memory."""
     global _server

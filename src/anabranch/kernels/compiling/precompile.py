@@ -20,13 +20,12 @@ launch will raise, and a tuner only drops a candidate.
 
 import hashlib
 import importlib
-import inspect
 import io
 import logging
 import os
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +40,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable, JITFunction
 
 from anabranch.kernels.compiling import compile_server
+from anabranch.kernels.compiling.versions import recording_problem
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,6 @@ FEW = 3
 ENVIRONMENT = ("TRITON_", "PTXAS_", "CC")
 """Prefixes of the variables that the cache and its keys depend on; the server may have been started before they were
 set."""
-EXPECTED = ["self", "key", "signature", "device", "constexprs", "options", "attrs", "warmup"]
-"""Parameters of JITFunction._do_compile in the Triton versions that `recording` supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +95,10 @@ class Job:
         if launcher is not None:
             launcher(source, compiled.metadata)
 
-    def dump(self) -> bytes:
+    def dump(self, launcher: type | None) -> bytes:
+        """For `compile_jobs`."""
         buffer = io.BytesIO()
-        _ByName(buffer).dump(self)
+        _ByName(buffer).dump((self, launcher))
         return buffer.getvalue()
 
 
@@ -125,21 +124,14 @@ def find(module: str, name: str) -> Any:
     return found
 
 
-def problem() -> str | None:
-    """Why launches cannot be recorded with this Triton; None if they can."""
-    if list(inspect.signature(JITFunction._do_compile).parameters) == EXPECTED:
-        return None
-    return f"Triton {triton.__version__} compiles kernels by an interface that is not supported"
-
-
 @contextmanager
 def recording() -> Iterator[list[Job]]:
     """Launches inside are collected, each specialisation once, instead of compiled and launched."""
     jobs: list[Job] = []
     filled: list[tuple[dict[str, Any], str]] = []
     """Entries made in Triton's tables of loaded kernels, so that each specialisation is recorded once."""
-    if reason := problem():
-        raise RuntimeError(reason)
+    if problem := recording_problem():
+        raise RuntimeError(problem)
     run, do_compile = JITFunction.run, JITFunction._do_compile
 
     def run_without_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -188,71 +180,64 @@ def precompile(jobs: Sequence[Job], workers: int | None = None, deadline: float 
     missing = [job for job in unique.values() if not job.is_cached()]
     # Start with the slowest: Gluon kernels by far, otherwise those with the longest source.
     missing.sort(key=lambda job: (job.kernel.is_gluon(), len(job.kernel.src)), reverse=True)
-    batch = Batch(missing)
-    if len(missing) <= FEW and not compile_server.running():
-        batch.compile_here(missing, until)
-    elif missing:
-        batch.compile_in_parallel(workers or len(os.sched_getaffinity(0)), until)
-    if missing:
-        took = sum(batch.seconds)
-        log.info("%d kernels compiled (%.1f s of work), %d failed", len(batch.seconds), took, len(batch.failed))
-    return batch.failed
+    times: list[float] = []
+    failed: list[str] = []
 
-
-class Batch:
-    """Jobs to compile, and their results."""
-
-    def __init__(self, jobs: list[Job]) -> None:
-        self.jobs = jobs
-        self.seconds: list[float] = []
-        self.failed: list[str] = []
-
-    def done(self, job: Job, seconds: float, error: str | None) -> None:
+    def done(job: Job, seconds: float, error: str | None) -> None:
         if error is None and not job.is_cached():
             error = "it was compiled under another key than a launch looks up"
         if error is None:
-            self.seconds.append(seconds)
+            times.append(seconds)
         else:
-            self.failed.append(job.name)
+            failed.append(job.name)
             log.warning("%s is not compiled: %s", job.name, error)
 
-    def compile_here(self, jobs: Sequence[Job], until: float | None) -> None:
-        for job in jobs:
-            began = time.monotonic()
-            error = None
-            if until is not None and began >= until:
-                error = compile_server.OUT_OF_TIME
-            else:
-                try:
-                    job.compile()
-                except Exception as failure:  # any error of the compiler
-                    error = one_line(failure)
-            self.done(job, time.monotonic() - began, error)
-
-    def compile_in_parallel(self, workers: int, until: float | None) -> None:
-        sent: list[Job] = []
-        kept: list[Job] = []
-        frames: list[bytes] = []
-        launcher = getattr(driver.active, "launcher_cls", None)
-        for job in self.jobs:
+    if not missing:
+        return []
+    here = missing
+    if len(missing) > FEW or compile_server.running():
+        here = _compile_in_parallel(missing, workers or len(os.sched_getaffinity(0)), until, done)
+    for job in here:
+        began = time.monotonic()
+        error = None
+        if until is not None and began >= until:
+            error = compile_server.OUT_OF_TIME
+        else:
             try:
-                frames.append(pickle.dumps((job.dump(), launcher)))
-                sent.append(job)
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
-                log.debug("%s is compiled in this process: %s", job.name, error)
-                kept.append(job)
-        left = dict(enumerate(sent))
+                job.compile()
+            except Exception as failure:  # any error of the compiler
+                error = one_line(failure)
+        done(job, time.monotonic() - began, error)
+    log.info("%d kernels compiled (%.1f s of work), %d failed", len(times), sum(times), len(failed))
+    return failed
 
-        def done(index: int, seconds: float, error: str | None) -> None:
-            self.done(left.pop(index), seconds, error)
 
-        environment = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
-        reason = compile_server.start().compile(
-            frames, workers=workers, environment=environment, done=done, deadline=until
-        )
-        for job in left.values():
-            self.done(job, 0.0, reason)
-        self.compile_here(kept, until)
+def _compile_in_parallel(
+    jobs: Sequence[Job], workers: int, until: float | None, done: Callable[[Job, float, str | None], None]
+) -> list[Job]:
+    """Returns the jobs that only this process can compile."""
+    sent: list[Job] = []
+    kept: list[Job] = []
+    frames: list[bytes] = []
+    launcher = getattr(driver.active, "launcher_cls", None)
+    for job in jobs:
+        try:
+            frames.append(job.dump(launcher))
+            sent.append(job)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            log.debug("%s is compiled in this process: %s", job.name, error)
+            kept.append(job)
+    left = dict(enumerate(sent))
+    reason = compile_server.start().compile(
+        frames,
+        workers=workers,
+        environment={name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)},
+        done=lambda index, seconds, error: done(left.pop(index), seconds, error),
+        deadline=until,
+    )
+    for job in left.values():
+        done(job, 0.0, reason)
+    return kept
 
 
 def one_line(error: BaseException) -> str:

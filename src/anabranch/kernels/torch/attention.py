@@ -6,6 +6,7 @@ T token rows, R requests, H query heads, G key-value heads, D head dim, E that o
 M page-table width, Q queries of one request, B decode rows of a group, L keys of each.
 """
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -34,31 +35,16 @@ class Group:
     keys: slice
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A step's work, and what it was worked out from."""
-
-    page_table_RM: torch.Tensor
-    starts: list[int]
-    lengths: list[int]
-    page_size: int
-    window: int
-    prefills: list[int]
-    decodes: list[Group]
-
-
-_last: Work | None = None
-
-
 @ops.attention.kernel("torch")
 def attention(call: AttentionCall) -> torch.Tensor:
     q_THD = call.q_THD
-    work = _work(call)
+    starts, lengths = tuple(call.query_start_R.tolist()), tuple(call.context_len_R.tolist())
+    prefills, groups = _grouped(call.page_table_RM, starts, lengths, call.k_PSGD.shape[1], call.window)
     out_THE = q_THD.new_zeros(*q_THD.shape[:2], call.v_PSGE.shape[3])
-    for r in work.prefills:
-        rows = slice(work.starts[r], work.starts[r + 1])
-        out_THE[rows] = _prefill(q_THD[rows], call, r, work.lengths[r])
-    for group in work.decodes:
+    for r in prefills:
+        rows = slice(starts[r], starts[r + 1])
+        out_THE[rows] = _prefill(q_THD[rows], call, r, lengths[r])
+    for group in groups:
         out_THE[group.row_B] = _decode(q_THD[group.row_B], call, group)
     return out_THE
 
@@ -75,17 +61,11 @@ def _decode(q_BHD: torch.Tensor, call: AttentionCall, group: Group) -> torch.Ten
     return out.flatten(1, 2)
 
 
-def _work(call: AttentionCall) -> Work:
-    """As for the layer before, if it had the same table and lengths."""
-    global _last
-    starts, lengths = call.query_start_R.tolist(), call.context_len_R.tolist()
-    page_table_RM, page_size, window = call.page_table_RM, call.k_PSGD.shape[1], call.window
-    if (
-        _last is not None
-        and _last.page_table_RM is page_table_RM
-        and (_last.page_size, _last.window, _last.lengths, _last.starts) == (page_size, window, lengths, starts)
-    ):
-        return _last
+@functools.lru_cache(maxsize=1)  # the layers of a step pass the same tensor; a tensor's hash is its identity
+def _grouped(
+    page_table_RM: torch.Tensor, starts: tuple[int, ...], lengths: tuple[int, ...], page_size: int, window: int
+) -> tuple[list[int], list[Group]]:
+    """(requests that are prefilled, groups of those that decode)."""
     counts = [end - begin for begin, end in pairwise(starts)]
     # Rows of padding have no context, and stay zeros.
     decoding = sorted((r for r, n in enumerate(counts) if n == 1 and lengths[r]), key=lambda r: lengths[r])
@@ -100,9 +80,7 @@ def _work(call: AttentionCall) -> Work:
             total, size = total + lengths[r], size + 1
         members, decoding = sorted(decoding[-size:]), decoding[:-size]
         groups.append(_group([(starts[r], lengths[r], tables[r]) for r in members], page_size, window, page_table_RM))
-    prefills = [r for r, n in enumerate(counts) if n > 1]
-    _last = Work(page_table_RM, starts, lengths, page_size, window, prefills, groups)
-    return _last
+    return [r for r, n in enumerate(counts) if n > 1], groups
 
 
 def _group(members: list[tuple[int, int, list[int]]], page_size: int, window: int, like: torch.Tensor) -> Group:

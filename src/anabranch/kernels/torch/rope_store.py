@@ -32,9 +32,5 @@ def _rotated(
     x_THD: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """norm(x) · cos + (norm(x) with its halves swapped) · (−sin, sin)."""
-    x = x_THD
-    if weight is not None and weight.numel() == x.shape[2]:
-        x = torch.rms_norm(x, x.shape[2:], weight, eps)
-    elif weight is not None:
-        x = torch.rms_norm(x.flatten(1), weight.shape, weight, eps).view(x.shape)
+    x = head_norm(x_THD, weight, eps, lambda x, weight, eps: torch.rms_norm(x, weight.shape, weight, eps))
     return torch.addcmul(x * cos, x.roll(x.shape[2] // 2, -1), sin)

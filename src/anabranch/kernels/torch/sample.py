@@ -44,9 +44,7 @@ class Row:
         self.peak_S = self.logit_SW.amax(1)
         self.top = self.peak_S.amax()
         self.scale = scale
-        state = exact.mix(seed & 0xFFFFFFFF)
-        state = exact.mix(state ^ ((seed >> 32) & 0xFFFFFFFF))
-        self.state = exact.mix(state ^ (position & 0xFFFFFFFF))
+        self.state = exact.stream(seed, position)
 
     def relative(self, logit_N: torch.Tensor) -> torch.Tensor:
         """Logits relative to the best, after temperature."""

@@ -1,6 +1,6 @@
 """Kernels in Triton, for GPUs. Each runs in Triton's interpreter too, which is how the CPU tests judge it."""
 
-from anabranch.kernels.compiling import cache_keys
+from anabranch.kernels.compiling.versions import settle_cache_keys
 from anabranch.kernels.triton import (  # noqa: F401  importing registers their kernels
     activation,
     attention,
@@ -17,4 +17,4 @@ from anabranch.kernels.triton import (  # noqa: F401  importing registers their 
     sample,
 )
 
-cache_keys.settle()
+settle_cache_keys()

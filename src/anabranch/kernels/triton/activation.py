@@ -12,10 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from anabranch import ops
 from anabranch.kernels.triton.exact import EXACT
 from anabranch.kernels.triton.gated import activate
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
+from anabranch.kernels.triton.launch import FLOATS, cdiv, launch_options, wait_for_predecessor
 from anabranch.ops.activation import ACTIVATIONS
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK, NUM_WARPS = 1024, 4
 
 
@@ -61,7 +60,7 @@ def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
         return y_TI
     gated_activation_kernel[(rows, cdiv(width, BLOCK))](
         x_T2I, y_TI, x_T2I.stride(0),
-        I=width, BLOCK=BLOCK, ACTIVATION=kind, num_warps=NUM_WARPS, **launch_options(dependent_launch(x_T2I.device)),
+        I=width, BLOCK=BLOCK, ACTIVATION=kind, num_warps=NUM_WARPS, **launch_options(x_T2I.device),
     )  # fmt: skip
     return y_TI
 
@@ -87,7 +86,7 @@ def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor)
         return y_TD
     add_gated_kernel[(rows, cdiv(width, BLOCK))](
         x_TD, gated_TD, gate_T1, y_TD,
-        D=width, BLOCK=BLOCK, DEPENDENTS=dependent_launch(x_TD.device), num_warps=NUM_WARPS,
+        D=width, BLOCK=BLOCK, DEPENDENTS=launch_options(x_TD.device)["DEPENDENT"], num_warps=NUM_WARPS,
         **EXACT,  # without it the product is not rounded
     )  # fmt: skip
     return y_TD

@@ -7,9 +7,6 @@ A decode step (every request has one new token) is attention_decode alone. Other
 attention_hopper) does the requests with several new tokens, and attention_decode those with one in the same batch: what
 is fast for one is not for the other. The device tells them apart. The host knows sizes only, never lengths, so that
 a captured call stays right while contexts grow.
-
-This is one provider of the op. A vendor's attention library would be another: a package that registers on the same op
-under its own name (`needs`: whether it can be imported), put before "triton" in a platform's `providers`.
 """
 
 import functools
@@ -23,21 +20,14 @@ from anabranch import ops
 from anabranch.kernels.triton import attention_tiles
 from anabranch.kernels.triton.attention_decode import attend_pieces
 from anabranch.kernels.triton.attention_prefill import attend_rows
-from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, Machine, PrefillTile
-from anabranch.kernels.triton.launch import (
-    cdiv,
-    dependent_launch,
-    gluon_kernels,
-    is_hopper,
-    lasting_zeros,
-    next_power_of_2,
-)
+from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, PrefillTile
+from anabranch.kernels.triton.launch import FLOATS, cdiv, dependent_launch, lasting_zeros, machine_of, next_power_of_2
+from anabranch.kernels.tuning.experts_tiles import Machine
 from anabranch.ops.attention import AttentionCall
 
 MAX_DIM = 512
 MAX_QUERIES = 64 * 128
 """Elements of the queries that attention_decode can hold: heads that share keys × head dim, both rounded up."""
-hopper_kernels = functools.partial(gluon_kernels, "attention_hopper")
 SINGLE_REQUESTS, MANY_REQUESTS = (32, 256, 512, 2048), (32, 1024, 2048)
 """A kernel reads the lengths of all requests of a step at once; each of these bounds is a version of it. The second are
 those of attention_prefill, whose programs have more other work, and which reads one entry more."""
@@ -53,7 +43,7 @@ def accepts(call: AttentionCall) -> bool:
     integers = page_table_RM, call.query_start_R, call.context_len_R
     return (
         q_THD.dtype == k_PSGD.dtype == v_PSGE.dtype
-        and q_THD.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and q_THD.dtype in FLOATS
         and q_THD.stride(2) == k_PSGD.stride(3) == 1
         and k_PSGD.shape == v_PSGE.shape
         and k_PSGD.stride() == v_PSGE.stride()
@@ -84,7 +74,7 @@ def attention(call: AttentionCall) -> torch.Tensor:
     if plan.many is not None:
         attend_many(plan.many, *tensors, T, *numbers, plan.many.trigger, plan.alone)
     if plan.single is not None:
-        attend_single(plan, shape, tensors, numbers)
+        attend_single(plan.single, shape, tensors, T if plan.pad else 0, numbers)
     return out_THD
 
 
@@ -152,7 +142,7 @@ def make_plan(
     if not decoding and (shape.R < 2 or not apart):
         return AttentionPlan(many, None, alone=1)
     chosen = decode_tile or attention_tiles.choose_decode(shape.R * shape.G, shape.D, shape.dtype, machine)
-    return plan_single(shape, machine, dependent, chosen)._replace(many=many, pad=decoding)
+    return AttentionPlan(many, plan_single(shape, machine, dependent, chosen), pad=decoding)
 
 
 def plan_many(shape: Shape, machine: Machine, dependent: bool, tile: PrefillTile | HopperTile) -> Launch:
@@ -161,12 +151,11 @@ def plan_many(shape: Shape, machine: Machine, dependent: bool, tile: PrefillTile
         options = {"STAGES": tile.stages, "num_warps": 4}
     else:
         options = {"BM": tile.rows, "num_warps": tile.warps, "num_stages": tile.stages}
-    options |= compiled_for(shape, shape.R + 1, MANY_REQUESTS)
-    options |= {"BN": tile.keys, **launch_options(dependent)}
+    options |= compiled_for(shape, shape.R + 1, MANY_REQUESTS, tile.keys, dependent)
     return Launch((shape.G, blocks), options, few_programs(machine, shape.G * blocks))
 
 
-def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTile) -> AttentionPlan:
+def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTile) -> Launch:
     R, G, heads = shape.R, shape.G, next_power_of_2(shape.H // shape.G)
     # However short the contexts of this step are: those of the next one need not be, and it should find its kernels.
     most_keys = max(shape.M * shape.S, 2 * tile.keys)
@@ -175,9 +164,8 @@ def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTil
     num_pieces = most_pieces(R, G, most_keys, tile, machine)
     assert num_pieces < 1 << 15, "the place of a piece has half of a count"
     options = {
-        **compiled_for(shape, R, SINGLE_REQUESTS),
+        **compiled_for(shape, R, SINGLE_REQUESTS, tile.keys, dependent),
         "ROWS": shape.padded_heads(),
-        "BN": tile.keys,
         "SPLIT": num_pieces > R,
         "HEADS": heads,
         "AT_ONCE": max(1, min(MOST_AT_ONCE, ELEMENTS_AT_ONCE * tile.warps // (heads * shape.padded_dim()))),
@@ -185,12 +173,11 @@ def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTil
         "FETCH": tile.fetch and dependent and shape.D * shape.dtype.itemsize >= 128,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-        **launch_options(dependent),
     }
-    return AttentionPlan(None, Launch((G, num_pieces), options, few_programs(machine, G * num_pieces)))
+    return Launch((G, num_pieces), options, few_programs(machine, G * num_pieces))
 
 
-def compiled_for(shape: Shape, num_entries: int, bounds: tuple[int, ...]) -> dict[str, Any]:
+def compiled_for(shape: Shape, num_entries: int, bounds: tuple[int, ...], keys: int, dependent: bool) -> dict[str, Any]:
     """Options of all kernels; `num_entries` of the requests are read at once."""
     return {
         "HG": shape.H // shape.G,
@@ -199,11 +186,10 @@ def compiled_for(shape: Shape, num_entries: int, bounds: tuple[int, ...]) -> dic
         "S": shape.S,
         "RP": next(bound for bound in bounds if bound >= num_entries),
         "WINDOWED": shape.window > 0,
+        "BN": keys,
+        "DEPENDENT": dependent,
+        **({"launch_pdl": True} if dependent else {}),
     }
-
-
-def launch_options(dependent: bool) -> dict[str, bool]:
-    return {"PDL": dependent, **({"launch_pdl": True} if dependent else {})}
 
 
 def few_programs(machine: Machine, programs: int) -> int:
@@ -213,13 +199,7 @@ def few_programs(machine: Machine, programs: int) -> int:
 def most_pieces(R: int, G: int, most_keys: int, tile: DecodeTile, machine: Machine) -> int:
     """W: a piece of each request, and as many more as the machine holds at a time, if there are keys for them."""
     blocks = cdiv(most_keys, tile.keys)
-    if blocks < 2:
-        return R
-    return R + min(further_pieces(G, tile, machine), R * blocks)
-
-
-def further_pieces(G: int, tile: DecodeTile, machine: Machine) -> int:
-    return max(1, tile.programs * machine.processors // G)
+    return R if blocks < 2 else R + min(max(1, tile.programs * machine.processors // G), R * blocks)
 
 
 def attend_many(launch: Launch, *arguments: Any) -> None:
@@ -234,11 +214,10 @@ def attend_many(launch: Launch, *arguments: Any) -> None:
 
 
 def attend_single(
-    plan: AttentionPlan, shape: Shape, tensors: tuple[torch.Tensor, ...], numbers: tuple[int | float, ...]
+    launch: Launch, shape: Shape, tensors: tuple[torch.Tensor, ...], num_tokens: int, numbers: tuple[int | float, ...]
 ) -> None:
     """`tensors` and `numbers` are the kernel's, in its order, but for those that are made here."""
-    assert plan.single is not None
-    (num_groups, num_pieces), options, trigger = plan.single
+    (num_groups, num_pieces), options, trigger = launch
     out_THD = tensors[-1]
     piece_WHD = weight_WH = count_RG = out_THD  # not touched
     if options["SPLIT"]:
@@ -246,27 +225,10 @@ def attend_single(
         piece_WHD = torch.empty(num_pieces, shape.H, shape.D, dtype=torch.float32, device=device)
         weight_WH = torch.empty(num_pieces, shape.H, dtype=torch.float32, device=device)
         count_RG = counts_of(num_groups, device)
-    num_tokens = shape.T if plan.pad else 0
-    attend_pieces[plan.single.grid](
-        *tensors, piece_WHD, weight_WH, count_RG, num_tokens, *numbers, trigger, **options
-    )  # fmt: skip
+    attend_pieces[launch.grid](*tensors, piece_WHD, weight_WH, count_RG, num_tokens, *numbers, trigger, **options)
 
 
 @functools.cache
 def counts_of(G: int, device: torch.device) -> torch.Tensor:
     """For as many requests as a step may have. All calls share them: on a device these follow each other."""
     return lasting_zeros(device, SINGLE_REQUESTS[-1], G)
-
-
-@functools.cache
-def machine_of(device: torch.device) -> Machine:
-    if device.type != "cuda":
-        return Machine()
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 0) or Machine().shared_bytes
-    return Machine(
-        shared_bytes=shared - 1024,
-        processors=properties.multi_processor_count,
-        wgmma=is_hopper(device),
-        gluon=hopper_kernels(device) is not None,
-    )

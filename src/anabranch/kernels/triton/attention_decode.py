@@ -13,14 +13,15 @@ A request of a single piece is complete when its program ends. Otherwise each pi
 of its weight, and increments a counter; the last one adds all pieces in order, so that the bits do not depend on which
 is last, and resets the counter for the next launch. So launches on a device must not overlap.
 
-On Hopper a kernel starts before its predecessor has finished (`PDL`) and finds its work meanwhile: lengths, starts and
-page table must have been written before the predecessor, which usually writes keys. They are read past L1, which may
-hold those of the previous step. Every program waits, also one without work: the successor relies on it.
+On Hopper a kernel starts before its predecessor has finished (`DEPENDENT`) and finds its work meanwhile: lengths,
+starts and page table must have been written before the predecessor, which usually writes keys. They are read past L1,
+which may hold those of the previous step. Every program waits, also one without work: the successor relies on it.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.triton.launch import prefetch, wait_for_predecessor
 
 LOWEST = tl.constexpr(-1.0e30)
 """Below every score, but finite: the difference of two is 0 and not NaN."""
@@ -39,10 +40,7 @@ def share_out(
     pieces that remain after the first one of each request.
     """
     r = tl.arange(0, RP)
-    there = r < num_requests
-    start = tl.load(query_start_R + r, mask=there, other=0, cache_modifier=".cg")
-    end = tl.load(query_start_R + r + 1, mask=there, other=0, cache_modifier=".cg")
-    length = tl.load(context_len_R + r, mask=there, other=0, cache_modifier=".cg")
+    start, end, length = load_request(query_start_R, context_len_R, r, r < num_requests)
     blocks = tl.cdiv(length, BN)
     if WINDOWED:
         blocks -= tl.maximum(length - window, 0) // BN
@@ -70,20 +68,9 @@ def first_pages(page_table_RM, r, table_stride, begin, first_key, length, S: tl.
     or last key is read instead."""
     key = begin * BN + tl.arange(0, BN)
     inside = tl.maximum(tl.minimum(tl.maximum(key, first_key), length - 1), 0)
-    page = tl.load(
-        page_table_RM + r * table_stride + inside // S,
-        mask=(key >= 0) & (length > 0),
-        other=0,
-        cache_modifier=".cg",
-    )
+    there = (key >= 0) & (length > 0)
+    page = tl.load(page_table_RM + r * table_stride + inside // S, mask=there, other=0, cache_modifier=".cg")
     return page, inside % S
-
-
-@triton.jit
-def fetch_to_l2(pointer):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -159,7 +146,7 @@ def attend_pieces(
     q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger,
     HG: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
     RP: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr, SWAP: tl.constexpr,
-    WINDOWED: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
+    WINDOWED: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Scores times `scale` are base-2 logarithms. Not SPLIT: piece w is all of request w. SWAP: keys are the rows of
     the products. FETCH: prefetch the first keys and values to L2 before the wait. HEADS, AT_ONCE: see `add_up`."""
@@ -204,12 +191,9 @@ def attend_pieces(
         LINE: tl.constexpr = 1024 // k_PSGD.dtype.element_ty.primitive_bitwidth  # 128 bytes
         line = tl.arange(0, DP // LINE) * LINE
         lines = (page.to(tl.int64) * page_stride + slot * slot_stride)[:, None] + line[None, :]
-        fetch_to_l2(k_PSGD + g * head_stride + lines)
-        fetch_to_l2(v_PSGD + g * head_stride + lines)
-    if PDL:
-        gdc_wait()
-        if trigger != 0:
-            gdc_launch_dependents()
+        prefetch((k_PSGD + g * head_stride + lines).to(tl.int64))
+        prefetch((v_PSGD + g * head_stride + lines).to(tl.int64))
+    wait_for_predecessor(DEPENDENT, trigger=trigger)
 
     head, d = tl.arange(0, ROWS), tl.arange(0, DP)
     is_head = (head < HG)[:, None] & (d < D)[None, :]
@@ -225,12 +209,8 @@ def attend_pieces(
     k_ptr = k_PSGD + g * head_stride + d[None, :]
     v_ptr = v_PSGD + g * head_stride + d[None, :]
     peak = tl.full([ROWS], LOWEST, tl.float32)
-    if SWAP:
-        acc = tl.zeros([DP, ROWS], tl.float32)
-        total = tl.zeros([BN, ROWS], tl.float32)
-    else:
-        acc = tl.zeros([ROWS, DP], tl.float32)
-        total = tl.zeros([ROWS, BN], tl.float32)
+    acc = tl.zeros([DP, ROWS] if SWAP else [ROWS, DP], tl.float32)
+    total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
     for block in range(begin, end):
         key = block * BN + tl.arange(0, BN)
         inside = tl.minimum(tl.maximum(key, first_key), length - 1)

@@ -24,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.compiling.gluon_names import barrier, thread_load, tma_load
+from anabranch.kernels.triton.attention_prefill import find_rows
 
 LOWEST = gl.constexpr(-1.0e30)
 LOADING = gl.constexpr(128)
@@ -196,30 +196,19 @@ def attend_rows_hopper(
     num_tokens, num_requests, scale, window,
     q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone, k_desc, v_desc,
     HG: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, S: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    RP: gl.constexpr, WINDOWED: gl.constexpr, PDL: gl.constexpr,
+    RP: gl.constexpr, WINDOWED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """Like attend_rows."""
     BM: gl.constexpr = 128
     g, b = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
     num_heads = gl.num_programs(0) * HG
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    i = gl.arange(0, RP, flat)
-    start = gl.load(query_start_R + i, mask=i <= num_requests, other=0, cache_modifier=".cg")
-    r = gl.sum(((i <= num_requests) & (start * HG // BM + i <= b)).to(gl.int32), 0) - 1
-    real = r < num_requests
-    begin = gl.load(query_start_R + r, cache_modifier=".cg")
-    end = gl.load(query_start_R + r + 1, mask=real, other=num_tokens, cache_modifier=".cg")
-    length = gl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
-    if PDL:
-        gdc_wait()
-        if trigger != 0:
-            gdc_launch_dependents()
-    num_queries = end - begin
-    num_rows = num_queries * HG
-    first_row = (b - r - begin * HG // BM) * BM
+    r, begin, num_queries, num_rows, length, first_row = find_rows(
+        query_start_R, context_len_R, num_requests, num_tokens, trigger, gl.arange(0, RP, flat), b, HG, BM, DEPENDENT
+    )
     if first_row >= num_rows:
         return
-    if real & (num_queries == 1) & (alone == 0):
+    if (r < num_requests) & (num_queries == 1) & (alone == 0):
         return
     first_position = length - num_queries
     last_position = gl.minimum(first_position + (first_row + BM - 1) // HG, length - 1)
@@ -231,13 +220,10 @@ def attend_rows_hopper(
         gl.store(out_THD + place, gl.zeros([BM, D], out_THD.dtype.element_ty, blocked), mask=(row < num_rows)[:, None])
         return
 
-    first_key = last_position * 0
-    if WINDOWED:
-        first_key = gl.maximum(first_position + first_row // HG - window + 1, 0)
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [2, 64, D], shared)
-    k_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], shared)
-    v_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], shared)
+    first_key = gl.maximum(first_position + first_row // HG - window + 1, 0) if WINDOWED else last_position * 0
+    q_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [2, 64, D], k_desc.layout)
+    k_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], k_desc.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

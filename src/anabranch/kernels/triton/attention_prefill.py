@@ -8,15 +8,32 @@ that a program reads keys once for all of them. The rows of a request are split 
 the upper bound T · HG // BM + R + 1 of their number; a program finds its request by counting the starts before it. Rows
 after the last request (padding) are one more request, without keys. Blocks with the most keys come first.
 
-On Hopper the kernel starts before its predecessor has finished (`PDL`) and finds its request meanwhile, like
+On Hopper the kernel starts before its predecessor has finished (`DEPENDENT`) and finds its request meanwhile, like
 attention_decode and under the same condition.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.triton.attention_decode import LOWEST
+from anabranch.kernels.triton.launch import wait_for_predecessor
+
+
+@triton.jit
+def find_rows(
+    query_start_R, context_len_R, num_requests, num_tokens, trigger, i, b,
+    HG: tl.constexpr, BM: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """(request, its first token, number of tokens and of rows, context length, first row) of block b; i is 0 .. RP."""
+    start = tl.load(query_start_R + i, mask=i <= num_requests, other=0, cache_modifier=".cg")
+    r = tl.sum(((i <= num_requests) & (start * HG // BM + i <= b)).to(tl.int32), 0) - 1
+    real = r < num_requests
+    begin = tl.load(query_start_R + r, cache_modifier=".cg")
+    end = tl.load(query_start_R + r + 1, mask=real, other=num_tokens, cache_modifier=".cg")
+    length = tl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
+    wait_for_predecessor(DEPENDENT, trigger=trigger)
+    num_queries = end - begin
+    return r, begin, num_queries, num_queries * HG, length, (b - r - begin * HG // BM) * BM
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride", "trigger", "alone"])
@@ -25,28 +42,17 @@ def attend_rows(
     num_tokens, num_requests, scale, window,
     q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone,
     HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RP: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
+    RP: tl.constexpr, WINDOWED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Scores times `scale` are base-2 logarithms. Requests with one new token are skipped unless `alone`."""
     g, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     num_heads = tl.num_programs(0) * HG
-    i = tl.arange(0, RP)
-    start = tl.load(query_start_R + i, mask=i <= num_requests, other=0, cache_modifier=".cg")
-    r = tl.sum(((i <= num_requests) & (start * HG // BM + i <= b)).to(tl.int32), 0) - 1
-    real = r < num_requests
-    begin = tl.load(query_start_R + r, cache_modifier=".cg")
-    end = tl.load(query_start_R + r + 1, mask=real, other=num_tokens, cache_modifier=".cg")
-    length = tl.load(context_len_R + r, mask=real, other=0, cache_modifier=".cg")
-    if PDL:
-        gdc_wait()
-        if trigger != 0:
-            gdc_launch_dependents()
-    num_queries = end - begin
-    num_rows = num_queries * HG
-    first_row = (b - r - begin * HG // BM) * BM
+    r, begin, num_queries, num_rows, length, first_row = find_rows(
+        query_start_R, context_len_R, num_requests, num_tokens, trigger, tl.arange(0, RP), b, HG, BM, DEPENDENT
+    )
     if first_row >= num_rows:
         return
-    if real & (num_queries == 1) & (alone == 0):
+    if (r < num_requests) & (num_queries == 1) & (alone == 0):
         return
 
     row, d = first_row + tl.arange(0, BM), tl.arange(0, DP)
@@ -60,9 +66,7 @@ def attend_rows(
     position = length - num_queries + row // HG
     first_position = length - num_queries + first_row // HG
     last_position = tl.minimum(length - num_queries + (first_row + BM - 1) // HG, length - 1)
-    first_key = 0
-    if WINDOWED:
-        first_key = tl.maximum(first_position - window + 1, 0)
+    first_key = tl.maximum(first_position - window + 1, 0) if WINDOWED else 0
     first_block = first_key // BN
     table = page_table_RM + r * table_stride
     k_ptr = k_PSGD + g * head_stride + d[None, :]

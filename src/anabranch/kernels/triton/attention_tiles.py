@@ -10,26 +10,14 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the choice depends on besides the shape. The defaults suit any GPU, and the interpreter."""
-
-    shared_bytes: int = 64 << 10
-    """Shared memory that one program may have."""
-    processors: int = 64
-    wgmma: bool = False
-    """Hopper's matrix unit, which needs 64 rows and reads them from shared memory."""
-    gluon: bool = False
-    """attention_hopper runs here."""
+from anabranch.kernels.tuning.experts_tiles import Machine
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """attention_decode."""
+    """attention_decode; `keys` is BN."""
 
     keys: int
-    """BN."""
     warps: int
     stages: int
     swap: bool = False
@@ -42,22 +30,19 @@ class DecodeTile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """attention_prefill."""
+    """attention_prefill; `rows` is BM, `keys` is BN."""
 
     rows: int
-    """BM."""
     keys: int
-    """BN."""
     warps: int
     stages: int
 
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """attention_hopper: 128 rows, two warpgroups."""
+    """attention_hopper: 128 rows, two warpgroups; `keys` is BN."""
 
     keys: int
-    """BN."""
     stages: int
     rows: ClassVar[int] = 128
 
@@ -115,7 +100,7 @@ def fits(
     as it needs them. `page`: slots of a page, 0 where they are not contiguous."""
     if isinstance(tile, HopperTile):
         num_bytes = (128 + 2 * tile.stages * tile.keys + 64) * D * dtype.itemsize + 512
-        usable = machine.gluon and D in (64, 128, 256) and dtype.itemsize == 2
+        usable = machine.hopper and D in (64, 128, 256) and dtype.itemsize == 2
         copied = page > 0 and page % 8 == 0 and tile.keys % page == 0
         return usable and copied and num_bytes <= machine.shared_bytes
     if isinstance(tile, PrefillTile):

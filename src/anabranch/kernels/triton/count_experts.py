@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
+from anabranch.kernels.triton.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 512
 
@@ -42,5 +42,5 @@ def count_experts(expert_LTK: torch.Tensor, count_LE: torch.Tensor) -> None:
         return
     count_kernel[(cdiv(num_ids, BLOCK),)](
         expert_LTK, count_LE, num_ids, num_ids // expert_LTK.shape[0], count_LE.shape[1],
-        BLOCK=BLOCK, num_warps=4, **launch_options(dependent_launch(expert_LTK.device)),
+        BLOCK=BLOCK, num_warps=4, **launch_options(expert_LTK.device),
     )  # fmt: skip

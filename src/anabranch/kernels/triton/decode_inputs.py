@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
+from anabranch.kernels.triton.launch import cdiv, launch_options, wait_for_predecessor
 
 BOUNDS = (64, 1024, 4096)
 """The single program has more entries than rows; each bound is a version of the kernel."""
@@ -75,7 +75,7 @@ def decode_inputs(
     rows = next(bound for bound in BOUNDS if bound > num_rows)
     inputs_kernel[(1,)](
         packed_3R, last_token_S, *results, num_rows,
-        ROWS=rows, num_warps=min(rows // 32, 8), **launch_options(dependent_launch(device)),
+        ROWS=rows, num_warps=min(rows // 32, 8), **launch_options(device),
     )  # fmt: skip
     return results
 
@@ -94,6 +94,6 @@ def decode_pages(
     if num_rows:
         pages_kernel[(num_rows, max(1, cdiv(columns, BLOCK)))](
             packed_3R, table_SM, page_table_RN, slot_R, num_rows, table_SM.stride(0), columns,
-            PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=2, **launch_options(dependent_launch(device)),
+            PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=2, **launch_options(device),
         )  # fmt: skip
     return page_table_RN, slot_R

@@ -16,8 +16,8 @@ Tiles come from a table that was measured for this shape on this device (kernels
 """
 
 import functools
-import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,23 +27,29 @@ from anabranch.kernels.triton.experts_grouped import down_grouped, gate_up_group
 from anabranch.kernels.triton.experts_plan import order_rows
 from anabranch.kernels.triton.experts_small import down_pair, down_token, gate_up_small
 from anabranch.kernels.triton.experts_sum import sum_rows
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, next_power_of_2, num_processors
-from anabranch.kernels.tuning.experts_tables import Shape, table_for
+from anabranch.kernels.triton.launch import (
+    FLOATS,
+    cdiv,
+    gluon_kernels,
+    launch_options,
+    machine_of,
+    next_power_of_2,
+    num_processors,
+)
+from anabranch.kernels.tuning.experts_tables import table_for
 from anabranch.kernels.tuning.experts_tiles import (
     CHUNK,
     GroupedTiles,
     HopperTiles,
     Machine,
+    Shape,
     SmallTiles,
-    Tile,
     Tiles,
     adapt,
     choose,
     padded_tokens,
 )
 from anabranch.ops.experts import COMBINES, ExpertsCall, new_result
-
-log = logging.getLogger(__name__)
 
 hopper_kernels = functools.partial(gluon_kernels, "experts_hopper")
 
@@ -54,7 +60,7 @@ def accepts(call: ExpertsCall) -> bool:
     x_TD, weights = call.x_TD, (call.gate_up_EFD.data, call.down_EDI.data)
     return (
         all(x_TD.dtype == weight.dtype for weight in weights)
-        and x_TD.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and x_TD.dtype in FLOATS
         and x_TD.stride(1) == 1
         and call.weight_TK.dtype == torch.float32
         and call.expert_TK.dtype == torch.int32
@@ -90,34 +96,31 @@ def tiles_for(call: ExpertsCall) -> Tiles:
 @functools.cache
 def chosen(tokens: int, shape: Shape, combine: str, machine: Machine, device: torch.device) -> Tiles:
     """As measured on this device, else by the rule."""
-    size = (shape.num_experts, shape.D, shape.inner, shape.top_k, shape.dtype)
-    rule = choose(tokens, *size, combine, machine)
+    rule = choose(tokens, shape, combine, machine)
     table = table_for(device, shape)
     return rule if table is None else table.pick(tokens, rule, lambda tiles: adapt(tiles, tokens, combine, machine))
 
 
 def run(call: ExpertsCall, tiles: Tiles) -> torch.Tensor:
     """The op with these tiles. At least one token."""
-    pdl = dependent_launch(call.x_TD.device)
     if isinstance(tiles, SmallTiles):
-        return run_small(call, tiles, pdl)
+        return run_small(call, tiles)
     if isinstance(tiles, HopperTiles):
         return run_hopper(call, tiles)
-    return run_grouped(call, tiles, pdl)
+    return run_grouped(call, tiles)
 
 
-def run_small(call: ExpertsCall, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
+def run_small(call: ExpertsCall, tiles: SmallTiles) -> torch.Tensor:
     (_, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
-    num_pairs = tokens * top_k
-    launch = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    num_pairs, launch = tokens * top_k, launch_options(call.x_TD.device)
+    sharing = {"PAIRS": next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1, "SHARE": tiles.share}
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     chunk = min(CHUNK, next_power_of_2(D))
     shape = {"ROWS": tiles.gate_rows, "CHUNK": chunk, "NUM_CHUNKS": cdiv(D, chunk)}
     gate_up_small[(num_pairs, cdiv(inner, tiles.gate_rows))](
         call.x_TD, call.x_TD.stride(0), call.expert_TK, call.gate_up_EFD.data, call.gate_up_bias_EF, h_NI, num_pairs, D,
         inner,
-        K=top_k, PAIRS=next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1, SHARE=tiles.share,
-        ACTIVATION=call.activation, num_warps=tiles.gate_warps, **shape, **launch,
+        K=top_k, ACTIVATION=call.activation, num_warps=tiles.gate_warps, **sharing, **shape, **launch,
     )  # fmt: skip
     chunk = min(CHUNK, next_power_of_2(inner))
     shape = {"COLUMNS": tiles.down_columns, "CHUNK": chunk, "NUM_CHUNKS": cdiv(inner, chunk)}
@@ -131,23 +134,20 @@ def run_small(call: ExpertsCall, tiles: SmallTiles, pdl: bool) -> torch.Tensor:
     rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
     down_pair[(num_pairs, cdiv(D, tiles.down_columns))](
         call.weight_TK, call.expert_TK, h_NI, call.down_EDI.data, call.down_bias_ED, rows_ND, num_pairs, call.scaling,
-        D, inner,
-        PAIRS=next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1, SHARE=tiles.share,
-        num_warps=tiles.down_warps, **shape, **launch,
+        D, inner, num_warps=tiles.down_warps, **sharing, **shape, **launch,
     )  # fmt: skip
-    return sum_into(call, rows_ND, y, False, pdl) if call.combined else y
+    return sum_into(call, rows_ND, y, False, launch) if call.combined else y
 
 
-def run_grouped(call: ExpertsCall, tiles: GroupedTiles, pdl: bool) -> torch.Tensor:
+def run_grouped(call: ExpertsCall, tiles: GroupedTiles) -> torch.Tensor:
     (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
-    num_pairs = tokens * top_k
+    num_pairs, launch = tokens * top_k, launch_options(call.x_TD.device)
     match = tiles.match and call.combined and tokens <= tiles.rows
-    launch = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
     if match:
         order_N = tile_3M = call.expert_TK  # neither is read
         weight_N, max_tiles = call.weight_TK, num_experts
     else:
-        plan = order_rows(call.expert_TK, call.weight_TK, call.scaling, num_experts, tiles.rows, 0, pdl)
+        plan = order_rows(call, tiles.rows, 0, launch)
         order_N, weight_N, tile_3M, max_tiles = plan.order_N, plan.weight_N, plan.tile_3M, plan.max_tiles
     common = {"K": top_k, "KP": next_power_of_2(top_k), "BM": tiles.rows, "MATCH": match, **launch}
     h_NI = call.x_TD.new_empty(num_pairs, inner)
@@ -155,7 +155,8 @@ def run_grouped(call: ExpertsCall, tiles: GroupedTiles, pdl: bool) -> torch.Tens
     gate_up_grouped[(max_tiles * cdiv(inner, tile.columns),)](
         call.x_TD, call.x_TD.stride(0), call.expert_TK, call.gate_up_EFD.data, call.gate_up_bias_EF, h_NI, order_N,
         tile_3M, max_tiles, num_pairs, D, inner,
-        EVEN=D % tile.depth == 0, ACTIVATION=call.activation, **tile_options(tile), **common,
+        EVEN=D % tile.depth == 0, ACTIVATION=call.activation, BN=tile.columns, BK=tile.depth, GROUP=tile.group,
+        SWAP=tile.swap, num_warps=tile.warps, num_stages=tile.stages, **common,
     )  # fmt: skip
     add = tiles.add and call.combined
     y = new_result(call)
@@ -167,21 +168,24 @@ def run_grouped(call: ExpertsCall, tiles: GroupedTiles, pdl: bool) -> torch.Tens
     down_grouped[(max_tiles * cdiv(D, tile.columns),)](
         call.weight_TK, weight_N, call.expert_TK, h_NI, call.down_EDI.data, call.down_bias_ED, out, order_N, tile_3M,
         max_tiles, num_pairs, call.scaling, D, inner,
-        EVEN=inner % tile.depth == 0, ADD=add, **tile_options(tile), **common,
+        EVEN=inner % tile.depth == 0, ADD=add, BN=tile.columns, BK=tile.depth, GROUP=tile.group,
+        SWAP=tile.swap, num_warps=tile.warps, num_stages=tile.stages, **common,
     )  # fmt: skip
     if not call.combined:
         return y
-    return y.copy_(out) if add else sum_into(call, out, y, match, pdl)
+    return y.copy_(out) if add else sum_into(call, out, y, match, launch)
 
 
 def run_hopper(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
-    (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
-    num_pairs = tokens * top_k
-    rows = 64 * tiles.slabs
+    (_, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
+    num_pairs, launch = tokens * top_k, launch_options(call.x_TD.device)
     gluon = hopper_kernels(call.x_TD.device)
     assert gluon is not None
-    plan = order_rows(call.expert_TK, call.weight_TK, call.scaling, num_experts, rows, tiles.extra, True)
+    plan = order_rows(call, 64 * tiles.slabs, tiles.extra, launch)
     places = tiles.programs * num_processors(call.x_TD.device)
+    common = {"GROUPS": tiles.groups, "SLABS": tiles.slabs, "EXTRA": tiles.extra, "num_warps": 4, "launch_pdl": True}
+    if tiles.programs > 1:
+        common["maxnreg"] = 128
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     tile = tiles.gate_up
     narrow = tile.columns == 128 and 0 < inner % tile.columns <= tile.columns // 2
@@ -189,7 +193,8 @@ def run_hopper(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
         call.x_TD, call.x_TD.stride(0),
         gluon.descriptor(call.gate_up_EFD.data, tile.columns // 2 if narrow else tile.columns, tile.depth), h_NI,
         plan.order_N, plan.tile_3M, plan.head, plan.max_tiles, inner,
-        K=top_k, DEPTH=D, NARROW=narrow, GELU=call.activation == "gelu_tanh", **hopper_options(tile, tiles),
+        K=top_k, DEPTH=D, NARROW=narrow, ACTIVATION=call.activation, BN=tile.columns, BK=tile.depth,
+        STAGES=tile.stages, BAND=tile.group, **common,
     )  # fmt: skip
     y = new_result(call)
     rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
@@ -199,24 +204,9 @@ def run_hopper(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
         plan.weight_N, h_desc, gluon.descriptor(h_NI, 16, tile.depth) if tiles.extra else h_desc,
         gluon.descriptor(call.down_EDI.data, tile.columns, tile.depth), rows_ND, plan.order_N, plan.tile_3M, plan.head,
         plan.max_tiles, D,
-        DEPTH=inner, **hopper_options(tile, tiles),
+        DEPTH=inner, BN=tile.columns, BK=tile.depth, STAGES=tile.stages, BAND=tile.group, **common,
     )  # fmt: skip
-    return sum_into(call, rows_ND, y, False, True) if call.combined else y
-
-
-def hopper_options(tile: Tile, tiles: HopperTiles) -> dict[str, int | bool]:
-    return {
-        "BN": tile.columns,
-        "BK": tile.depth,
-        "STAGES": tile.stages,
-        "BAND": tile.group,
-        "GROUPS": tiles.groups,
-        "SLABS": tiles.slabs,
-        "EXTRA": tiles.extra,
-        "num_warps": 4,
-        "launch_pdl": True,
-        **({"maxnreg": 128} if tiles.programs > 1 else {}),
-    }
+    return sum_into(call, rows_ND, y, False, launch) if call.combined else y
 
 
 def machine_for(call: ExpertsCall) -> Machine:
@@ -237,33 +227,15 @@ def machine_for(call: ExpertsCall) -> Machine:
     return machine if usable == machine.hopper else replace(machine, hopper=False)
 
 
-@functools.cache
-def machine_of(device: torch.device) -> Machine:
-    if device.type != "cuda":
-        return Machine()
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 0) or Machine().shared_bytes
-    return Machine(shared_bytes=shared - 1024, hopper=hopper_kernels(device) is not None)
-
-
-def tile_options(tile: Tile) -> dict[str, int | bool]:
-    return {
-        "BN": tile.columns,
-        "BK": tile.depth,
-        "GROUP": tile.group,
-        "SWAP": tile.swap,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-
-
-def sum_into(call: ExpertsCall, rows_ND: torch.Tensor, y_TD: torch.Tensor, first: bool, pdl: bool) -> torch.Tensor:
+def sum_into(
+    call: ExpertsCall, rows_ND: torch.Tensor, y_TD: torch.Tensor, first: bool, launch: dict[str, Any]
+) -> torch.Tensor:
     (tokens, top_k), D = call.expert_TK.shape, y_TD.shape[1]
     # Few tokens: more programs; many: whole rows.
     columns = min(next_power_of_2(D), 256 if tokens <= 64 else 1024)
     sum_rows[(tokens, cdiv(D, columns))](
         call.expert_TK, rows_ND, y_TD, D,
-        K=top_k, KP=next_power_of_2(top_k), COLUMNS=columns, FIRST=first, PDL=pdl, num_warps=1 if columns <= 256 else 4,
-        **({"launch_pdl": True} if pdl else {}),
+        K=top_k, KP=next_power_of_2(top_k), COLUMNS=columns, FIRST=first, num_warps=1 if columns <= 256 else 4,
+        **launch,
     )  # fmt: skip
     return y_TD

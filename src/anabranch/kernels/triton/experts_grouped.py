@@ -59,10 +59,7 @@ def product(
     d = tl.arange(0, BK)
     a_ptr += d[None, :]
     b_ptr += d[None, :]
-    if SWAP:
-        acc = tl.zeros([BN, BM], tl.float32)
-    else:
-        acc = tl.zeros([BM, BN], tl.float32)
+    acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
     for begin in range(0, depth, BK):
         if EVEN:
             a = tl.load(a_ptr, mask=a_real[:, None], other=0.0)
@@ -84,10 +81,10 @@ def product(
 def gate_up_grouped(
     x_TD, x_stride, expert_TK, gate_up_EFD, bias_EF, h_NI, order_N, tile_3M, max_tiles, num_pairs, D, inner,
     K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """h[row, columns] = activation(gate · x) · (up · x) of one tile and BN columns."""
-    wait_for_predecessor(PDL)
+    wait_for_predecessor(DEPENDENT)
     tile, block = tile_of_program(max_tiles, tl.cdiv(inner, BN), GROUP)
     expert, row, pair, real = rows_of_tile(expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM, MATCH)
     if expert < 0:
@@ -98,20 +95,17 @@ def gate_up_grouped(
     a_ptr = x_TD + (pair // K).to(tl.int64)[:, None] * x_stride
     b_ptr = gate_up_EFD + expert.to(tl.int64) * (2 * inner * D) + weight_row[:, None] * D
     acc = product(a_ptr, real, b_ptr, D, BM, 2 * BN, BK, EVEN, SWAP)
+    if bias_EF is not None:
+        acc += tl.expand_dims(tl.load(bias_EF + expert * (2 * inner) + weight_row).to(tl.float32), 1 if SWAP else 0)
     if SWAP:
-        if bias_EF is not None:
-            acc += tl.load(bias_EF + expert * (2 * inner) + weight_row).to(tl.float32)[:, None]
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BN, BM)), (1, 2, 0)))
         h = tl.trans(activate(gate, up, ACTIVATION).to(h_NI.dtype.element_ty))
     else:
-        if bias_EF is not None:
-            acc += tl.load(bias_EF + expert * (2 * inner) + weight_row).to(tl.float32)[None, :]
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
         h = activate(gate, up, ACTIVATION).to(h_NI.dtype.element_ty)
     column = block * BN + tl.arange(0, BN)
-    tl.store(
-        h_NI + row.to(tl.int64)[:, None] * inner + column[None, :], h, mask=real[:, None] & (column < inner)[None, :]
-    )
+    mask = real[:, None] & (column < inner)[None, :]
+    tl.store(h_NI + row.to(tl.int64)[:, None] * inner + column[None, :], h, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
@@ -119,10 +113,10 @@ def down_grouped(
     weight_TK, weight_N, expert_TK, h_NI, down_EDI, bias_ED, out, order_N, tile_3M,
     max_tiles, num_pairs, scaling, D, inner,
     K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """rows[pair, columns] = weight · (down · h), or with ADD its fp32 sum into y[token, columns]."""
-    wait_for_predecessor(PDL)
+    wait_for_predecessor(DEPENDENT)
     tile, block = tile_of_program(max_tiles, tl.cdiv(D, BN), GROUP)
     expert, row, pair, real = rows_of_tile(expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM, MATCH)
     if expert < 0:

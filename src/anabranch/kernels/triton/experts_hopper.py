@@ -33,6 +33,7 @@ from anabranch.kernels.triton.experts_ring import (
     publish_tile,
     read_tile,
 )
+from anabranch.kernels.triton.gated import activate
 
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How both operands lie in shared memory: rows of 64 elements, swizzled over 128 bytes."""
@@ -59,10 +60,11 @@ def pairs_of(order_N, begin, end, r, SLABS: gl.constexpr):
 
 @gluon.jit
 def gather_depth(
-    x_TD, w_desc, offsets, reals, first, narrow, inner, step, a_ring, b_ring, x_ring, full, empty,
+    x_TD, w_desc, offsets, reals, first, narrow, inner, step, ring,
     BEGIN: gl.constexpr, END: gl.constexpr, EXTRA: gl.constexpr, NARROW: gl.constexpr,
 ):
     """Fill a stage for every BK of the depth from BEGIN to END."""
+    a_ring, b_ring, x_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = b_ring.shape[0]
     SLABS: gl.constexpr = a_ring.shape[0] // STAGES
     BK: gl.constexpr = a_ring.shape[2]
@@ -93,11 +95,11 @@ def gather_depth(
 
 @gluon.jit
 def gather_and_load(
-    x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner, counter,
-    a_ring, b_ring, x_ring, full, empty, tile_info,
+    x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner, counter, ring,
     K: gl.constexpr, DEPTH: gl.constexpr, BAND: gl.constexpr, EXTRA: gl.constexpr, NARROW: gl.constexpr,
 ):
     """The loading warps of the gate/up product."""
+    a_ring, b_ring, x_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = b_ring.shape[0]
     SLABS: gl.constexpr = a_ring.shape[0] // STAGES
     BK: gl.constexpr = a_ring.shape[2]
@@ -125,18 +127,12 @@ def gather_and_load(
             reals = reals + ((begin + x_r < end)[:, None],)
         first = expert * (2 * inner) + block * BN
         narrow = (NARROW > 0) & (block * BN + BN > inner)
-        step = gather_depth(
-            x_TD, w_desc, offsets, reals, first, narrow, inner, step, a_ring, b_ring, x_ring, full, empty,
-            0, HEAD, EXTRA, NARROW,
-        )
+        step = gather_depth(x_TD, w_desc, offsets, reals, first, narrow, inner, step, ring, 0, HEAD, EXTRA, NARROW)
         # The ring is full: load the next work item meanwhile.
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
         pairs = pairs_of(order_N, begin, end, r, SLABS)
-        step = gather_depth(
-            x_TD, w_desc, offsets, reals, first, narrow, inner, step, a_ring, b_ring, x_ring, full, empty,
-            HEAD, DEPTH, EXTRA, NARROW,
-        )
+        step = gather_depth(x_TD, w_desc, offsets, reals, first, narrow, inner, step, ring, HEAD, DEPTH, EXTRA, NARROW)
     publish_tile(tile_info, empty, step, -1, 0, 0)
     mbarrier.expect(full.index(step % STAGES), 0)
     async_copy.mbarrier_arrive(full.index(step % STAGES), increment_count=False)
@@ -144,10 +140,11 @@ def gather_and_load(
 
 @gluon.jit
 def load_depth(
-    h_desc, extra_desc, w_desc, first, row, num_rows, step, a_ring, b_ring, x_ring, full, empty,
+    h_desc, extra_desc, w_desc, first, row, num_rows, step, ring,
     BEGIN: gl.constexpr, END: gl.constexpr, EARLY: gl.constexpr, EXTRA: gl.constexpr,
 ):
     """Fill a stage for every BK of the depth from BEGIN to END; the first EARLY steps have their weights already."""
+    a_ring, b_ring, x_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = b_ring.shape[0]
     SLABS: gl.constexpr = a_ring.shape[0] // STAGES
     BK: gl.constexpr = a_ring.shape[2]
@@ -175,14 +172,14 @@ def load_depth(
 
 @gluon.jit
 def load_rows(
-    h_desc, extra_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, counter,
-    a_ring, b_ring, x_ring, full, empty, tile_info,
+    h_desc, extra_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, counter, ring,
     DEPTH: gl.constexpr, BAND: gl.constexpr, EXTRA: gl.constexpr,
 ):
     """The loading warp of the down product: rows of h are in tile order.
 
     The first weights are loaded before the gate/up kernel has finished; h is read after that.
     """
+    a_ring, b_ring, x_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = b_ring.shape[0]
     BK: gl.constexpr = a_ring.shape[2]
     BN: gl.constexpr = b_ring.shape[1]
@@ -200,95 +197,75 @@ def load_rows(
     while index < num_tiles * num_blocks:
         publish_tile(tile_info, empty, step, block, begin, end)
         first, row, num_rows = expert * D + block * BN, begin, end - begin
-        step = load_depth(
-            h_desc, extra_desc, w_desc, first, row, num_rows, step, a_ring, b_ring, x_ring, full, empty,
-            0, HEAD, EARLY, EXTRA,
-        )
+        step = load_depth(h_desc, extra_desc, w_desc, first, row, num_rows, step, ring, 0, HEAD, EARLY, EXTRA)
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
-        step = load_depth(
-            h_desc, extra_desc, w_desc, first, row, num_rows, step, a_ring, b_ring, x_ring, full, empty,
-            HEAD, DEPTH, EARLY, EXTRA,
-        )
+        step = load_depth(h_desc, extra_desc, w_desc, first, row, num_rows, step, ring, HEAD, DEPTH, EARLY, EXTRA)
     publish_tile(tile_info, empty, step, -1, 0, 0)
     mbarrier.expect(full.index(step % STAGES), 0)
 
 
 @gluon.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
-
-
-@gluon.jit
-def store_gated(acc, h_NI, begin, end, first_column, inner, GELU: gl.constexpr):
+def store_gated(acc, h_NI, begin, end, first_column, inner, ACTIVATION: gl.constexpr):
     """64 rows of activation(gate) · up, from an accumulator that holds the gate columns and then the up columns."""
     BN: gl.constexpr = acc.shape[1] // 2
     out: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BN // 8), BN // 8], [4, 1], [1, 0])
     row = begin + gl.arange(0, 64, gl.SliceLayout(1, out))
     column = first_column + gl.arange(0, BN, gl.SliceLayout(0, out))
     gate, up = gl.split(gl.permute(gl.reshape(acc, [64, 2, BN]), [0, 2, 1]))
-    h = gl.convert_layout(gated(gate, up, GELU).to(h_NI.dtype.element_ty), out)
+    h = gl.convert_layout(activate(gate, up, ACTIVATION).to(h_NI.dtype.element_ty), out)
     pointer = h_NI + row.to(gl.int64)[:, None] * inner + column[None, :]
     gl.store(pointer, h, mask=(row < end)[:, None] & (column < inner)[None, :])
 
 
 @gluon.jit
-def gated(gate, up, GELU: gl.constexpr):
-    if GELU:  # by tanh; ½ (1 + tanh u) = sigmoid(2u)
-        return gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    else:
-        return gate * sigmoid(gate) * up
-
-
-@gluon.jit
-def store_extra_gated(gate, up, h_NI, begin, end, first_column, inner, GELU: gl.constexpr):
+def store_extra_gated(gate, up, h_NI, begin, end, first_column, inner, ACTIVATION: gl.constexpr):
     """The extra rows, which are columns of the product."""
     layout: gl.constexpr = gate.type.layout
     column = first_column + gl.arange(0, 64, gl.SliceLayout(1, layout))
     row = begin + gl.arange(0, gate.shape[1], gl.SliceLayout(0, layout))
     pointer = h_NI + row.to(gl.int64)[None, :] * inner + column[:, None]
-    h = gated(gate, up, GELU).to(h_NI.dtype.element_ty)
+    h = activate(gate, up, ACTIVATION).to(h_NI.dtype.element_ty)
     gl.store(pointer, h, mask=(row < end)[None, :] & (column < inner)[:, None])
 
 
 @gluon.jit
 def gate_up_tile(
-    h_NI, begin, end, column, inner, step, a_ring, b_ring, x_ring, full, empty,
+    h_NI, begin, end, column, inner, step, ring,
     WHO: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr, WITH: gl.constexpr, DEPTH: gl.constexpr,
-    EXTRA: gl.constexpr, GELU: gl.constexpr,
+    EXTRA: gl.constexpr, ACTIVATION: gl.constexpr,
 ):
     """One warpgroup's part of a tile with BN columns. WITH: including extra rows, if there are any."""
+    a_ring, b_ring, x_ring, full, empty, tile_info = ring
     SLABS: gl.constexpr = a_ring.shape[0] // b_ring.shape[0]
     plain = True
     if SLABS > GROUPS:
         if end - begin > (GROUPS + WHO) * 64:
             plain = False
-            first, second, step = multiply_two(a_ring, b_ring, full, empty, step, WHO, GROUPS, DEPTH, True)
-            store_gated(first, h_NI, begin + WHO * 64, end, column, inner, GELU)
-            store_gated(second, h_NI, begin + (GROUPS + WHO) * 64, end, column, inner, GELU)
+            first, second, step = multiply_two(ring, step, WHO, GROUPS, DEPTH, True)
+            store_gated(first, h_NI, begin + WHO * 64, end, column, inner, ACTIVATION)
+            store_gated(second, h_NI, begin + (GROUPS + WHO) * 64, end, column, inner, ACTIVATION)
     if WITH & (EXTRA > 0):
         if end - begin > SLABS * 64:
             plain = False
             # Each warpgroup takes 64 columns of the extra rows; with BN = 64, the first one takes them all.
             SHARE: gl.constexpr = WHO * 64 if BN > 64 else 0
-            acc, gate, up, step = multiply_extra(
-                a_ring, b_ring, x_ring, full, empty, step, WHO, 2 * BN, SHARE, BN + SHARE, DEPTH, True
-            )
-            store_gated(acc, h_NI, begin + WHO * 64, end, column, inner, GELU)
-            store_extra_gated(gate, up, h_NI, begin + SLABS * 64, end, column + SHARE, inner, GELU)
+            acc, gate, up, step = multiply_extra(ring, step, WHO, 2 * BN, SHARE, BN + SHARE, DEPTH, True)
+            store_gated(acc, h_NI, begin + WHO * 64, end, column, inner, ACTIVATION)
+            store_extra_gated(gate, up, h_NI, begin + SLABS * 64, end, column + SHARE, inner, ACTIVATION)
     if plain:
-        acc, step = multiply_slab(a_ring, b_ring, full, empty, step, end - begin, WHO, 2 * BN, DEPTH, True)
+        acc, step = multiply_slab(ring, step, end - begin, WHO, 2 * BN, DEPTH, True)
         if end - begin > WHO * 64:
-            store_gated(acc, h_NI, begin + WHO * 64, end, column, inner, GELU)
+            store_gated(acc, h_NI, begin + WHO * 64, end, column, inner, ACTIVATION)
     return step
 
 
 @gluon.jit
 def gate_up_warpgroup(
-    h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
-    WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr, NARROW: gl.constexpr,
-    GELU: gl.constexpr,
+    h_NI, inner, ring, WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr,
+    NARROW: gl.constexpr, ACTIVATION: gl.constexpr,
 ):
+    a_ring, b_ring, x_ring, full, empty, tile_info = ring
     BN: gl.constexpr = b_ring.shape[1] // 2
     step = 0
     block, begin, end = read_tile(tile_info, full, step)
@@ -299,13 +276,12 @@ def gate_up_warpgroup(
             wide = block * BN + BN <= inner
             if block * BN + BN > inner:
                 step = gate_up_tile(
-                    h_NI, begin, end, block * BN, inner, step, a_ring, b_ring, x_ring, full, empty,
-                    WHO, GROUPS, BN // 2, WHO == 0, DEPTH, EXTRA, GELU,
+                    h_NI, begin, end, block * BN, inner, step, ring,
+                    WHO, GROUPS, BN // 2, WHO == 0, DEPTH, EXTRA, ACTIVATION,
                 )
         if wide:
             step = gate_up_tile(
-                h_NI, begin, end, block * BN, inner, step, a_ring, b_ring, x_ring, full, empty,
-                WHO, GROUPS, BN, True, DEPTH, EXTRA, GELU,
+                h_NI, begin, end, block * BN, inner, step, ring, WHO, GROUPS, BN, True, DEPTH, EXTRA, ACTIVATION
             )
         block, begin, end = read_tile(tile_info, full, step)
 
@@ -348,9 +324,10 @@ def store_extra_weighted(acc, weight_N, order_N, rows_ND, begin, end, first_colu
 
 @gluon.jit
 def down_warpgroup(
-    weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, tile_info,
+    weight_N, rows_ND, order_N, D, ring,
     WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr,
 ):
+    a_ring, b_ring, x_ring, full, empty, tile_info = ring
     BN: gl.constexpr = b_ring.shape[1]
     SLABS: gl.constexpr = a_ring.shape[0] // b_ring.shape[0]
     out: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BN // 16), BN // 16], [4, 1], [1, 0])
@@ -364,22 +341,20 @@ def down_warpgroup(
             if end - begin > (GROUPS + WHO) * 64:
                 plain = False
                 pair2, weight2 = fetch_scatter(weight_N, order_N, begin + (GROUPS + WHO) * 64, end, BN, out)
-                first, second, step = multiply_two(a_ring, b_ring, full, empty, step, WHO, GROUPS, DEPTH, False)
+                first, second, step = multiply_two(ring, step, WHO, GROUPS, DEPTH, False)
                 store_weighted(first, weight, pair, rows_ND, column, D, out)
                 store_weighted(second, weight2, pair2, rows_ND, column, D, out)
         if EXTRA:
             if end - begin > SLABS * 64:
                 plain = False
                 LEFT: gl.constexpr = WHO * (BN // 2)
-                acc, left, right, step = multiply_extra(
-                    a_ring, b_ring, x_ring, full, empty, step, WHO, BN, LEFT, LEFT + 64, DEPTH, False
-                )
+                acc, left, right, step = multiply_extra(ring, step, WHO, BN, LEFT, LEFT + 64, DEPTH, False)
                 store_weighted(acc, weight, pair, rows_ND, column, D, out)
                 rows = begin + SLABS * 64
                 store_extra_weighted(left, weight_N, order_N, rows_ND, rows, end, column + LEFT, D)
                 store_extra_weighted(right, weight_N, order_N, rows_ND, rows, end, column + LEFT + 64, D)
         if plain:
-            acc, step = multiply_slab(a_ring, b_ring, full, empty, step, end - begin, WHO, BN, DEPTH, False)
+            acc, step = multiply_slab(ring, step, end - begin, WHO, BN, DEPTH, False)
             if end - begin > WHO * 64:
                 store_weighted(acc, weight, pair, rows_ND, column, D, out)
         block, begin, end = read_tile(tile_info, full, step)
@@ -390,13 +365,11 @@ def gate_up_hopper(
     x_TD, x_stride, w_desc, h_NI, order_N, tile_3M, head, max_tiles, inner,
     K: gl.constexpr, SLABS: gl.constexpr, EXTRA: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr, NARROW: gl.constexpr,
-    GELU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):
     """h[row, columns] = activation(gate · x) · (up · x); DEPTH is D. NARROW: the last block has BN / 2 columns."""
     # A stage is full after the copy engine's bytes and the copies of each of the 128 loading threads.
-    a_ring, b_ring, x_ring, full, empty, tile_info = make_ring(
-        w_desc.dtype, SLABS, 2 * BN, BK, STAGES, GROUPS, EXTRA, 129
-    )
+    ring = make_ring(w_desc, SLABS, 2 * BN, BK, STAGES, GROUPS, EXTRA, 129)
     gdc_wait()
     gdc_launch_dependents()
     num_tiles = gl.load(head)
@@ -405,24 +378,19 @@ def gate_up_hopper(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                     0, GROUPS, DEPTH, EXTRA, NARROW, GELU)),
-                (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                     1, GROUPS, DEPTH, EXTRA, NARROW, GELU)),
+                (gate_up_warpgroup, (h_NI, inner, ring, 0, GROUPS, DEPTH, EXTRA, NARROW, ACTIVATION)),
+                (gate_up_warpgroup, (h_NI, inner, ring, 1, GROUPS, DEPTH, EXTRA, NARROW, ACTIVATION)),
                 (gather_and_load, (x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner,
-                                   head + 1, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                   K, DEPTH, BAND, EXTRA, NARROW)),
+                                   head + 1, ring, K, DEPTH, BAND, EXTRA, NARROW)),
             ],
             [4, 4], [224, 56],
         )
     else:
         gl.warp_specialize(
             [
-                (gate_up_warpgroup, (h_NI, inner, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                     0, GROUPS, DEPTH, EXTRA, NARROW, GELU)),
+                (gate_up_warpgroup, (h_NI, inner, ring, 0, GROUPS, DEPTH, EXTRA, NARROW, ACTIVATION)),
                 (gather_and_load, (x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner,
-                                   head + 1, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                   K, DEPTH, BAND, EXTRA, NARROW)),
+                                   head + 1, ring, K, DEPTH, BAND, EXTRA, NARROW)),
             ],
             [4], [56],
         )
@@ -435,7 +403,7 @@ def down_hopper(
     STAGES: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr,
 ):
     """rows[pair, columns] = weight · (down · h); DEPTH is I, weights are in tile order."""
-    a_ring, b_ring, x_ring, full, empty, tile_info = make_ring(w_desc.dtype, SLABS, BN, BK, STAGES, GROUPS, EXTRA, 1)
+    ring = make_ring(w_desc, SLABS, BN, BK, STAGES, GROUPS, EXTRA, 1)
     gdc_launch_dependents()
     # The row order was complete before the gate/up kernel let this one start, so it may be read. Only the loading warp
     # reads h, and it waits.
@@ -444,22 +412,19 @@ def down_hopper(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (down_warpgroup, (weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                  0, GROUPS, DEPTH, EXTRA)),
-                (down_warpgroup, (weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                  1, GROUPS, DEPTH, EXTRA)),
+                (down_warpgroup, (weight_N, rows_ND, order_N, D, ring, 0, GROUPS, DEPTH, EXTRA)),
+                (down_warpgroup, (weight_N, rows_ND, order_N, D, ring, 1, GROUPS, DEPTH, EXTRA)),
                 (load_rows, (h_desc, extra_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2,
-                             a_ring, b_ring, x_ring, full, empty, tile_info, DEPTH, BAND, EXTRA)),
+                             ring, DEPTH, BAND, EXTRA)),
             ],
             [4, 1], [224, 40],
         )
     else:
         gl.warp_specialize(
             [
-                (down_warpgroup, (weight_N, rows_ND, order_N, D, a_ring, b_ring, x_ring, full, empty, tile_info,
-                                  0, GROUPS, DEPTH, EXTRA)),
+                (down_warpgroup, (weight_N, rows_ND, order_N, D, ring, 0, GROUPS, DEPTH, EXTRA)),
                 (load_rows, (h_desc, extra_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2,
-                             a_ring, b_ring, x_ring, full, empty, tile_info, DEPTH, BAND, EXTRA)),
+                             ring, DEPTH, BAND, EXTRA)),
             ],
             [1], [40],
         )

@@ -8,6 +8,7 @@ do not depend on its place in a tile.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -15,6 +16,7 @@ import triton.language as tl
 
 from anabranch.kernels.triton.launch import cdiv, next_power_of_2, wait_for_predecessor
 from anabranch.kernels.tuning.experts_tiles import padded_tokens
+from anabranch.ops.experts import ExpertsCall
 
 ONE_KERNEL = (256, 512, 1024, 2048, 4096, 8192)
 """Up to the last bound, every program counts all pairs, and each bound is a version of the kernel; above, a separate
@@ -47,15 +49,8 @@ def max_tiles(num_pairs: int, num_experts: int, block_rows: int) -> int:
     return partial + (num_pairs - partial) // block_rows
 
 
-def order_rows(
-    expert_TK: torch.Tensor,
-    weight_TK: torch.Tensor,
-    scaling: float,
-    num_experts: int,
-    block_rows: int,
-    extra_rows: int,
-    pdl: bool,
-) -> RowOrder:
+def order_rows(call: ExpertsCall, block_rows: int, extra_rows: int, launch: dict[str, Any]) -> RowOrder:
+    expert_TK, num_experts = call.expert_TK, call.down_EDI.shape[0]
     num_pairs, device = expert_TK.numel(), expert_TK.device
     tiles = max_tiles(num_pairs, num_experts, block_rows)
     padded = next_power_of_2(num_experts)
@@ -70,27 +65,24 @@ def order_rows(
     head = torch.empty(3, dtype=torch.int32, device=device)
     cursor_GE = torch.empty(num_chunks, padded, dtype=torch.int32, device=device)
     count_GE = cursor_GE  # not read where every program counts all pairs
-    options = {"launch_pdl": True} if pdl else {}
     warps = 4 if 0 < bound <= 1024 else 8
     if not bound:
         count_GE = torch.empty_like(cursor_GE)
-        count_pairs[(num_chunks,)](
-            expert_TK, count_GE, num_pairs, CHUNK=chunk, EP=padded, PDL=pdl, num_warps=warps, **options
-        )
+        count_pairs[(num_chunks,)](expert_TK, count_GE, num_pairs, CHUNK=chunk, EP=padded, num_warps=warps, **launch)
     place_pairs[(num_chunks,)](
-        expert_TK, count_GE, cursor_GE, weight_TK, order_N, weight_N, tile_3M, head,
-        num_pairs, tiles, num_chunks, scaling,
+        expert_TK, count_GE, cursor_GE, call.weight_TK, order_N, weight_N, tile_3M, head,
+        num_pairs, tiles, num_chunks, call.scaling,
         BM=block_rows, EXTRA=extra_rows, CHUNK=chunk, EP=padded,
         GP=1 if bound else max(FEW_CHUNKS, next_power_of_2(cdiv(most_pairs, chunk))),
-        NP=bound, PDL=pdl, num_warps=warps, **options,
+        NP=bound, num_warps=warps, **launch,
     )  # fmt: skip
     return RowOrder(order_N, weight_N, tile_3M, head, tiles)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def count_pairs(expert_N, count_GE, num_pairs, CHUNK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr):
+def count_pairs(expert_N, count_GE, num_pairs, CHUNK: tl.constexpr, EP: tl.constexpr, DEPENDENT: tl.constexpr):
     g = tl.program_id(0)
-    wait_for_predecessor(PDL)
+    wait_for_predecessor(DEPENDENT)
     pair = g * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(expert_N + pair, mask=pair < num_pairs, other=-1)
     tl.store(count_GE + g * EP + tl.arange(0, EP), tl.histogram(expert, EP, mask=expert >= 0))
@@ -101,12 +93,12 @@ def place_pairs(
     expert_N, count_GE, cursor_GE, weight_TK, order_N, weight_N, tile_3M, head,
     num_pairs, max_tiles, num_chunks, scaling,
     BM: tl.constexpr, EXTRA: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr, GP: tl.constexpr, NP: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Every program places the pairs of its chunk and writes its share of the tiles."""
     g = tl.program_id(0)
     e = tl.arange(0, EP)
-    wait_for_predecessor(PDL)
+    wait_for_predecessor(DEPENDENT)
     pair = g * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(expert_N + pair, mask=pair < num_pairs, other=-1)
     weight = tl.load(weight_TK + pair, mask=expert >= 0, other=0.0)

@@ -3,7 +3,8 @@
 N rows, M tiles. Loading warps fill a stage and arrive at its barrier `full`, multiplying warps arrive at `empty` when
 they have used it; both go through the stages in the same order and count steps. A stage holds 64 rows of each slab
 (a_ring), the weights of all columns (b_ring) and, with EXTRA, extra rows (x_ring), BK deep; `tile_info` holds the
-column block and the row range of the tile that begins in it. WHO is the index of a multiplying warpgroup.
+column block and the row range of the tile that begins in it. `ring` is all of these, as `make_ring` returns them. WHO
+is the index of a multiplying warpgroup.
 """
 
 from triton.experimental import gluon
@@ -23,16 +24,13 @@ from anabranch.kernels.compiling.gluon_names import barrier
 
 @gluon.jit
 def make_ring(
-    dtype: gl.constexpr, SLABS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    w_desc, SLABS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, EXTRA: gl.constexpr, ARRIVALS: gl.constexpr,
 ):
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    a_ring = gl.allocate_shared_memory(dtype, [STAGES * SLABS, 64, BK], shared)
-    b_ring = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], shared)
-    if EXTRA:
-        x_ring = gl.allocate_shared_memory(dtype, [STAGES, EXTRA, BK], shared)
-    else:
-        x_ring = a_ring  # not used
+    a_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * SLABS, 64, BK], w_desc.layout)
+    b_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
+    # Without extra rows it is not used.
+    x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, EXTRA, BK], w_desc.layout) if EXTRA else a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
@@ -90,10 +88,10 @@ def read_tile(tile_info, full, step):
 
 @gluon.jit
 def multiply_slab(
-    a_ring, b_ring, full, empty, step, num_rows,
-    WHO: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, GATHERED: gl.constexpr,
+    ring, step, num_rows, WHO: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, GATHERED: gl.constexpr,
 ):
     """The first WIDTH columns of a warpgroup's first slab in one tile, and the next step."""
+    a_ring, b_ring, x_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = b_ring.shape[0]
     SLABS: gl.constexpr = a_ring.shape[0] // STAGES
     BK: gl.constexpr = a_ring.shape[2]
@@ -122,9 +120,11 @@ def multiply_slab(
 
 
 @gluon.jit
-def multiply_two(a_ring, b_ring, full, empty, step, WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr,
-                 GATHERED: gl.constexpr):
+def multiply_two(
+    ring, step, WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, GATHERED: gl.constexpr,
+):
     """Like multiply_slab, for a warpgroup that has rows in both of its slabs."""
+    a_ring, b_ring, x_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = b_ring.shape[0]
     SLABS: gl.constexpr = a_ring.shape[0] // STAGES
     BK: gl.constexpr = a_ring.shape[2]
@@ -150,11 +150,11 @@ def multiply_two(a_ring, b_ring, full, empty, step, WHO: gl.constexpr, GROUPS: g
 
 @gluon.jit
 def multiply_extra(
-    a_ring, b_ring, x_ring, full, empty, step,
-    WHO: gl.constexpr, WIDTH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DEPTH: gl.constexpr,
+    ring, step, WHO: gl.constexpr, WIDTH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DEPTH: gl.constexpr,
     GATHERED: gl.constexpr,
 ):
     """Like multiply_slab, and the extra rows times 64 weight rows from LEFT and 64 from RIGHT on, transposed."""
+    a_ring, b_ring, x_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = b_ring.shape[0]
     SLABS: gl.constexpr = a_ring.shape[0] // STAGES
     EXTRA: gl.constexpr = x_ring.shape[1]

@@ -8,9 +8,9 @@ arithmetic. `down_token` sums a token's experts in registers: no atomics, the sa
 experts that tokens share are read once: the first pair of an expert computes the rows of all its pairs, and another
 kernel sums them.
 
-On Hopper each kernel is launched before its predecessor has finished (`PDL`); the down kernels load weights before they
-wait. Before the wait, only results of kernels before the predecessor may be read: every kernel here waits before it
-lets its successor start, so router ids may be read there and `h` may not.
+On Hopper each kernel is launched before its predecessor has finished (`DEPENDENT`); the down kernels load weights
+before they wait. Before the wait, only results of kernels before the predecessor may be read: every kernel here waits
+before it lets its successor start, so router ids may be read there and `h` may not.
 """
 
 import triton
@@ -32,11 +32,11 @@ def next_pair(expert_N, e, after, num_pairs, PAIRS: tl.constexpr):
 def gate_up_small(
     x_TD, x_stride, expert_N, gate_up_EFD, bias_EF, h_NI, num_pairs, D, inner,
     K: tl.constexpr, PAIRS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS columns of h (ROWS gate rows and their up rows) of one pair, or of all pairs that share its expert."""
     pair = tl.program_id(0)
-    wait_for_predecessor(PDL)
+    wait_for_predecessor(DEPENDENT)
     e = tl.load(expert_N + pair)
     if e < 0:
         return
@@ -71,17 +71,14 @@ def gate_up_small(
         h = activate(gate, up, ACTIVATION)
         out = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         tl.store(h_NI + pair * inner + out, h.to(h_NI.dtype.element_ty), mask=out < inner)
-        if SHARE:
-            pair = next_pair(expert_N, e, pair, num_pairs, PAIRS)
-        else:
-            pair = num_pairs
+        pair = next_pair(expert_N, e, pair, num_pairs, PAIRS) if SHARE else num_pairs
 
 
 @triton.jit
 def down_token(
     weight_TK, expert_TK, h_NI, down_EDI, bias_ED, y_TD, scaling, D, inner,
     K: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS outputs of one token, summed over its experts in registers.
 
@@ -98,7 +95,7 @@ def down_token(
         for c in tl.static_range(NUM_CHUNKS):
             inside = (e >= 0) & (c * CHUNK + i < inner)
             w = w + (tl.load(down_EDI + e * (D * inner) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
-    wait_for_predecessor(PDL)
+    wait_for_predecessor(DEPENDENT)
     for k in tl.static_range(AHEAD, K):
         e = tl.load(expert_TK + t * K + k).to(tl.int64)
         for c in tl.static_range(NUM_CHUNKS):
@@ -125,7 +122,7 @@ def down_token(
 def down_pair(
     weight_N, expert_N, h_NI, down_EDI, bias_ED, rows_ND, num_pairs, scaling, D, inner,
     PAIRS: tl.constexpr, SHARE: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS outputs of one pair, or of all pairs that share its expert; rows without an expert are not written."""
     pair = tl.program_id(0)
@@ -141,7 +138,7 @@ def down_pair(
     for c in tl.static_range(NUM_CHUNKS):
         inside = own & (c * CHUNK + i < inner)
         w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
-    wait_for_predecessor(PDL)
+    wait_for_predecessor(DEPENDENT)
     if own:
         h_ptr = h_NI + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
         while pair < num_pairs:
@@ -155,7 +152,4 @@ def down_pair(
                 y += tl.load(bias_ED + row).to(tl.float32)
             y = (y * weight).to(rows_ND.dtype.element_ty)
             tl.store(rows_ND + pair.to(tl.int64) * D + column, y, mask=column < D)
-            if SHARE:
-                pair = next_pair(expert_N, e, pair, num_pairs, PAIRS)
-            else:
-                pair = num_pairs
+            pair = next_pair(expert_N, e, pair, num_pairs, PAIRS) if SHARE else num_pairs

@@ -9,7 +9,7 @@ from anabranch.kernels.triton.launch import wait_for_predecessor
 @triton.jit
 def sum_rows(
     expert_TK, rows_TKD, y_TD, D,
-    K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y[t] = Σ_k rows[t, k] in fp32, always in the same order; rows without an expert are not read.
 
@@ -18,7 +18,7 @@ def sum_rows(
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, KP)
-    wait_for_predecessor(PDL)
+    wait_for_predecessor(DEPENDENT)
     expert = tl.load(expert_TK + t * K + k, mask=k < K, other=-1)
     there = expert >= 0
     if FIRST:

@@ -16,8 +16,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.compiling.versions import gluon_problem
+from anabranch.kernels.tuning.experts_tiles import Machine
 
 log = logging.getLogger(__name__)
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @functools.cache
@@ -27,17 +30,30 @@ def dependent_launch(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launch_options(dependent: bool) -> dict[str, Any]:
+def launch_options(device: torch.device) -> dict[str, Any]:
     """For a kernel with the constant DEPENDENT, which waits on the device for its predecessor."""
-    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True} if dependent_launch(device) else {"DEPENDENT": False}
 
 
 @triton.jit
-def wait_for_predecessor(DEPENDENT: tl.constexpr):
-    """With dependent launch: wait until the kernels before have finished, then let the next one start."""
+def wait_for_predecessor(DEPENDENT: tl.constexpr, EARLY: tl.constexpr = False, trigger=True):
+    """With dependent launch: wait until the kernels before have finished, then, if `trigger`, let the next one start.
+    EARLY: let it start before the wait; before its own wait it may then read only parameters."""
     if DEPENDENT:
+        if EARLY:
+            gdc_launch_dependents()
         gdc_wait()
-        gdc_launch_dependents()
+        if not EARLY:
+            if trigger != 0:
+                gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointer):
+    """Prefetch lines into L2, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -59,6 +75,16 @@ def gluon_kernels(name: str, device: torch.device) -> ModuleType | None:
 def num_processors(device: torch.device) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+@functools.cache
+def machine_of(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return Machine()
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or Machine().shared_bytes
+    gluon = [gluon_kernels(name, device) for name in ("attention_hopper", "experts_hopper")]
+    return Machine(shared - 1024, properties.multi_processor_count, is_hopper(device), hopper=None not in gluon)
 
 
 def lasting_zeros(device: torch.device, *shape: int) -> torch.Tensor:

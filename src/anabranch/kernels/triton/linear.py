@@ -23,11 +23,18 @@ from types import ModuleType
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
 from anabranch.formats import PLAIN
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, gluon_kernels, launch_options, next_power_of_2
+from anabranch.kernels.triton.launch import (
+    FLOATS,
+    cdiv,
+    gluon_kernels,
+    launch_options,
+    next_power_of_2,
+    prefetch,
+    wait_for_predecessor,
+)
 from anabranch.kernels.triton.sorted_lists import pack
 from anabranch.ops.weight import Weight
 
@@ -42,28 +49,15 @@ MULTIPLY_WEIGHTS = 8 << 20
 """Up to this many weights `multiply_rows` is faster than the library on an H200; with more it is limited by the
 multiprocessors' shared memory."""
 SPLIT_TOKENS, SPLIT_WEIGHTS = range(3, 33), range(1 << 22, (1 << 23) + 1)
-"""Of linear_hopper. An H200 takes for 4096 → 2048 and 16 tokens 7.6 µs with it, 11.5 with `multiply_rows`, 9.9 with the
-library; for 4 tokens 7.7 against 8.1 with `multiply_rows`, for 32 8.7 against the library's 10.1. With 64 tokens (12.1
-against 10.7) or 10 million weights (16 tokens: 9.7 against 9.2) the library is faster."""
+"""Of linear_hopper. 4096 → 2048 on an H200, 16 tokens: 7.6 µs, `multiply_rows` 11.5, the library 9.9; 4 tokens: 7.7,
+`multiply_rows` 8.1; 32 tokens: 8.7, the library 10.1. With 64 tokens or 10 million weights the library is faster."""
 hopper_kernels = functools.partial(gluon_kernels, "linear_hopper")
 EARLY = False
-"""Let the next kernel start before this kernel's own wait. Before *its* wait that may then read only parameters."""
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""See wait_for_predecessor."""
 NUM_LANES, NUM_STAGES, LEAST_COLUMNS = (64, 2, 16) if torch.version.hip else (32, 4, 8)
 """Of a warp; of a pipeline that fits in half of the shared memory; of a product on the matrix units."""
 MAX_LOADS = 16
 """16-byte loads of weights that a thread of `stream_rows` may have under way: they are its registers."""
-
-
-@triton.jit
-def enter(DEPENDENT: tl.constexpr, EARLY: tl.constexpr):
-    """Wait for the kernel before this one and let the next one start."""
-    if DEPENDENT:
-        if EARLY:
-            gdc_launch_dependents()
-        gdc_wait()
-        if not EARLY:
-            gdc_launch_dependents()
 
 
 @triton.jit
@@ -103,7 +97,7 @@ def stream_rows(
             bias = bias + (tl.load(bias_F + tl.minimum(output_W + r * W, num_outputs - 1)).to(tl.float32),)
     # All weight loads are to be under way before the first is used; the assembler would save registers instead.
     tl.debug_barrier()
-    enter(DEPENDENT, EARLY)
+    wait_for_predecessor(DEPENDENT, EARLY)
     # A copy of x for each warp: it arrives in the registers where the weights are, without a detour.
     x_W = x_TD + tl.zeros((W, 1), tl.int32)
     sums = ()
@@ -129,16 +123,6 @@ def stream_rows(
     tl.store(y_TF + (n // R * num_outputs + output), y_WN.to(y_TF.dtype.element_ty), mask=is_output)
 
 
-@triton.jit
-def prefetch(weight_FD, row_R, weight_stride, D: tl.constexpr, LINES: tl.constexpr, PER_LINE: tl.constexpr):
-    """Prefetch rows into L2, without waiting for them."""
-    line = tl.minimum(tl.arange(0, LINES) * PER_LINE, D - 1)
-    place = weight_FD + (row_R * weight_stride)[:, None] + line[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def multiply_rows(
     x_TD, weight_FD, bias_F, y_TF, x_stride, weight_stride, num_outputs, num_tokens,
@@ -150,10 +134,11 @@ def multiply_rows(
     output_R = tl.program_id(0) * R + tl.arange(0, R)
     row_R = tl.minimum(output_R, num_outputs - 1).to(tl.int64)
     if DEPENDENT:
-        prefetch(weight_FD, row_R, weight_stride, D, LINES, PER_LINE)
+        line = tl.minimum(tl.arange(0, LINES) * PER_LINE, D - 1)
+        prefetch(weight_FD + (row_R * weight_stride)[:, None] + line[None, :])
     if bias_F is not None:
         bias_R = tl.load(bias_F + row_R).to(tl.float32)
-    enter(DEPENDENT, EARLY)
+    wait_for_predecessor(DEPENDENT, EARLY)
     t = tl.program_id(1) * TP + tl.arange(0, TP)
     k = tl.arange(0, K)[:, None, None] * C
     d_w = k + tl.arange(0, C)[None, None, :]
@@ -180,22 +165,20 @@ def multiply_rows(
 
 @dataclass(frozen=True, slots=True)
 class StreamTiles:
+    """R outputs of each of W warps; `across` warps share the inputs of an output."""
+
     rows: int
-    """R, outputs of a warp."""
     warps: int
-    """W, that share a program's outputs."""
     across: int = 1
-    """Warps that share the inputs of an output."""
 
 
 @dataclass(frozen=True, slots=True)
 class MultiplyTiles:
+    """R outputs of a program; each of K warps has C inputs at a time."""
+
     rows: int
-    """R, outputs of a program."""
     warps: int
-    """K."""
     depth: int
-    """C, inputs of a warp at a time."""
     stages: int
 
 
@@ -229,7 +212,7 @@ def run(
     y_TF = torch.empty(tokens, F, dtype=out_dtype, device=x_TD.device)
     if y_TF.numel() == 0:
         return y_TF
-    launch = {"EARLY": EARLY, **launch_options(dependent_launch(x_TD.device))}
+    launch = {"EARLY": EARLY, **launch_options(x_TD.device)}
     common = (x_TD, weight_FD, bias_F, y_TF, x_TD.stride(0), weight_FD.stride(0), F)
     if isinstance(tiles, StreamTiles):
         stream_rows[(cdiv(F, tiles.rows * tiles.warps),)](
@@ -259,10 +242,7 @@ def hopper_for(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> ModuleType | None
 
 
 def accepts(
-    x_TD: torch.Tensor,
-    weight_FD: Weight,
-    bias_F: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> bool:
     if weight_FD.format is not PLAIN:
         return False
@@ -285,10 +265,7 @@ def accepts(
 
 @ops.linear.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
 def linear(
-    x_TD: torch.Tensor,
-    weight_FD: Weight,
-    bias_F: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     data_FD = weight_FD.data
     hopper = hopper_for(x_TD, data_FD)

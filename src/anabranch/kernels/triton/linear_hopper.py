@@ -119,12 +119,9 @@ def split_rows_hopper(
 
 @functools.cache
 def counts(device: torch.device) -> torch.Tensor:
-    """Arrivals at each tile: zeros between launches, which share them.
-
-    So launches on a device must not overlap. They do not: a launch counts after its wait, and of what a step runs in
-    parallel (a shared expert; router and experts) only one has products of this size. Two models that run at the same
-    time on one device need a process each.
-    """
+    """Arrivals at each tile: zeros between launches, which share them. So launches on a device must not overlap, and
+    they do not: a launch counts after its wait, and of what a step runs in parallel (a shared expert; router and
+    experts) only one has products of this size. Two models running on one device need a process each."""
     return lasting_zeros(device, num_processors(device))
 
 

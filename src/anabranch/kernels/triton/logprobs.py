@@ -13,13 +13,7 @@ import triton
 import triton.language as tl
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import (
-    cdiv,
-    dependent_launch,
-    launch_options,
-    next_power_of_2,
-    wait_for_predecessor,
-)
+from anabranch.kernels.triton.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
 from anabranch.kernels.triton.sample import MAX_CHUNKS, MAX_VOCABULARY, NUM_SCANNING, STRETCH, TILE, choose_split
 from anabranch.kernels.triton.sample_search import LOWEST, from_key, to_key
 
@@ -124,7 +118,7 @@ def logprobs(
     dtypes = torch.float32, torch.float32, torch.int32
     chunks = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes)
     peak_TS = torch.empty(num_rows, num_stretches, device=device)
-    options = launch_options(dependent_launch(device))
+    options = launch_options(device)
     row = vocabulary, logits_TV.stride(0)
     measure_kernel[shape](
         logits_TV, token_T, *chunks, peak_TS, *row, split.num_tiles, split.tiles,

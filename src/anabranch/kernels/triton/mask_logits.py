@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
+from anabranch.kernels.triton.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 2048
 
@@ -45,5 +45,5 @@ def mask_logits(
         return
     mask_kernel[(num_rows, cdiv(vocabulary, BLOCK))](
         logits_RV, row_N, allowed_NM, vocabulary, logits_RV.stride(0), num_words, allowed_NM.stride(0), value,
-        BLOCK=BLOCK, num_warps=4, **launch_options(dependent_launch(logits_RV.device)),
+        BLOCK=BLOCK, num_warps=4, **launch_options(logits_RV.device),
     )  # fmt: skip

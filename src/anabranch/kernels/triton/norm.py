@@ -5,26 +5,26 @@ T tokens, D normalised width, K experts per token, R rows of a program; a row ma
 The weight is a parameter, so with dependent launch it is loaded before the wait.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, next_power_of_2
+from anabranch.kernels.triton.launch import FLOATS, cdiv, launch_options, next_power_of_2, wait_for_predecessor
 
 MAX_WIDTH = 16384
 """Above, a row would not fit in the registers of a program."""
 NARROW = 512
 """Elements of a program of one warp: several rows where they are narrow."""
 EARLY = False
-"""Start the successor before this kernel's own wait. It may then read only parameters before *its* wait."""
+"""See wait_for_predecessor."""
 AHEAD_BYTES = 1 << 16
 """Bytes of experts' rows that a program loads before it adds the first: 64 registers of each thread of 8 warps."""
 REGISTERS = 1 << 16
 """Of a multiprocessor. With an explicit limit per program, NVIDIA's assembler loads those rows at once; without, it
 saves registers and loads two or three at a time."""
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
@@ -34,7 +34,7 @@ def norm_kernel(
     D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     K: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Row r of x is head r % HEADS of token r // HEADS; y and total are contiguous. EARLY: see above.
+    """Row r of x is head r % HEADS of token r // HEADS; y and total are contiguous.
 
     With `expert`, a token has K rows, x_head_stride apart, and x is the sum of those with an expert. `residual` is
     added before the norm, and the sum stored in `total`; `after` is added after it, and the sum multiplied by `factor`.
@@ -43,12 +43,7 @@ def norm_kernel(
     inside = column < D
     if weight is not None:
         scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if DEPENDENT:
-        if EARLY:
-            gdc_launch_dependents()
-        gdc_wait()
-        if not EARLY:
-            gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT, EARLY)
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token_R = (row_R // HEADS).to(tl.int64)
     start_R = token_R * x_stride + (row_R % HEADS) * x_head_stride
@@ -103,9 +98,9 @@ def launch(
     expert_TK: torch.Tensor | None = None,
     after_TD: torch.Tensor | None = None,
     factor_1: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(norm, sum); x is [T, D] or [T, G, D] with any strides but the last. With `expert_TK` it is [T, K, D], and each
-    token's rows with an expert are summed first."""
+) -> tuple[torch.Tensor, Any]:
+    """(norm, sum or None); x is [T, D] or [T, G, D] with any strides but the last. With `expert_TK` it is [T, K, D],
+    and each token's rows with an expert are summed first."""
     top_k, width = 0 if expert_TK is None else x.shape[1], x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 and not top_k else 1
     y = torch.empty((x.shape[0], width) if top_k else x.shape, dtype=x.dtype, device=x.device)
@@ -116,15 +111,15 @@ def launch(
     block = next_power_of_2(width)
     rows = max(1, NARROW // block)
     num_warps = num_warps or choose_warps(block)
-    dependent = dependent_launch(x.device)
+    options = launch_options(x.device)
     norm_kernel[(cdiv(num_rows, rows),)](
         x, expert_TK, residual_TD, weight_D, after_TD, factor_1, y, total_TD, num_rows,
         x.stride(0), x.stride(1) if x.dim() == 3 else 0,
         0 if residual_TD is None else residual_TD.stride(0), 0 if after_TD is None else after_TD.stride(0), eps,
         D=width, HEADS=heads, ROWS=rows, BLOCK=block, K=top_k,
         AHEAD=max(1, AHEAD_BYTES // (block * x.element_size())) if top_k else 0,
-        EARLY=EARLY, num_warps=num_warps, **launch_options(dependent),
-        **({"maxnreg": min(255, REGISTERS // (32 * num_warps))} if dependent and top_k else {}),
+        EARLY=EARLY, num_warps=num_warps, **options,
+        **({"maxnreg": min(255, REGISTERS // (32 * num_warps))} if options["DEPENDENT"] and top_k else {}),
     )  # fmt: skip
     return y, total_TD
 
@@ -152,9 +147,7 @@ def accepts_add(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.T
 def add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y_TD, total_TD = launch(x_TD, residual_TD, weight_D, eps)
-    assert total_TD is not None
-    return y_TD, total_TD
+    return launch(x_TD, residual_TD, weight_D, eps)
 
 
 def accepts_sum(
@@ -174,9 +167,7 @@ def accepts_sum(
 def sum_add_rms_norm(
     rows_TKD: torch.Tensor, expert_TK: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y_TD, total_TD = launch(rows_TKD, residual_TD, weight_D, eps, expert_TK=expert_TK)
-    assert total_TD is not None
-    return y_TD, total_TD
+    return launch(rows_TKD, residual_TD, weight_D, eps, expert_TK=expert_TK)
 
 
 def accepts_norm_add(

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from anabranch import ops
 from anabranch.kernels.triton.exact import EXACT
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, wait_for_predecessor
+from anabranch.kernels.triton.launch import cdiv, launch_options, wait_for_predecessor
 
 BLOCK = 1024
 PARTS = ["row_N", "table_row_N", "presence_N", "frequency_N", "repetition_N"]
@@ -74,5 +74,5 @@ def penalize(
     penalize_kernel[(num_rows, cdiv(vocabulary, BLOCK))](
         logits_RV, row_N, count_PV, prompt_PV.view(torch.int8), table_row_N, presence_N, frequency_N, repetition_N,
         vocabulary, logits_RV.stride(0), count_PV.stride(0),
-        BLOCK=BLOCK, num_warps=4, **EXACT, **launch_options(dependent_launch(logits_RV.device)),
+        BLOCK=BLOCK, num_warps=4, **EXACT, **launch_options(logits_RV.device),
     )  # fmt: skip

@@ -18,16 +18,9 @@ import triton
 import triton.language as tl
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import (
-    cdiv,
-    dependent_launch,
-    launch_options,
-    next_power_of_2,
-    wait_for_predecessor,
-)
+from anabranch.kernels.triton.launch import FLOATS, cdiv, launch_options, next_power_of_2, wait_for_predecessor
 from anabranch.ops.rope_store import RopeStoreCall
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_TILE = 16384
 """Elements of a program, where a norm goes over all heads."""
 FEW_TOKENS, FEW_ELEMENTS, MANY_ELEMENTS = 64, 512, 2048
@@ -194,8 +187,8 @@ def rope_store(call: RopeStoreCall) -> torch.Tensor:
         q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, rotated_THD, k_PSGD, v_PSGD, slot_T,
         None if group == 1 else tokens, q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0), k_PSGD.stride(0),
         k_PSGD.stride(1), eps,
-        S=k_PSGD.shape[1], NORM=norm, V_NORM="head" if v_norm else "none", **constants,
-        **launch_options(dependent_launch(q_THD.device)),
+        H=H, G=G, D=D, F=cos_TF.shape[1], S=k_PSGD.shape[1], NORM=norm, V_NORM="head" if v_norm else "none",
+        **constants, **launch_options(q_THD.device),
     )  # fmt: skip
     return rotated_THD
 
@@ -219,10 +212,6 @@ def choose_constants(
     programs = cdiv(H, B) * (q_rows // fewer) + 2 * cdiv(G, B) * (kv_rows // fewer)
     rest = D - 2 * F
     constants = {
-        "H": H,
-        "G": G,
-        "D": D,
-        "F": F,
         "B": B,
         "Q_ROWS": q_rows,
         "KV_ROWS": kv_rows,

@@ -26,10 +26,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, dependent_launch, launch_options, next_power_of_2
+from anabranch.kernels.triton.launch import FLOATS, cdiv, launch_options, next_power_of_2, wait_for_predecessor
+from anabranch.kernels.triton.sample_search import LOWEST, from_key, to_key
 from anabranch.kernels.triton.sorted_lists import best_of, pack, unpack
 from anabranch.ops.route import SCORES, RouteCall
 
@@ -40,12 +40,9 @@ NUM_LANES = 64 if torch.version.hip else 32
 """Of a warp, which is a program: what it has to wait for is its own rows only."""
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-LOWEST = tl.constexpr(-(2**31))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Keys
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -82,19 +79,11 @@ def _choice(logit, expert, bias, E: tl.constexpr, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _ordered(choice):
-    """Integers in the order of the floats: sign and magnitude → two's complement, which makes −0.0 equal to 0.0."""
-    bits = choice.to(tl.int32, bitcast=True)
-    sign = bits >> 31
-    return ((bits & 0x7FFFFFFF) ^ sign) - sign
-
-
-@triton.jit
 def _ordered_choice(logit, expert, bias, groups, E: tl.constexpr, SIGMOID: tl.constexpr, GROUP: tl.constexpr):
     choice = _choice(logit, expert, bias, E, SIGMOID)
     if groups is not None:
         choice = tl.where((groups >> (expert // GROUP)) & 1 != 0, choice, float("-inf"))
-    return _ordered(choice)
+    return to_key(choice)
 
 
 @triton.jit
@@ -109,10 +98,7 @@ def _keys(
         expert = expert_RLV + i * STEP
         ordered = _ordered_choice(chunks[i], expert, bias, groups, E, SIGMOID, GROUP)
         inverted = ((1 << ID_BITS) - 1) - expert
-        if EXACT:
-            key = ordered + inverted
-        else:
-            key = (ordered & (-1 << ID_BITS)) | inverted
+        key = ordered + inverted if EXACT else (ordered & (-1 << ID_BITS)) | inverted
         if (i + 1) * STEP > E:
             key = tl.where(expert < E, key, LOWEST)
         keys = keys + unpack(key, LOG_VECTOR)
@@ -181,7 +167,7 @@ def _allowed_groups(
     else:
         first_RG, second_RG = tl.reduce((choice, tl.full(choice.shape, float("-inf"), tl.float32)), 2, _best_two)
         score_RG = first_RG + second_RG
-    left_RG = tl.where((group_G < GROUPS)[None, :], _ordered(score_RG), LOWEST)
+    left_RG = tl.where((group_G < GROUPS)[None, :], to_key(score_RG), LOWEST)
     allowed_R = tl.zeros((row.shape[0],), tl.int32)
     for _ in range(TOP_GROUPS):
         is_best = left_RG == tl.max(left_RG, 1)[:, None]
@@ -191,9 +177,7 @@ def _allowed_groups(
     return allowed_R
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The kernel
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride", "scaling"])
@@ -211,10 +195,8 @@ def route_kernel(
     EXACT: tl.constexpr = SHORT and not SIGMOID and select_bias is None
     IN_KEY: tl.constexpr = EXACT and GROUPS == 1
 
-    if DEPENDENT:
-        gdc_wait()
-        if TRIGGER:  # with many rows, waiting kernels would only take the place of programs that work
-            gdc_launch_dependents()
+    # With many rows, waiting kernels would only take the place of programs that work.
+    wait_for_predecessor(DEPENDENT, trigger=TRIGGER)
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row_R = row_R < num_rows
     is_token_R = is_row_R
@@ -252,8 +234,7 @@ def route_kernel(
     slot_K = tl.arange(0, 1 << LOG)
     is_slot_RK = tl.broadcast_to((slot_K < K)[None, :], id_RK.shape)
     if IN_KEY:
-        ordered = key_RK & (-1 << ID_BITS)
-        logit_RK = tl.where(ordered < 0, LOWEST - ordered, ordered).to(tl.float32, bitcast=True)
+        logit_RK = from_key(key_RK & (-1 << ID_BITS))
     else:
         logit_RK = tl.load(row[:, None] + id_RK, mask=is_slot_RK & is_token_R[:, None], other=0.0).to(tl.float32)
 
@@ -294,7 +275,7 @@ def route_kernel(
 def accepts(call: RouteCall) -> bool:
     logits_TE, num_experts = call.logits_TE, call.logits_TE.shape[1]
     return (
-        logits_TE.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        logits_TE.dtype in FLOATS
         and logits_TE.stride(1) == 1
         and 2 <= num_experts <= MAX_EXPERTS
         and 1 <= call.top_k <= min(MAX_TOP_K, num_experts)
@@ -314,54 +295,34 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
     if num_rows == 0:
         return weight_TK, expert_TK
     vector = vector_size(logits_TE)
-    constants = choose_constants(
-        num_rows <= FEW_ROWS,
-        num_experts,
-        top_k,
-        logits_TE.element_size(),
-        vector,
-        call.score,
-        call.renormalize,
-        call.num_groups,
-        call.top_groups,
-    )
+    few, num_bytes = num_rows <= FEW_ROWS, logits_TE.element_size()
+    constants = choose_constants(few, num_experts, top_k, num_bytes, vector, call.num_groups)
     route_kernel[(cdiv(num_rows, constants["ROWS"]),)](
         logits_TE, weight_TK, expert_TK, call.select_bias_E, call.expert_scale_E, call.num_tokens, num_rows,
         logits_TE.stride(0) // vector, call.scaling,
-        **constants, num_warps=1, **launch_options(dependent_launch(logits_TE.device)),
+        SIGMOID=call.score == "sigmoid", RENORMALIZE=call.renormalize, TOP_GROUPS=call.top_groups,
+        **constants, num_warps=1, **launch_options(logits_TE.device),
     )  # fmt: skip
     return weight_TK, expert_TK
 
 
 @functools.cache
 def choose_constants(
-    few: bool,
-    num_experts: int,
-    top_k: int,
-    element_size: int,
-    vector: int,
-    score: str,
-    renormalize: bool,
-    num_groups: int,
-    top_groups: int,
-    num_lanes: int = NUM_LANES,
+    few: bool, num_experts: int, top_k: int, num_bytes: int, vector: int, num_groups: int, num_lanes: int = NUM_LANES
 ) -> dict[str, int | bool]:
     """Two versions for a model, with few and with many rows: a step of any size needs no more compiling.
 
     With groups there is one: the tile that groups are judged by would not fit into registers with few lanes.
     """
     lists = next_power_of_2(top_k)
-    per_lane = max(8 if few or num_groups > 1 else 128 // element_size, lists, vector)
+    per_lane = max(8 if few or num_groups > 1 else 128 // num_bytes, lists, vector)
     lanes = min(num_lanes, next_power_of_2(cdiv(num_experts, per_lane)))
     return {
         "E": num_experts,
         "K": top_k,
         "LOG": lists.bit_length() - 1,
-        "SIGMOID": score == "sigmoid",
-        "RENORMALIZE": renormalize,
         "GROUPS": num_groups,
         "GROUPS_P": next_power_of_2(num_groups),
-        "TOP_GROUPS": top_groups,
         "GROUP_P": next_power_of_2(num_experts // num_groups),
         "ID_BITS": (num_experts - 1).bit_length(),
         "ROWS": num_lanes // lanes,

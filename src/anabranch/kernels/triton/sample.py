@@ -19,7 +19,7 @@ Logits may be bf16 or fp16: they become fp32, exactly, as they are loaded. Liste
 A list that does not fit into its place (flat distributions) is not used: step 3 goes over the row itself, the same way.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,13 +38,7 @@ from anabranch.kernels.triton.exact import (
     noise_bound,
     target_mass,
 )
-from anabranch.kernels.triton.launch import (
-    cdiv,
-    dependent_launch,
-    launch_options,
-    next_power_of_2,
-    wait_for_predecessor,
-)
+from anabranch.kernels.triton.launch import FLOATS, cdiv, launch_options, next_power_of_2, wait_for_predecessor
 from anabranch.kernels.triton.sample_search import before, from_key, is_before, kth_largest, load_step, to_key
 from anabranch.ops.sample import NONE_ALLOWED as NONE_ALLOWED_ID
 from anabranch.ops.sample import NOT_FINITE as NOT_FINITE_ID
@@ -64,7 +58,6 @@ LIST = 8192
 SCAN_WARPS, GATHER_WARPS, CHOOSE_WARPS = 4, 4, 8
 MAX_CHUNKS = 128
 MAX_VOCABULARY = 1 << 19
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_SCANNING, NUM_GATHERING = 1056, 2048
 """Programs that keep a large GPU busy, 8 on each of 132 processors; twice as many where most have little to do."""
 VECTORS = ["temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "position_R"]
@@ -76,9 +69,7 @@ WEIGHTLESS = tl.constexpr(-21.6)
 """Relative logits below have no mass."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Pieces
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -118,9 +109,7 @@ def _least(min_p):
     return tl.where(min_p > 0, log(tl.minimum(tl.maximum(min_p, TINY), 1.0)), float("-inf"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # 1. Scan
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -171,9 +160,7 @@ def scan_kernel(
     tl.store(token_RC + row_id * num_chunks + chunk, token)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # 2. Gather
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["num_chunks", "num_tiles", "tiles", "capacity"], do_not_specialize_on_alignment=VECTORS)
@@ -243,9 +230,7 @@ def gather_kernel(
         tl.store(mass_RG2 + place + 1, first)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # 3. Choose
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -317,35 +302,27 @@ def choose_kernel(
     tl.store(token_R + row_id, tl.where(token == NO_TOKEN, NONE_ALLOWED, token).to(tl.int64))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Launches
-# ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How rows are divided among programs."""
+class Split(NamedTuple):
+    """How rows are divided among programs: tiles of a row, tiles of a program, programs of a row."""
 
     num_tiles: int
-    """Of a row."""
     tiles: int
-    """Of a program."""
-
-    @property
-    def num_chunks(self) -> int:
-        return cdiv(self.num_tiles, self.tiles)
+    num_chunks: int
 
 
 def choose_split(num_rows: int, vocabulary: int, tile: int, num_programs: int) -> Split:
     num_tiles = cdiv(vocabulary, tile)
-    num_chunks = max(1, min(num_programs // num_rows, MAX_CHUNKS, num_tiles))
-    return Split(num_tiles, cdiv(num_tiles, num_chunks))
+    tiles = cdiv(num_tiles, max(1, min(num_programs // num_rows, MAX_CHUNKS, num_tiles)))
+    return Split(num_tiles, tiles, cdiv(num_tiles, tiles))
 
 
 def accepts(call: SampleCall) -> bool:
     logits_RV = call.logits_RV
     return (
-        logits_RV.dtype in DTYPES
+        logits_RV.dtype in FLOATS
         and logits_RV.stride(1) == 1
         and 1 <= logits_RV.shape[1] <= MAX_VOCABULARY
         and all(vector is None or vector.is_contiguous() for vector in call[1:])
@@ -374,7 +351,7 @@ def sample(call: SampleCall) -> torch.Tensor:
         peak_RS, count_R = scratch(num_stretches), scratch(1, torch.int32)
         masses = scratch(2 * gather.num_chunks, torch.int64)
         lists = scratch(capacity, logits_RV.dtype), scratch(capacity, torch.int32), scratch(2), masses
-    options = {**launch_options(dependent_launch(device)), **EXACT}
+    options = {**launch_options(device), **EXACT}
     row = vocabulary, logits_RV.stride(0)
     scan_kernel[(num_rows, scan.num_chunks)](
         logits_RV, temperature_R, seed_R, position_R, *drawn, peak_RS, count_R, *row, scan.num_tiles, scan.tiles,

@@ -50,11 +50,6 @@ def merge(a, b, LOG: tl.constexpr):
 
 
 @triton.jit
-def merge1(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
 def merge2(a0, a1, b0, b1):
     return merge((a0, a1), (b0, b1), 1)
 
@@ -83,15 +78,9 @@ def merge16(
 def merge_lanes(lists, LOG: tl.constexpr):
     """The lists of each row's lanes [R, L] → one list per row [R]."""
     if LOG == 0:
-        return (tl.reduce(lists[0], 1, merge1),)
-    elif LOG == 1:
-        return tl.reduce(lists, 1, merge2)
-    elif LOG == 2:
-        return tl.reduce(lists, 1, merge4)
-    elif LOG == 3:
-        return tl.reduce(lists, 1, merge8)
+        return (tl.max(lists[0], 1),)
     else:
-        return tl.reduce(lists, 1, merge16)
+        return tl.reduce(lists, 1, merge2 if LOG == 1 else merge4 if LOG == 2 else merge8 if LOG == 3 else merge16)
 
 
 @triton.jit

@@ -1,9 +1,7 @@
 """Tiles of the experts' kernels that the tuner times, for each number of tokens: those that were fastest somewhere.
 
-D hidden width, I expert width (`inner`), K experts per token, E experts. Nothing here uses a device.
-
-The list is short because each entry is a pair of kernels to compile. benchmarks/results/experts_h200.json has the times
-it was made from; a device with other needs gets its tiles by adding a line here.
+Nothing here uses a device. The list is short because each entry is a pair of kernels to compile. A device with other
+needs gets its tiles by adding a line here; benchmarks/results/experts_h200.json has the times it was made from.
 """
 
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     GroupedTiles,
     HopperTiles,
     Machine,
+    Shape,
     Tile,
     Tiles,
     choose,
@@ -27,42 +26,31 @@ from anabranch.kernels.tuning.experts_tiles import (
 from anabranch.kernels.tuning.search import Search
 
 
-def searches(
-    num_tokens: int,
-    num_experts: int,
-    D: int,
-    inner: int,
-    top_k: int,
-    dtype: torch.dtype,
-    machine: Machine,
-    full: bool = False,
-) -> list[Search[Tiles]]:
+def searches(num_tokens: int, shape: Shape, machine: Machine, full: bool = False) -> list[Search[Tiles]]:
     """The searches for one number of tokens, the rule's own choice first; with `full`, rare winners too."""
-    rule = choose(num_tokens, num_experts, D, inner, top_k, dtype, machine=machine)
-    found = [*small_searches(num_tokens, D, inner, top_k, dtype, full)]
-    rows_per_expert = num_tokens * top_k / num_experts
-    if dtype != torch.float32:
-        found += grouped_searches(num_tokens, rows_per_expert, dtype, machine, full)
+    rule = choose(num_tokens, shape, machine=machine)
+    found = [*small_searches(num_tokens, shape, full)]
+    rows_per_expert = num_tokens * shape.top_k / shape.num_experts
+    if shape.dtype != torch.float32:
+        found += grouped_searches(num_tokens, rows_per_expert, shape.dtype, machine, full)
         if machine.hopper:
             found += hopper_searches(num_tokens, rows_per_expert, full)
-    if full and isinstance(rule, GroupedTiles) and top_k > 2:
+    if full and isinstance(rule, GroupedTiles) and shape.top_k > 2:
         found.append(Search(replace(rule, add=True)))
     return [Search(rule), *found]
 
 
-def small_searches(
-    num_tokens: int, D: int, inner: int, top_k: int, dtype: torch.dtype, full: bool
-) -> Iterator[Search[Tiles]]:
-    small = choose_small(D, inner, top_k, dtype)
+def small_searches(num_tokens: int, shape: Shape, full: bool) -> Iterator[Search[Tiles]]:
+    small = choose_small(shape)
     if small is None or num_tokens > (4 if full else 2) * SMALL_TOKENS:
         return
     gates = [{"gate_rows": 4, "gate_warps": 8}, {"gate_rows": 2, "gate_warps": 4}]
     if full:
         gates += [{"gate_rows": 2, "gate_warps": 2}, {"gate_rows": 4, "gate_warps": 4}]
-    chunks = -(-inner // CHUNK)
+    chunks = -(-shape.inner // CHUNK)
     downs: list[dict[str, int]] = []
     if small.by_token:
-        downs += [{"ahead": ahead} for ahead in sorted({min(top_k, max(1, n // chunks)) for n in (6, 9, 12)})]
+        downs += [{"ahead": ahead} for ahead in sorted({min(shape.top_k, max(1, n // chunks)) for n in (6, 9, 12)})]
         if full:
             downs += [{"down_columns": 2, "down_warps": 2}]
     yield Search(small, (tuple(gates), tuple(downs)))
@@ -97,24 +85,21 @@ def grouped_searches(
 
 
 def hopper_searches(num_tokens: int, rows_per_expert: float, full: bool) -> Iterator[Search[Tiles]]:
-    def bands(tile: Tile, name: str) -> tuple[dict[str, Tile], ...]:
-        return tuple({name: replace(tile, group=group)} for group in ((2, 4, 8) if full else (2, 4)))
+    def search(base: HopperTiles, bands: bool) -> Search[Tiles]:
+        """With `bands`, also other numbers of rows that pass through all columns together."""
+        groups = ((2, 4, 8) if full else (2, 4)) if bands else ()
+        gate_ups = tuple({"gate_up": replace(base.gate_up, group=group)} for group in groups)
+        return Search(base, (gate_ups, tuple({"down": replace(base.down, group=group)} for group in groups)))
 
     if num_tokens >= 32 and rows_per_expert <= 64:
         yield Search(HopperTiles(1, 1, 1, Tile(64, 64, 4, 8), Tile(128, 64, 4, 8)))
     if num_tokens < 128:
         return
     narrow, wide = Tile(64, 64, 4, 6, group=4), Tile(128, 64, 4, 6, group=4)
-    yield Search(HopperTiles(2, 2, 1, narrow, wide), (bands(narrow, "gate_up"), bands(wide, "down")) if full else ())
+    yield search(HopperTiles(2, 2, 1, narrow, wide), full)
     gate_up, down = Tile(128, 64, 4, 4, group=4), Tile(256, 64, 4, 4, group=4)
-    stages = (bands(gate_up, "gate_up"), bands(down, "down")) if num_tokens >= 512 else ()
-    yield Search(HopperTiles(2, 2, 1, gate_up, down), stages)
+    yield search(HopperTiles(2, 2, 1, gate_up, down), num_tokens >= 512)
     if rows_per_expert >= 48:
-        gate_up, down = replace(gate_up, group=2), replace(down, group=2)
-        stages = (bands(gate_up, "gate_up"), bands(down, "down")) if full else ()
-        yield Search(HopperTiles(2, 2, 1, gate_up, down, extra=16), stages)
+        yield search(HopperTiles(2, 2, 1, replace(gate_up, group=2), replace(down, group=2), extra=16), full)
     if rows_per_expert >= 128:
-        gate_up, down = Tile(64, 64, 4, 4, group=2), Tile(128, 64, 4, 4, group=2)
-        yield Search(
-            HopperTiles(2, 4, 1, gate_up, down), (bands(gate_up, "gate_up"), bands(down, "down")) if full else ()
-        )
+        yield search(HopperTiles(2, 4, 1, Tile(64, 64, 4, 4, group=2), Tile(128, 64, 4, 4, group=2)), full)

@@ -1,7 +1,4 @@
-"""Measured tables of the experts' tiles: which one applies to a call, and how tiles are written as JSON.
-
-D hidden width, I expert width (`inner`), K experts per token, E experts.
-"""
+"""Measured tables of the experts' tiles: which one applies to a call, and how tiles are written as JSON."""
 
 import dataclasses
 import functools
@@ -12,43 +9,21 @@ import torch
 import triton
 
 from anabranch.formats import PLAIN
-from anabranch.kernels.tuning.experts_tiles import MANY, GroupedTiles, HopperTiles, SmallTiles, Tile, Tiles
+from anabranch.kernels.tuning.experts_tiles import MANY, GroupedTiles, HopperTiles, Shape, SmallTiles, Tile, Tiles
 from anabranch.kernels.tuning.table import Facts, Table, find, hash_files
 
 TILES_VERSION = 1
 """Raise it when a field of the tiles changes its meaning, or a kernel changes so much that shipped times mislead."""
-KINDS: dict[str, type[SmallTiles | GroupedTiles | HopperTiles]] = {
-    "small": SmallTiles,
-    "grouped": GroupedTiles,
-    "hopper": HopperTiles,
-}
+KINDS: dict[str, type[Tiles]] = {"small": SmallTiles, "grouped": GroupedTiles, "hopper": HopperTiles}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
-    """What tiles are tuned for."""
-
-    num_experts: int
-    D: int
-    inner: int
-    top_k: int
-    dtype: torch.dtype
-    format: str = PLAIN.name
-    """Of the weights."""
-
-    def good_for(self, device: torch.device) -> Facts:
-        arch, num_processors = device_facts(device)
-        return {
-            "op": "experts",
-            "arch": arch,
-            "sm": num_processors,
-            "E": self.num_experts,
-            "D": self.D,
-            "I": self.inner,
-            "k": self.top_k,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            **({} if self.format == PLAIN.name else {"format": self.format}),
-        }
+def good_for(shape: Shape, device: torch.device) -> Facts:
+    """What a table of this shape, measured on this device, applies to."""
+    arch, num_processors = device_facts(device)
+    sizes = {"E": shape.num_experts, "D": shape.D, "I": shape.inner, "k": shape.top_k}
+    facts: dict[str, int | str] = {"op": "experts", "arch": arch, "sm": num_processors, **sizes}
+    facts["dtype"] = str(shape.dtype).removeprefix("torch.")
+    return facts if shape.format == PLAIN.name else {**facts, "format": shape.format}
 
 
 @functools.cache
@@ -95,13 +70,13 @@ class TilesCodec:
         return cls(**values)
 
     def _value(self, field: dataclasses.Field[Any], value: Any) -> Any:
-        if field.type == "Tile":
+        if field.type is Tile:
             columns, depth, warps, stages, swap, group = value
             numbers = (columns, depth, warps, group)
             if all(map(_is_power, numbers)) and type(stages) is int and 0 < stages <= 16 and type(swap) is bool:
                 if 16 <= columns <= 512 and 16 <= depth <= 512 and warps <= 16 and group <= MANY:
                     return Tile(*value)
-        elif field.type == "bool":
+        elif field.type is bool:
             if type(value) is bool:
                 return value
         elif type(value) is int and 0 <= value <= 256 and (_is_power(value) or field.name in ("ahead", "extra")):
@@ -121,7 +96,7 @@ def table_for(device: torch.device, shape: Shape) -> Table[Tiles] | None:
     """The table for this shape, read from disk once per process."""
     if (device, shape) not in _installed:
         is_gpu = device.type == "cuda"
-        _installed[device, shape] = find(CODEC, shape.good_for(device), made_with(), TILES_VERSION) if is_gpu else None
+        _installed[device, shape] = find(CODEC, good_for(shape, device), made_with(), TILES_VERSION) if is_gpu else None
     return _installed[device, shape]
 
 

@@ -1,6 +1,6 @@
 """Tiles of the experts' kernels: what can be chosen, and what is chosen for a shape when nothing was measured.
 
-D hidden width, I expert width (`inner`), K experts per token, E experts. Nothing here touches a device.
+D hidden width, I expert width (`inner`), K experts per token, E experts. Nothing here uses a device.
 
 The rule was made from sweeps on an H200 with the shapes of Qwen3-30B-A3B, Gemma-4-26B-A4B and Qwen1.5-MoE-A2.7B
 (benchmarks/results/experts_h200.json).
@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from anabranch.formats import PLAIN
+
 MANY = 1 << 16
 """As a group of tiles: all of them."""
 CHUNK = 256
@@ -17,13 +19,32 @@ CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """What tiles are chosen and tuned for."""
+
+    num_experts: int
+    D: int
+    inner: int
+    top_k: int
+    dtype: torch.dtype
+    format: str = PLAIN.name
+    """Of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
-    """What the choice depends on besides the shape. The defaults hold for any GPU, and the interpreter."""
+    """What the choice of tiles depends on besides the shape. The defaults hold for any GPU, and the interpreter."""
 
     shared_bytes: int = 64 << 10
     """Shared memory that one program may have."""
+    processors: int = 64
+    wgmma: bool = False
+    """Hopper's matrix unit, which needs 64 rows and reads them from shared memory."""
     hopper: bool = False
-    """experts_hopper runs here."""
+    """The Gluon kernels for Hopper run here."""
+
+
+PORTABLE = Machine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,38 +126,29 @@ def padded_tokens(num_tokens: int) -> int:
     return num_tokens if num_tokens <= SMALL_TOKENS else -(-num_tokens // step) * step
 
 
-def choose(
-    num_tokens: int,
-    num_experts: int,
-    D: int,
-    inner: int,
-    top_k: int,
-    dtype: torch.dtype,
-    combine: str = "fastest",
-    machine: Machine = Machine(),  # noqa: B008 (frozen)
-) -> Tiles:
+def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Machine = PORTABLE) -> Tiles:
     """The tiles for one call."""
     if num_tokens <= SMALL_TOKENS:
-        small = choose_small(D, inner, top_k, dtype)
+        small = choose_small(shape)
         if small is not None:
             return replace(small, by_token=False) if combine == "unfused" else small
-    rows_per_expert = num_tokens * top_k / num_experts
+    rows_per_expert = num_tokens * shape.top_k / shape.num_experts
     if machine.hopper and num_tokens > HOPPER_TOKENS and combine != "fused":
-        return choose_hopper(rows_per_expert, inner)
-    tiles = choose_grouped(num_tokens, rows_per_expert, dtype, machine)
+        return choose_hopper(rows_per_expert, shape.inner)
+    tiles = choose_grouped(num_tokens, rows_per_expert, shape.dtype, machine)
     # Adding into tokens' rows by atomics was slower at every size measured, so `fastest` never does.
     return replace(tiles, add=combine == "fused")
 
 
-def choose_small(D: int, inner: int, top_k: int, dtype: torch.dtype) -> SmallTiles | None:
+def choose_small(shape: Shape) -> SmallTiles | None:
     """None where the weights of a program would not fit in its registers."""
-    chunks_D, chunks_I = -(-D // CHUNK) * dtype.itemsize // 2, -(-inner // CHUNK) * dtype.itemsize // 2
+    chunks_D, chunks_I = (-(-width // CHUNK) * shape.dtype.itemsize // 2 for width in (shape.D, shape.inner))
     if chunks_D > 32 or chunks_I > 16:
         return None
-    rows, warps = (4, 8) if D <= 2048 else (2, 4)
-    if top_k * chunks_I > 32:
+    rows, warps = (4, 8) if shape.D <= 2048 else (2, 4)
+    if shape.top_k * chunks_I > 32:
         return SmallTiles(rows, warps, 8, 8, by_token=False)
-    return SmallTiles(rows, warps, ahead=min(top_k, max(1, 10 // chunks_I)))
+    return SmallTiles(rows, warps, ahead=min(shape.top_k, max(1, 10 // chunks_I)))
 
 
 def choose_hopper(rows_per_expert: float, inner: int) -> HopperTiles:

@@ -7,15 +7,12 @@ compiled in time is skipped, never compiled inline. Then every candidate is time
 calls over the weights of several layers, each call with its own tokens and routing.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,16 +20,14 @@ from anabranch.kernels.compiling.precompile import Job, precompile, recording
 from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.tuning import experts_tables
 from anabranch.kernels.tuning.experts_candidates import searches
-from anabranch.kernels.tuning.experts_tables import CODEC, Shape
-from anabranch.kernels.tuning.experts_tiles import Machine, Tiles, label
+from anabranch.kernels.tuning.experts_tables import CODEC, good_for
+from anabranch.kernels.tuning.experts_tiles import Machine, Shape, Tiles, label
 from anabranch.kernels.tuning.search import FAST_SECONDS, Progress, buckets, measure
 from anabranch.kernels.tuning.table import Table, keep, save
 from anabranch.kernels.tuning.timing import microseconds
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
-
-if TYPE_CHECKING:
-    from anabranch.platforms import Platform
+from anabranch.platforms import Platform
 
 __all__ = ["SETS", "ExpertsBench", "Shape", "Tuned", "ensure", "label", "ship"]
 
@@ -152,8 +147,8 @@ def ensure(
     if not left:
         return Tuned(table, time.monotonic() - began, ())
     bench, full = ExpertsBench(shape, weights[:SETS], activation, platform), level == "full"
-    numbers = (shape.num_experts, shape.D, shape.inner, shape.top_k, shape.dtype, bench.machine())
-    candidates = {tokens: searches(tokens, *numbers, full=full) for tokens in left}
+    machine = bench.machine()
+    candidates = {tokens: searches(tokens, shape, machine, full) for tokens in left}
     found = Table(measure(bench, candidates, float("inf") if full else FAST_SECONDS, progress), level, tuple(left))
     del bench
     torch.cuda.empty_cache()  # free memory determines how many KV pages there will be
@@ -166,12 +161,12 @@ def ensure(
     found.about = {"device": platform.describe(), "seconds": round(seconds, 1), "missing": found.missing}
     experts_tables.install(device, shape, found)
     kernel.chosen.cache_clear()
-    path = keep(found, CODEC, shape.good_for(device), experts_tables.made_with())
+    path = keep(found, CODEC, good_for(shape, device), experts_tables.made_with())
     log.info("tiles of %d token counts measured in %.1f s; saved in %s", len(found.times), seconds, path)
     return Tuned(found, seconds, tuple(size for size in left if size in found.times))
 
 
 def ship(path: Path, shape: Shape, device: torch.device, table: Table[Tiles]) -> None:
-    """Write the table as those in `tables/`, where its name is table.file_name(shape.good_for(device))."""
-    if not save(path, table, CODEC, shape.good_for(device), {"version": experts_tables.TILES_VERSION}):
+    """Write the table as those in `tables/`, where its name is table.file_name(good_for(shape, device))."""
+    if not save(path, table, CODEC, good_for(shape, device), {"version": experts_tables.TILES_VERSION}):
         raise OSError(f"{path} cannot be written")

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +117,23 @@ def hash_files(files: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+def replace_file(path: Path, write: Callable[[Path], object]) -> OSError | None:
+    """Let `write` fill a file, then give it its name, so that a reader sees the old file or the new one. Returns the
+    error if that is not possible."""
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        return error
+    return None
+
+
 def file_name(good_for: Facts, made_with: Facts | None = None) -> str:
     """A readable name, unique for everything that a table depends on; shipped tables have no hash of `made_with`."""
     name = "-".join(f"{key}{value}" if isinstance(value, int) else value for key, value in good_for.items())
@@ -127,7 +144,7 @@ def file_name(good_for: Facts, made_with: Facts | None = None) -> str:
 
 
 def save(path: Path, table: Table[T], codec: Codec[T], good_for: Facts, made_with: Facts) -> bool:
-    """Write a table atomically, so that a reader sees the old file or the new one; False if it cannot be written."""
+    """Write a table; False if it cannot be written."""
     table.check()
     head = {
         "format": FORMAT,
@@ -143,23 +160,10 @@ def save(path: Path, table: Table[T], codec: Codec[T], good_for: Facts, made_wit
         for choice, us in sorted(table.times[size].items(), key=lambda item: item[1])
     ]
     text = json.dumps(head, indent=1, ensure_ascii=False)[:-2] + ',\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", suffix=".tmp", delete=False) as file:
-            temporary = file.name
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
+    error = replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    if error is not None:
         log.warning("tuning table not saved, it will be measured again: %s", error)
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        return False
-    return True
+    return error is None
 
 
 def read(path: Path, codec: Codec[T], good_for: Facts, made_with: Facts) -> Table[T] | None:

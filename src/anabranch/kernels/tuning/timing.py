@@ -3,15 +3,11 @@
 No device events: there are enough replays between two readings of the clock that the host's overhead does not matter.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from anabranch.platforms import Platform
+from anabranch.platforms import Platform
 
 
 def microseconds(

@@ -14,8 +14,7 @@ from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import RMSNorm
 from anabranch.models.config import LayerConfig, ModelConfig, MoEConfig
 from anabranch.moe.layer import RoutedExperts
-from anabranch.moe.overlap import overlap
-from anabranch.moe.setup import MoESetup
+from anabranch.moe.setup import MoESetup, overlap
 
 
 class Gemma4Router(nn.Module):

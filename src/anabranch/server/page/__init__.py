@@ -37,10 +37,8 @@ def _add(file: Path) -> None:
     async def send() -> Response:
         return Response(file.read_bytes(), media_type=f"{MEDIA_TYPES[file.suffix]}; charset=utf-8", headers=HEADERS)
 
-    is_index = file.name == "index.html"
-    router.add_api_route(
-        "/" if is_index else f"/page/{file.name}", send, summary="The page", include_in_schema=is_index
-    )
+    path = "/" if file.name == "index.html" else f"/page/{file.name}"
+    router.add_api_route(path, send, summary="The page", include_in_schema=path == "/")
 
 
 for _file in sorted(FOLDER.iterdir()):

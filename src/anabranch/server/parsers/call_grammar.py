@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from anabranch.sampling_params import Grammar
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.text.json_schema import follow, prepare
+from anabranch.text.json_schema import CHOICES, follow, json_type, list_of, prepare
 
 Schema = dict[str, Any]
 T = TypeVar("T")
@@ -59,9 +59,6 @@ class Rules:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         return self.rule(f"%json {json.dumps(schema, allow_nan=False)}")
-
-    def arguments(self, tool: ToolSpec) -> str:
-        return self.json(arguments_schema(tool))
 
     def text_before(
         self, tag: str, without: Sequence[str] = (), pattern: str = "", low: int = 0, high: int | None = None
@@ -215,13 +212,6 @@ def arguments_schema(tool: ToolSpec) -> dict[str, Any]:
     return {"type": "object", **tool.parameters}
 
 
-def json_type(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    names = {str: "string", int: "integer", float: "number", type(None): "null", list: "array"}
-    return names.get(type(value), "object")
-
-
 def json_types(schema: Any, root: Schema) -> frozenset[str]:
     """The types that a value may have; empty if the schema does not restrict them, or is not valid."""
     found, todo, seen = set[str](), [schema], set[int]()
@@ -265,22 +255,14 @@ def resolve(schema: Any, root: Schema) -> Schema:
 
 def options(schema: Schema) -> list[Any]:
     """The schemas of which one must fit."""
-    found = [schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)]
-    return [option for alike in found for option in alike]
+    return [option for word in CHOICES for option in list_of(schema, word)]
 
 
 def _has_choice(pattern: str) -> bool:
     """A | outside of all brackets."""
-    depth, in_class, escaped = 0, False, False
-    for character in pattern:
-        if escaped:
-            escaped = False
-        elif character == "\\":
-            escaped = True
-        elif in_class or character == "[":
-            in_class = character != "]"
-        elif character in "()":
-            depth += 1 if character == "(" else -1
-        elif character == "|" and depth == 0:
+    depth = 0
+    for part in re.findall(r"\\.|\[(?:\\.|[^]\\])*|[()|]", pattern, re.DOTALL):  # an escape, a class, or a character
+        if part == "|" and depth == 0:
             return True
+        depth += (part == "(") - (part == ")")
     return False

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from anabranch.server.parsers.call_grammar import NUMBERS, Rules, Schema, ToolGrammar, alternatives, options
+from anabranch.server.parsers.json_calls import quoted
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Notation, Output, read_rest
+from anabranch.server.parsers.reader import EnclosedNotation, Output
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 OPENS, CLOSES, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 RESPONSE = "<|tool_response>"
 """The model ends its turn with it to wait for results; a server that does not stop there finds it in the text."""
 
-AFTER = Tags(OPENS, CLOSES)
 AFTER_KEY = Tags(":", ",", "{", "}", "[", "]", QUOTE, CLOSES)
 AFTER_VALUE = Tags(",", "{", "}", "[", "]", QUOTE, CLOSES)
 IN_STRING = Tags(QUOTE, CLOSES)
@@ -34,11 +34,11 @@ NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 CONSTANTS = {"true": "true", "false": "false", "null": "null", "": "null"}
 CONSTANTS |= {"True": "true", "False": "false", "None": "null"}  # the template itself writes None
 
-
 Step: TypeAlias = "Callable[[], Wait[Step | None]]"
 
 
-class Gemma4(Notation):
+class Gemma4(EnclosedNotation):
+    OPENS, CLOSES = OPENS, CLOSES
     opens = (OPENS,)
     tags = (OPENS, CLOSES, QUOTE, RESPONSE)
 
@@ -52,16 +52,14 @@ class Gemma4(Notation):
         source.drop()
         out.begin(name)
         yield from Arguments(source, out).read()
-        yield from read_rest(source, out, AFTER, CLOSES)
+        yield from self.read_rest(source, out)
         if source.is_blank:
             yield from source.space()
             if (yield from source.literal(RESPONSE)):
                 source.drop()
 
-    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
-        calls = [f"{rules.text(f'call:{tool.name}')} {Gemma4Grammar(rules, tool).arguments()}" for tool in tools]
-        call = rules.rule(f"{rules.tag(OPENS)} {alternatives(calls)} {rules.tag(CLOSES)}")
-        return f"{call}+" if many else call
+    def call_grammar(self, rules: Rules, tool: ToolSpec) -> str:
+        return f"{rules.text(f'call:{tool.name}')} {Gemma4Grammar(rules, tool).arguments()}"
 
 
 class Arguments:
@@ -71,14 +69,13 @@ class Arguments:
         self._source, self._out = source, out
         self._open: list[str] = []
         """The closing brackets that are still to come."""
-        self._empty = True
-        """There is nothing yet between the innermost brackets."""
+        self._comma = ""
+        """What separates the next part from the last one."""
 
     def read(self) -> Wait[None]:
         """Up to the closing bracket, or as far as the text fits. A call that is cut off stays open; one that only its
         tag closes is closed."""
-        self._enter("{")
-        step = self._key
+        step = self._enter("{")
         while self._open and (next_step := (yield from step())):
             step = next_step
         if self._open and (yield from self._source.peek()):
@@ -90,13 +87,13 @@ class Arguments:
         word, mark = yield from self._word(AFTER_KEY)
         if not mark:
             if word:
-                self._write(json.dumps(word, ensure_ascii=False)[:-1])
+                self._write(quoted(word)[:-1])
             return None
         if mark == "}" and not word:
             return self._leave()
         if mark == QUOTE and not word:
             self._source.take(len(QUOTE))
-            word = yield from self._source.all_until(IN_STRING)
+            word, _ = yield from self._source.text_until(IN_STRING)
             if not (yield from self._source.literal(QUOTE)):
                 return None
             yield from self._source.space()
@@ -104,41 +101,34 @@ class Arguments:
             return None
         if not (yield from self._source.literal(":")):
             return None
-        self._write(json.dumps(word, ensure_ascii=False) + ": ")
+        self._write(quoted(word) + ": ", then="")
         return self._value
 
     def _value(self) -> Wait[Step | None]:
         word, mark = yield from self._word(AFTER_VALUE)
-        in_list = self._open[-1] == "]"
         if not mark:
             if word:
-                self._write(word, in_list)
+                self._write(word)
             return None
-        if word or (mark == "," if in_list else mark in ENDS):
+        if word or (mark == "," if self._open[-1] == "]" else mark in ENDS):
             known = word if NUMBER.fullmatch(word) else CONSTANTS.get(word)
-            self._write(known or json.dumps(word, ensure_ascii=False), in_list)
+            self._write(known or quoted(word))
             return self._more
         if mark in ENDS:
             return self._leave() if mark == "]" else None
         if mark == QUOTE:
-            return (yield from self._string(in_list))
+            return (yield from self._string())
         self._source.take(1)
-        self._write("", in_list)
-        self._enter(mark)
-        return self._key if mark == "{" else self._value
+        return self._enter(mark)
 
-    def _string(self, in_list: bool) -> Wait[Step | None]:
+    def _string(self) -> Wait[Step | None]:
         source = self._source
         source.take(len(QUOTE))
-        self._write('"', in_list)
-        while piece := (yield from source.until(IN_STRING)):
-            source.drop()
-            self._out.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
-        mark = source.which(IN_STRING)
+        self._write('"')
+        mark = yield from source.until(IN_STRING, lambda piece: self._out.arguments(quoted(piece)[1:-1]))
+        source.skip(len(QUOTE) if mark == QUOTE else 0)
         if not mark:
             return None
-        if mark == QUOTE:
-            source.skip(len(QUOTE))
         self._out.arguments('"')
         return self._more
 
@@ -153,24 +143,24 @@ class Arguments:
 
     def _word(self, marks: Tags) -> Wait[tuple[str, str]]:
         """Bare text, and the mark after it, which is not read."""
-        word = yield from self._source.all_until(marks)
-        return word.strip(), self._source.which(marks)
+        word, mark = yield from self._source.text_until(marks)
+        return word.strip(), mark
 
-    def _write(self, text: str, in_list: bool = True) -> None:
-        """The beginning of a member or an item, or a value after its key; drops what was read for it."""
+    def _write(self, text: str, then: str = ", ") -> None:
+        """A key, a value or the beginning of one; drops what was read for it."""
         self._source.drop()
-        self._out.arguments(text if self._empty or not in_list else f", {text}")
-        self._empty = False
+        self._out.arguments(self._comma + text)
+        self._comma = then
 
-    def _enter(self, bracket: str) -> None:
-        self._out.arguments(bracket)
+    def _enter(self, bracket: str) -> Step:
+        self._write(bracket, then="")
         self._open.append("}" if bracket == "{" else "]")
-        self._empty = True
+        return self._key if bracket == "{" else self._value
 
     def _leave(self) -> Step:
         self._source.skip(1)
         self._out.arguments(self._open.pop())
-        self._empty = False
+        self._comma = ", "
         return self._more
 
 

@@ -17,9 +17,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from anabranch.server.parsers.call_grammar import Rules, alternatives
+from anabranch.server.parsers.call_grammar import Rules, alternatives, arguments_schema
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Notation, Output, read_rest
+from anabranch.server.parsers.reader import EnclosedNotation, Notation, Output
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 ARGUMENTS = ("arguments", "parameters")
@@ -39,9 +39,8 @@ class JsonCalls:
 
     def __init__(self, closes: str = "", offered_only: bool = False) -> None:
         """`offered_only`: an object is a call only if its tool was offered and it has arguments."""
-        stops = (closes,) if closes else ()
-        self._in_value = Tags(*IN_VALUE, *stops)
-        self._after_scalar = Tags(*AFTER_SCALAR, *stops)
+        self._in_value = Tags(*IN_VALUE, closes)
+        self._after_scalar = Tags(*AFTER_SCALAR, closes)
         self._offered_only = offered_only
 
     def read(self, source: Source, out: Output) -> Wait[int]:
@@ -63,17 +62,12 @@ class JsonCalls:
     def arguments(self, source: Source, out: Output, name: str) -> Wait[bool]:
         """Begin the call if an object comes next, or the text of one in a JSON string; null is an object without
         members. Then everything read before is dropped."""
-        first = yield from source.peek()
-        if first == "{":
+        if (yield from source.peek()) == "{":
             source.drop()
             out.begin(name)
-            yield from self._value(source, lambda piece: out.arguments(source.release()))
+            yield from self._nested(source, lambda piece: out.arguments(source.release()))
             return True
-        text: str | None = None
-        if first == '"':
-            text = yield from read_string(source)
-        elif (yield from source.literal("null")):
-            text = "{}"
+        text = "{}" if (yield from source.literal("null")) else (yield from read_string(source))
         if text is None or not text.lstrip().startswith("{"):
             return False
         source.drop()
@@ -138,34 +132,23 @@ class JsonCalls:
 
     def _value(self, source: Source, put: Put) -> Wait[bool]:
         """Any value, passed to `put` piece by piece; False if it has no end, or is not a value."""
-        first = yield from source.peek()
-        if first == '"':
-            return (yield from _string(source, put))
-        if first not in ("{", "["):
-            pieces = []
-            while piece := (yield from source.until(self._after_scalar)):
-                put(piece)
-                pieces.append(piece)
-            return SCALAR.fullmatch("".join(pieces)) is not None
-        return (yield from self._nested(source, put))
+        if (yield from source.peek()) in ('"', "{", "["):
+            return (yield from self._nested(source, put))
+        scalar, _ = yield from source.text_until(self._after_scalar)
+        put(scalar)
+        return SCALAR.fullmatch(scalar) is not None
 
     def _nested(self, source: Source, put: Put, depth: int = 0) -> Wait[bool]:
-        """Up to the bracket that closes the first one, or the one that was opened before."""
-        while True:
-            if piece := (yield from source.until(self._in_value)):
-                put(piece)
-                continue
-            tag = source.which(self._in_value)
-            if tag == '"':
-                if not (yield from _string(source, put)):
-                    return False
-            elif tag not in IN_VALUE:  # the closing tag, or the end
-                return False
-            else:
+        """A string, or up to the bracket that closes the first one, or the one that was opened before."""
+        while (tag := (yield from source.until(self._in_value, put))) in IN_VALUE:  # not the closing tag, nor the end
+            if tag != '"':
                 put(source.take(1))
                 depth += 1 if tag in "{[" else -1
-                if depth == 0:
-                    return True
+            elif not (yield from _string(source, put)):
+                return False
+            if depth == 0:
+                return True
+        return False
 
 
 def read_string(source: Source) -> Wait[str | None]:
@@ -185,19 +168,13 @@ def read_string(source: Source) -> Wait[str | None]:
 def _string(source: Source, put: Put) -> Wait[bool]:
     """At a quote: up to the closing one."""
     put(source.take(1))
-    while True:
-        if piece := (yield from source.until(IN_STRING)):
-            put(piece)
-            continue
-        tag = source.which(IN_STRING)
-        if not tag:
-            return False
-        if tag == '"':
-            put(source.take(1))
-            return True
+    while tag := (yield from source.until(IN_STRING, put)):
         put(source.take(1))
+        if tag == '"':
+            return True
         if (yield from source.peek()):
             put(source.take(1))
+    return False
 
 
 def strict_json(text: str) -> Any:
@@ -209,30 +186,28 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 def object_grammar(rules: Rules, tool: ToolSpec, arguments: str = "arguments") -> str:
     head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
-    return f"{rules.text(head)} {rules.arguments(tool)} {rules.text('}')}"
+    return f"{rules.text(head)} {rules.json(arguments_schema(tool))} {rules.text('}')}"
 
 
-class Hermes(Notation):
-    OPENS, CLOSES = "<tool_call>", "</tool_call>"
+class Hermes(EnclosedNotation):
+    OPENS, CLOSES, SPACE = "<tool_call>", "</tool_call>", "\n"
     opens = (OPENS,)
     tags = (OPENS, CLOSES)
-
-    def __init__(self) -> None:
-        self._calls = JsonCalls(self.CLOSES)
-        self._after = Tags(*self.tags)
+    calls = JsonCalls(CLOSES)
 
     def read(self, source: Source, out: Output) -> Wait[None]:
         source.take(len(self.OPENS))
-        if (yield from self._calls.read(source, out)):
-            yield from read_rest(source, out, self._after, self.CLOSES)
+        if (yield from self.calls.read(source, out)):
+            yield from self.read_rest(source, out)
 
-    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
-        calls = alternatives([object_grammar(rules, tool) for tool in tools])
-        newline = rules.text("\n")
-        call = rules.rule(f"{rules.tag(self.OPENS)} {newline} {calls} {newline} {rules.tag(self.CLOSES)}")
-        return f"{call} ({newline} {call})*" if many else call
+    def call_grammar(self, rules: Rules, tool: ToolSpec) -> str:
+        return object_grammar(rules, tool)
 
 
 class Mistral(Notation):
@@ -270,7 +245,8 @@ class Mistral(Notation):
             more = f"({rules.text(', ')} {call})*" if many else ""
             return f"{opens} {rules.text('[')} {call} {more} {rules.text(']')}"
         id = f"{rules.tag(self.CALL_ID)} /[a-zA-Z0-9]{{9}}/" if self._with_id else ""
-        calls = [f"{rules.text(tool.name)} {id} {rules.tag(self.ARGS)} {rules.arguments(tool)}" for tool in tools]
+        between = f"{id} {rules.tag(self.ARGS)}"
+        calls = [f"{rules.text(tool.name)} {between} {rules.json(arguments_schema(tool))}" for tool in tools]
         return f"({opens} {alternatives(calls)}){'+' if many else ''}"
 
 

@@ -19,24 +19,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from anabranch.server.parsers.call_grammar import (
-    Rules,
-    Schema,
-    ToolGrammar,
-    alternatives,
-    json_type,
-    json_types,
-    options,
-)
-from anabranch.server.parsers.json_calls import strict_json
+from anabranch.server.parsers.call_grammar import Rules, Schema, ToolGrammar, alternatives, json_types, options
+from anabranch.server.parsers.json_calls import quoted, strict_json
 from anabranch.server.parsers.parts import ToolSpec
-from anabranch.server.parsers.reader import Notation, Output, read_rest
+from anabranch.server.parsers.reader import EnclosedNotation, Output
 from anabranch.server.parsers.source import Source, Tags, Wait
+from anabranch.text.json_schema import json_type
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_ENDS = "<function=", "</function>"
 PARAMETER, PARAMETER_ENDS = "<parameter=", "</parameter>"
-AFTER = Tags(OPENS, CLOSES)
 # The line break before the tag is not the value's. The last two are for models that forget to close a parameter.
 NEWLINE = "\n"
 VALUE_ENDS = NEWLINE + PARAMETER_ENDS
@@ -46,7 +38,8 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
 
 
-class Qwen3Coder(Notation):
+class Qwen3Coder(EnclosedNotation):
+    OPENS, CLOSES, SPACE = OPENS, CLOSES, NEWLINE
     opens = (OPENS, FUNCTION)
     tags = (OPENS, CLOSES)
 
@@ -62,11 +55,10 @@ class Qwen3Coder(Notation):
             source.drop()
             out.begin(name)
             yield from self._parameters(source, out, out.tools.get(name, ToolSpec(name)))
-            if not source.is_blank:
-                source.settle(out.content)
+            source.settle(out.content)
             yield from source.space()
         if wrapped and out.num_calls > num_before:
-            yield from read_rest(source, out, AFTER, CLOSES)
+            yield from self.read_rest(source, out)
 
     def _parameters(self, source: Source, out: Output, tool: ToolSpec) -> Wait[None]:
         before, after = "{", "{}"
@@ -81,7 +73,7 @@ class Qwen3Coder(Notation):
                     break
                 return  # cut off: the arguments stay open
             source.drop()
-            out.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+            out.arguments(f"{before}{quoted(key)}: ")
             before, after = ", ", "}"
             if not (yield from self._value(source, out, *_allowed(tool, key))):
                 return
@@ -91,32 +83,19 @@ class Qwen3Coder(Notation):
         """False if it was cut off."""
         yield from source.literal("\n")
         source.drop()
-        is_text = allowed <= {"string"}
-        pieces = list[str]()
-        if is_text:  # passed on piece by piece
+        if allowed <= {"string"}:  # text, passed on piece by piece
             out.arguments('"')
-        while piece := (yield from source.until(AFTER_VALUE)):
-            if is_text:
-                out.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
-            else:
-                pieces.append(piece)
-            source.drop()
-        tag = source.which(AFTER_VALUE)
-        if is_text:
+            tag = yield from source.until(AFTER_VALUE, lambda piece: out.arguments(quoted(piece)[1:-1]))
             out.arguments('"' if tag else "")
         else:
-            out.arguments(to_json("".join(pieces), allowed, named) if tag else "".join(pieces))
+            text, tag = yield from source.text_until(AFTER_VALUE)
+            out.arguments(to_json(text, allowed, named) if tag else text)
         source.skip(len(tag) if tag.endswith(PARAMETER_ENDS) else min(len(tag), 1))
         return bool(tag)
 
-    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
-        functions = []
-        for tool in tools:
-            head, tail = rules.text(f"{FUNCTION}{tool.name}>\n"), rules.text(FUNCTION_ENDS)
-            functions.append(f"{head} {Qwen3CoderGrammar(rules, tool).parameters()} {tail}")
-        newline = rules.text(NEWLINE)
-        call = rules.rule(f"{rules.tag(OPENS)} {newline} {alternatives(functions)} {newline} {rules.tag(CLOSES)}")
-        return f"{call} ({newline} {call})*" if many else call
+    def call_grammar(self, rules: Rules, tool: ToolSpec) -> str:
+        head, tail = rules.text(f"{FUNCTION}{tool.name}>\n"), rules.text(FUNCTION_ENDS)
+        return f"{head} {Qwen3CoderGrammar(rules, tool).parameters()} {tail}"
 
 
 def _allowed(tool: ToolSpec, key: str) -> tuple[frozenset[str], list[str]]:
@@ -136,13 +115,13 @@ def to_json(text: str, allowed: frozenset[str], named: Sequence[str] = ()) -> st
     if bare in named:
         return bare
     if bare != "null" and "string" in allowed:
-        return json.dumps(text, ensure_ascii=False)
+        return quoted(text)
     try:
         value = strict_json(bare)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return quoted(text)
     fits = json_type(value) in allowed or (json_type(value) == "integer" and "number" in allowed)
-    return bare if fits else json.dumps(text, ensure_ascii=False)
+    return bare if fits else quoted(text)
 
 
 class Qwen3CoderGrammar(ToolGrammar):

@@ -4,20 +4,17 @@ A call inside of a thought is a draft if the thought is closed after it, and a c
 to close a thought before they call. So what follows the tag of a call in a thought waits for the end of the thought.
 """
 
-from __future__ import annotations
-
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import ClassVar
 
-from anabranch.server.parsers.call_grammar import Rules
+from anabranch.server.parsers.call_grammar import Rules, alternatives
 from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin, ToolSpec
 from anabranch.server.parsers.source import Source, Tags, Wait
-
-TextPart = type[Content] | type[Reasoning] | type[ToolCallArguments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +52,58 @@ class Thinking:
         return f"({rules.tag(self.tag)} {label} {thought})?"
 
 
+class Output:
+    """Parts as they become certain; adjacent ones of the same type become one part."""
+
+    def __init__(self, tools: Mapping[str, ToolSpec], random: Random, short_ids: bool = False) -> None:
+        self.tools = tools
+        self.num_calls = 0
+        self.has_content = False
+        self._random = random
+        self._short_ids = short_ids
+        self._parts: list[Part] = []
+        self._make: Callable[[str], Part] = Content
+        self._texts: list[str] = []
+        """Of the last part, which `_make` makes of them and which may still grow."""
+
+    def content(self, text: str) -> None:
+        self.has_content = self.has_content or bool(text)
+        self._add(Content, text)
+
+    def reasoning(self, text: str) -> None:
+        self._add(Reasoning, text)
+
+    def begin(self, name: str) -> None:
+        self._close()
+        self._parts.append(ToolCallBegin(self.num_calls, self._new_id(), name))
+        self._arguments = partial(ToolCallArguments, self.num_calls)
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        self._add(self._arguments, text)
+
+    def take(self) -> list[Part]:
+        self._close()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _add(self, make: Callable[[str], Part], text: str) -> None:
+        if make is not self._make:
+            self._close()
+            self._make = make
+        self._texts.append(text)
+
+    def _close(self) -> None:
+        if text := "".join(self._texts):
+            self._parts.append(self._make(text))
+        self._texts.clear()
+
+    def _new_id(self) -> str:
+        if self._short_ids:  # Mistral's templates refuse all others when the call comes back with the chat
+            return "".join(self._random.choices(string.ascii_letters + string.digits, k=9))
+        return "call_" + "".join(self._random.choices(string.ascii_lowercase + string.digits, k=24))
+
+
 class Notation(ABC):
     """How a family of models writes calls."""
 
@@ -77,62 +126,34 @@ class Notation(ABC):
         """The expression of one call of these tools, or of one or more."""
 
 
-class Output:
-    """Parts as they become certain; adjacent ones of the same type become one part."""
+class EnclosedNotation(Notation):
+    """Calls that stand between two tags."""
 
-    def __init__(self, tools: Mapping[str, ToolSpec], random: Random, short_ids: bool = False) -> None:
-        self.tools = tools
-        self.num_calls = 0
-        self.has_content = False
-        self._random = random
-        self._short_ids = short_ids
-        self._parts: list[Part] = []
-        self._type: TextPart = Content
-        self._texts: list[str] = []
-        """Of the last part, which is a `_type` and may still grow."""
+    OPENS: ClassVar[str]
+    CLOSES: ClassVar[str]
+    SPACE: ClassVar[str] = ""
+    """Written after and before the tags, and between calls."""
 
-    def content(self, text: str) -> None:
-        self.has_content = self.has_content or bool(text)
-        self._add(Content, text)
+    def __init__(self) -> None:
+        self._tags = Tags(self.OPENS, self.CLOSES)
 
-    def reasoning(self, text: str) -> None:
-        self._add(Reasoning, text)
+    @abstractmethod
+    def call_grammar(self, rules: Rules, tool: ToolSpec) -> str:
+        """The expression of a call of this tool, without tags."""
 
-    def begin(self, name: str) -> None:
-        self._close()
-        self._parts.append(ToolCallBegin(self.num_calls, self._new_id(), name))
-        self.num_calls += 1
+    def grammar(self, rules: Rules, tools: Sequence[ToolSpec], many: bool) -> str:
+        calls = alternatives([self.call_grammar(rules, tool) for tool in tools])
+        space = rules.text(self.SPACE) if self.SPACE else ""
+        call = rules.rule(f"{rules.tag(self.OPENS)} {space} {calls} {space} {rules.tag(self.CLOSES)}")
+        return f"{call} ({space} {call})*" if many else call
 
-    def arguments(self, text: str) -> None:
-        self._add(ToolCallArguments, text)
-
-    def take(self) -> list[Part]:
-        self._close()
-        parts, self._parts = self._parts, []
-        return parts
-
-    def _add(self, type: TextPart, text: str) -> None:
-        if type is not self._type:
-            self._close()
-            self._type = type
-        self._texts.append(text)
-
-    def _close(self) -> None:
-        text = "".join(self._texts)
-        self._texts.clear()
-        if not text:
-            return
-        if self._type is Content:
-            self._parts.append(Content(text))
-        elif self._type is Reasoning:
-            self._parts.append(Reasoning(text))
-        else:
-            self._parts.append(ToolCallArguments(self.num_calls - 1, text))
-
-    def _new_id(self) -> str:
-        if self._short_ids:  # Mistral's templates refuse all others when the call comes back with the chat
-            return "".join(self._random.choices(string.ascii_letters + string.digits, k=9))
-        return "call_" + "".join(self._random.choices(string.ascii_lowercase + string.digits, k=24))
+    def read_rest(self, source: Source, out: Output) -> Wait[None]:
+        """After a call, up to its closing tag or the next opening one: what a model wrote there, such as a superfluous
+        bracket, is text."""
+        source.settle(out.content)
+        tag = yield from source.until(self._tags, lambda piece: source.settle(out.content))
+        if tag == self.CLOSES:
+            source.skip(len(tag))
 
 
 class Reader:
@@ -184,20 +205,13 @@ class Reader:
         while True:
             if begins:
                 yield from source.space()
-                if self._after and not out.has_content:
+                if self._after and not (out.has_content and (yield from source.peek())):
                     source.drop()
                 if thinking and (yield from source.literal(thinking.opens)):
                     source.drop()
                     return True
-            if piece := (yield from source.until(self._text_tags)):
-                if not piece.isspace():
-                    source.settle(out.content)
-                    begins = False
-                continue
-            tag = source.which(self._text_tags)
+            tag = yield from source.until(self._text_tags, lambda piece: source.settle(out.content))
             if not tag:
-                if begins and self._after:
-                    source.drop()
                 out.content(source.release())
                 return False
             if thinking and tag == thinking.opens:
@@ -209,34 +223,26 @@ class Reader:
         source, out = self._source, self._out
         yield from source.space()
         source.drop()
-        while True:
-            if piece := (yield from source.until(self._thought_tags)):
-                if not piece.isspace():
-                    source.settle(out.reasoning)
-                continue
-            tag = source.which(self._thought_tags)
-            if tag in self._call_tags.texts:
-                yield from source.all_until(self._closing)
-                tag = source.which(self._closing)
-                if not tag:
-                    source.unread()
-                    yield from self._thought_without_end()
-                    return
-                source.settle(out.reasoning)
+        tag = yield from source.until(self._thought_tags, lambda piece: source.settle(out.reasoning))
+        if tag in self._call_tags.texts:
+            tag = yield from source.until(self._closing)
             if not tag:
-                out.reasoning(source.release())
+                source.unread()
+                yield from self._thought_without_end()
                 return
-            source.skip(len(tag))
-            return
+            source.settle(out.reasoning)
+        if not tag:
+            out.reasoning(source.release())
+        source.skip(len(tag))
 
     def _thought_without_end(self) -> Wait[None]:
         """All text is there: it is a thought up to the first call."""
         source, out = self._source, self._out
         num_before = out.num_calls
         while out.num_calls == num_before:
-            yield from source.all_until(self._call_tags)
+            tag = yield from source.until(self._call_tags)
             source.settle(out.reasoning)
-            if not source.which(self._call_tags):
+            if not tag:
                 out.reasoning(source.release())
                 return
             yield from self._calls(out.reasoning)
@@ -253,15 +259,3 @@ class Reader:
             return True
         source.settle(out.content if called else otherwise)
         return False
-
-
-def read_rest(source: Source, out: Output, after: Tags, closes: str) -> Wait[None]:
-    """After a call, up to its closing tag or another of `after`: what a model wrote there, such as a superfluous
-    bracket, is text."""
-    if not source.is_blank:
-        source.settle(out.content)
-    while piece := (yield from source.until(after)):
-        if not piece.isspace():
-            source.settle(out.content)
-    if source.which(after) == closes:
-        source.skip(len(closes))

@@ -20,12 +20,12 @@ SPACE = re.compile(r"\s+")
 
 
 class Tags:
-    """Texts to look for. None of them begins another."""
+    """Texts to look for; an empty one is none. None of them begins another."""
 
     def __init__(self, *texts: str) -> None:
-        self.texts = texts
+        self.texts = texts = tuple(filter(None, texts))
         begun = {re.escape(text[:length]) for text in texts for length in range(1, len(text))}
-        whole = "|".join(map(re.escape, texts)) or "(?!)"
+        whole = f"({'|'.join(map(re.escape, texts)) or '(?!)'})"
         self.whole = re.compile(whole)
         self.whole_or_begun = re.compile(rf"{whole}|(?:{'|'.join(sorted(begun)) or '(?!)'})\Z")
 
@@ -37,8 +37,10 @@ class Source:
         self._at = 0
         """How much of `_text` is read."""
         self._held: list[str] = []
-        self.num_added = self.num_released = self.num_dropped = 0
-        """Characters; see `check`."""
+        self.is_blank = True
+        """Only white space is held."""
+        self.num_added = self.num_used = 0
+        """Characters; used are those released or dropped."""
 
     def add(self, text: str, final: bool) -> None:
         assert not self.ended or not text, "text after the final piece"
@@ -61,6 +63,7 @@ class Source:
         assert len(piece) == length
         self._at += length
         self._held.append(piece)
+        self.is_blank = self.is_blank and piece.isspace()
         return piece
 
     def skip(self, length: int) -> None:
@@ -87,63 +90,56 @@ class Source:
     def space(self) -> Wait[str]:
         return (yield from self.run(SPACE))
 
-    def until(self, tags: Tags) -> Wait[str]:
-        """Read a piece of the text before the next of the tags; empty if one of them is next, or the end."""
+    def until(self, tags: Tags, put: Callable[[str], object] = lambda piece: None) -> Wait[str]:
+        """Read the text before the next of the tags, and call `put` with each piece of it as it comes. Returns the tag,
+        which is not read; empty at the end."""
         while True:
             pattern = tags.whole if self.ended else tags.whole_or_begun
             match = pattern.search(self._text, self._at)
             end = match.start() if match else len(self._text)
             if end > self._at:
-                return self.take(end - self._at)
-            if self.ended or self.which(tags):
-                return ""
+                put(self.take(end - self._at))
+            if self.ended or (match and match[1]):
+                return match[1] if match else ""
             yield
 
-    def all_until(self, tags: Tags) -> Wait[str]:
-        """Read all of the text before the next of the tags, or up to the end."""
-        pieces = []
-        while piece := (yield from self.until(tags)):
-            pieces.append(piece)
-        return "".join(pieces)
-
-    def which(self, tags: Tags) -> str:
-        """After `until`: the tag that is next; empty at the end."""
-        match = tags.whole.match(self._text, self._at)
-        return match[0] if match else ""
-
-    @property
-    def is_blank(self) -> bool:
-        """Only white space is held."""
-        return all(piece.isspace() for piece in self._held)
+    def text_until(self, tags: Tags) -> Wait[tuple[str, str]]:
+        """All of the text before the next of the tags, and the tag."""
+        pieces = list[str]()
+        tag = yield from self.until(tags, pieces.append)
+        return "".join(pieces), tag
 
     def release(self) -> str:
         text = "".join(self._held)
         self._held.clear()
-        self.num_released += len(text)
+        self.is_blank = True
+        self.num_used += len(text)
         return text
 
     def drop(self) -> None:
-        self.num_dropped += sum(map(len, self._held))
-        self._held.clear()
+        self.release()
 
     def settle(self, emit: Callable[[str], None]) -> None:
         """Emit what is held as text; white space at its end stays held until it is known what follows."""
+        if self.is_blank:
+            return
         text = self.release()
         body = text.rstrip()
         emit(body)
         if len(body) < len(text):
             self._held.append(text[len(body) :])
-            self.num_released -= len(text) - len(body)
+            self.num_used -= len(text) - len(body)
 
     def unread(self) -> None:
         """Put back what is held, to be read again: at the end only, otherwise text could be read many times."""
         assert self.ended
-        self._text = "".join(self._held) + self._text[self._at :]
+        text = self.release()
+        self._text = text + self._text[self._at :]
         self._at = 0
-        self._held.clear()
+        self.num_used -= len(text)
 
     def check(self) -> None:
         held = sum(map(len, self._held))
         unread = len(self._text) - self._at
-        assert self.num_added == self.num_released + self.num_dropped + held + unread
+        assert self.num_added == self.num_used + held + unread
         assert not self.ended or unread == 0 or held == 0

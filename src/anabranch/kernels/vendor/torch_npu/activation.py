@@ -1,7 +1,5 @@
 """Gated activations. T rows, I intermediate width."""
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 
@@ -17,9 +15,6 @@ def accepts(x_T2I: torch.Tensor, kind: str) -> bool:
 
 @ops.gated_activation.kernel("torch_npu", on=("npu",), accepts=accepts)
 def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
-    y_TI: torch.Tensor
     if kind == "silu":
-        y_TI = torch_npu.npu_swiglu(x_T2I, dim=-1)
-    else:
-        y_TI = torch_npu.npu_geglu(x_T2I, dim=-1, approximate=TANH, activate_left=True)[0]
-    return y_TI
+        return torch_npu.npu_swiglu(x_T2I, dim=-1)
+    return torch_npu.npu_geglu(x_T2I, dim=-1, approximate=TANH, activate_left=True)[0]

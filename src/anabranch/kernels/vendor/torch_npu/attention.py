@@ -6,8 +6,6 @@ same tensors. That is also why no captured graph may contain it.
 T token rows, R requests, H query heads, G key-value heads, D head dim, P pages, S slots in a page, M page-table width.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -25,8 +23,6 @@ PAGE = 16
 """Slots of which a page must be a multiple."""
 MOST_HEADS, WIDEST = 64, 512
 """Query heads of a key head; head dim."""
-
-_last: tuple[torch.Tensor, torch.Tensor, list[int], list[int]] | None = None
 
 
 def accepts(call: AttentionCall) -> bool:
@@ -69,12 +65,10 @@ def attention(call: AttentionCall) -> torch.Tensor:
     return torch.cat([out_THD, torch.zeros_like(q_THD[starts[-1] :])])
 
 
+@functools.lru_cache(maxsize=1)  # a tensor's hash is its identity
 def _on_host(query_start_R: torch.Tensor, context_len_R: torch.Tensor) -> tuple[list[int], list[int]]:
     """A step's tensors are not written after it is made, so the same tensors hold the same numbers."""
-    global _last
-    if _last is None or _last[0] is not query_start_R or _last[1] is not context_len_R:
-        _last = query_start_R, context_len_R, query_start_R.tolist(), context_len_R.tolist()
-    return _last[2], _last[3]
+    return query_start_R.tolist(), context_len_R.tolist()
 
 
 @functools.cache

@@ -5,8 +5,6 @@ Rows are summed by the last operator in a fixed order, so every `combine` is thi
 T tokens, D hidden width, K experts per token, E experts, I expert width, F = 2 · I, N = T · K rows.
 """
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 
@@ -54,16 +52,16 @@ def experts(call: ExpertsCall) -> torch.Tensor:
     if not call.combined:
         y_TKD = rows_ND.index_select(0, place_N).view(tokens, top_k, -1)
         return (y_TKD.float() * weight_TK[..., None]).to(x_TD.dtype)
-    y_TD: torch.Tensor = torch_npu.npu_moe_finalize_routing(
-        rows_ND, None, None, None, weight_TK.to(x_TD.dtype), place_N, None, drop_pad_mode=BY_TOKEN
+    weight_TK = weight_TK.to(x_TD.dtype)
+    return torch_npu.npu_moe_finalize_routing(
+        rows_ND, None, None, None, weight_TK, place_N, None, drop_pad_mode=BY_TOKEN
     )
-    return y_TD
 
 
 def _products(x_ND: torch.Tensor, weight_EFD: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
     """Each expert's rows times its weight. The loader keeps weights as [E, D, F] in memory (Platform.lay_out), so the
     transposition copies nothing."""
-    y_NF: torch.Tensor = torch_npu.npu_grouped_matmul(
+    return torch_npu.npu_grouped_matmul(
         [x_ND],
         [weight_EFD.transpose(1, 2)],
         group_list=count_E,
@@ -71,4 +69,3 @@ def _products(x_ND: torch.Tensor, weight_EFD: torch.Tensor, count_E: torch.Tenso
         group_type=ROWS_ALONG_M,
         group_list_type=COUNTS,
     )[0]
-    return y_NF

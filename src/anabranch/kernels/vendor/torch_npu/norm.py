@@ -1,7 +1,5 @@
 """RMSNorm. T tokens, D width."""
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 
@@ -14,8 +12,7 @@ def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> bool:
 
 @ops.rms_norm.kernel("torch_npu", on=("npu",), accepts=accepts)
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
-    y: torch.Tensor = torch_npu.npu_rms_norm(x, weight_D, eps)[0]
-    return y
+    return torch_npu.npu_rms_norm(x, weight_D, eps)[0]
 
 
 def accepts_add(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> bool:

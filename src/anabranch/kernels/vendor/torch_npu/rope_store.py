@@ -4,13 +4,11 @@ T tokens, H query heads, G key-value heads, D head dim, F rotated pairs, P pages
 Pages are [P, S, G, D] and contiguous where the chip writes them, the layout that attention reads as [P, S, G · D].
 """
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 
 from anabranch import ops
-from anabranch.ops.rope_store import RopeStoreCall, write
+from anabranch.ops.rope_store import RopeStoreCall, head_norm, write
 
 ALIGNMENT = 32
 """Bytes of which a head must be a multiple."""
@@ -24,8 +22,8 @@ def accepts(call: RopeStoreCall) -> bool:
 def rope_store(call: RopeStoreCall) -> torch.Tensor:
     # Tables as wide as what is rotated, [1, T, 1, 2F]: both of a pair turn by the same angle.
     cos, sin = (torch.cat([table, table], dim=-1)[None, :, None] for table in (call.cos_TF, call.sin_TF))
-    q_THD = _rotate(_head_norm(call.q_THD, call.q_weight, call.eps), cos, sin)
-    k_TGD = _rotate(_head_norm(call.k_TGD, call.k_weight, call.eps), cos, sin)
+    q_THD = _rotate(head_norm(call.q_THD, call.q_weight, call.eps, ops.rms_norm), cos, sin)
+    k_TGD = _rotate(head_norm(call.k_TGD, call.k_weight, call.eps, ops.rms_norm), cos, sin)
     v_TGD = ops.rms_norm(call.v_TGD, None, call.eps) if call.v_norm else call.v_TGD
     k_PSGD, v_PSGD = call.k_PSGD, call.v_PSGD
     half = k_PSGD.dtype in (torch.float16, torch.bfloat16) and k_TGD.dtype == v_TGD.dtype == k_PSGD.dtype
@@ -50,14 +48,6 @@ def _scatter(k_TGD: torch.Tensor, v_TGD: torch.Tensor, call: RopeStoreCall) -> N
         rows.append(torch.where(padding_T[:, None, None], twin, x_TGD))
     slot_T = torch.where(padding_T, slot.clamp(min=0), call.slot_T).int()
     torch_npu.npu_scatter_pa_kv_cache(rows[0], rows[1], call.k_PSGD, call.v_PSGD, slot_T, cache_mode="Norm")
-
-
-def _head_norm(x_THD: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    if weight is None:
-        return x_THD
-    if weight.numel() == x_THD.shape[-1]:
-        return ops.rms_norm(x_THD, weight, eps)
-    return ops.rms_norm(x_THD.flatten(-2), weight, eps).view_as(x_THD)
 
 
 def _rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

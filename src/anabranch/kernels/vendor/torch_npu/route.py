@@ -3,8 +3,6 @@
 Which of equal experts comes first is the chip's choice; the op says the lowest id. T tokens, E experts, K per token.
 """
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 

@@ -1,37 +1,133 @@
-"""Answers in OpenAI's dialect, whole or in chunks: of chats, and of completions as lm-eval asks for them."""
+"""OpenAI's dialect: its routes and vLLM's /tokenize and /detokenize; answers whole or in chunks, of chats and of
+completions as lm-eval asks for them.
+"""
+
+from __future__ import annotations
 
 import base64
-import sys
+import struct
 import time
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
+
+from fastapi import APIRouter, Request, Response
 
 from anabranch import __version__
 from anabranch.request import TokenLogprobs
 from anabranch.sampling_params import SamplingParams
-from anabranch.server import protocol
-from anabranch.server.chat import Chat, prepare, tool_call
+from anabranch.server import protocol, stream
+from anabranch.server.body import read_json
+from anabranch.server.chat import Chat, prepare, render, tool_call
 from anabranch.server.errors import bad_request
 from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
-from anabranch.server.protocol import MAX_PROMPTS, ChatCompletion, grammar, sampling_params
+from anabranch.server.protocol import ChatCompletion, sampling_params
 from anabranch.server.service import Service
-from anabranch.server.stream import event
+from anabranch.server.stream import event, json_response
 from anabranch.text.output import Answer, Delta
+from anabranch.text.special_text import Rendered
 from anabranch.text.tokenizer import Tokenizer
 
-Body = TypeVar("Body", bound=protocol.Sampling)
+router = APIRouter()
+SamplingBody = TypeVar("SamplingBody", bound=protocol.Sampling)
 Choice = dict[str, Any]
 
 MAX_TOP_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
 LOWEST = -9999.0  # JSON has no -Infinity
+MAX_DETOKENIZED = 65_536  # tokens, where the context is shorter
+
+BODIES: dict[str, type[protocol.Body]] = {
+    "/v1/chat/completions": protocol.ChatCompletion,
+    "/v1/completions": protocol.Completion,
+    "/tokenize": protocol.Tokenize,
+    "/detokenize": protocol.Detokenize,
+}
 
 
-class OpenAIAnswer(ABC, Generic[Body]):
+@router.post("/v1/chat/completions", summary="Answer a conversation")
+async def chat_completions(request: Request) -> Response:
+    return await _answer(request, protocol.ChatCompletion, ChatAnswer)
+
+
+@router.post("/v1/completions", summary="Continue prompts")
+async def completions(request: Request) -> Response:
+    return await _answer(request, protocol.Completion, CompletionAnswer)
+
+
+async def _answer(request: Request, schema: type[protocol.Sampling], answer_type: type[OpenAIAnswer[Any]]) -> Response:
+    _, body = await read_json(request, schema, ready=True)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
+    request.state.log["stream"] = body.stream
+    answer = answer_type(request, body)
+    if body.stream:
+        return stream.EventStream(answer.chunks())
+    return await stream.whole(request, answer.whole())
+
+
+@router.get("/v1/models", summary="The models served here")
+async def models(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+
+@router.get("/v1/models/{id:path}", summary="One model")
+async def model(request: Request, id: str) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(id)
+    return json_response(_model(service, id))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "anabranch",
+        "root": service.names[0],
+        "parent": None,
+        "max_model_len": service.max_model_len,
+    }
+
+
+@router.post("/tokenize", summary="The tokens of a text or a conversation")
+async def tokenize(request: Request) -> Response:
+    service, body = await read_json(request, protocol.Tokenize)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    where = "prompt" if body.messages is None else "messages"
+
+    def work() -> dict[str, Any]:
+        if body.messages is not None:
+            rendered, special = render(service.model, Chat(body)), bool(body.add_special_tokens)
+        else:
+            rendered, special = Rendered(body.prompt or ""), body.add_special_tokens is not False
+        tokens = service.encode(rendered, special, where, counting=True)
+        tokenizer = service.model.tokenizer
+        texts = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
+
+    return json_response(await service.prepare(work, where, request.state.num_bytes))
+
+
+@router.post("/detokenize", summary="The text of tokens")
+async def detokenize(request: Request) -> Response:
+    service, body = await read_json(request, protocol.Detokenize)
+    model, vocabulary = service.model, service.model.config.vocab_size
+    if len(body.tokens) > (limit := max(service.max_model_len, MAX_DETOKENIZED)):
+        raise bad_request(f"tokens: {len(body.tokens)} tokens; at most {limit} go into one request", "tokens")
+    if body.tokens and (largest := max(body.tokens)) >= vocabulary:
+        raise bad_request(f"tokens: {largest} is not in the vocabulary [0, {vocabulary})", "tokens")
+    work = partial(model.tokenizer.decode, body.tokens, body.skip_special_tokens)
+    return json_response({"prompt": await service.prepare(work, "tokens", request.state.num_bytes)})
+
+
+class OpenAIAnswer(ABC, Generic[SamplingBody]):
     """The answer to one request. Choice p × n + i is the i-th of prompt p."""
 
     id_prefix: ClassVar[str]
@@ -41,13 +137,13 @@ class OpenAIAnswer(ABC, Generic[Body]):
     """The body's field that errors about the prompt name."""
     num_prompts = 1
 
-    def __init__(self, service: Service, body: Body, log: dict[str, Any], num_bytes: int = 0) -> None:
-        """`num_bytes` is the size of the request's body."""
-        self.service, self.body, self.log, self.num_bytes = service, body, log, num_bytes
+    def __init__(self, request: Request, body: SamplingBody) -> None:
+        self.service: Service = request.app.state.service
+        self.body, self.log, self.num_bytes = body, request.state.log, request.state.num_bytes
         self.id = f"{self.id_prefix}-{uuid4().hex}"  # not the request's: a client may send the same one twice
         self.created = int(time.time())
         self.n = body.n or 1
-        self.texts = TokenTexts(service.model.tokenizer)
+        self.logprobs = LogprobWriter(self.service.model.tokenizer)
         self.answers: list[Answer] = []
 
     @abstractmethod
@@ -63,8 +159,10 @@ class OpenAIAnswer(ABC, Generic[Body]):
         return {}
 
     def add(self, id: str, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer) -> None:
-        options = {"priority": self.body.priority, "cache_salt": self.body.cache_salt or ""}
-        self.answers.append(self.service.answer(id, prompt_ids, params, tokenizer, self.prompt_field, **options))
+        self.service.check_tokens(prompt_ids, self.prompt_field)
+        priority, salt, now = self.body.priority, self.body.cache_salt or "", time.monotonic()
+        answer = Answer(id, prompt_ids, params, tokenizer, arrival=now, priority=priority, cache_salt=salt)
+        self.answers.append(answer)
 
     async def whole(self) -> dict[str, Any]:
         with self.service.admitted(self.num_prompts * max(1, self.n)):
@@ -81,9 +179,8 @@ class OpenAIAnswer(ABC, Generic[Body]):
         return self.head(self.object_name) | {"choices": choices, "usage": self.log_usage()} | self.extras(whole=True)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        options = self.body.stream_options
-        counted = options is not None and options.include_usage
-        always = counted and options is not None and options.continuous_usage_stats
+        options = self.body.stream_options or protocol.StreamOptions()
+        counted = options.include_usage
         begun: set[int] = set()
         with self.service.admitted(self.num_prompts * max(1, self.n)):
             await self.prepare()
@@ -97,12 +194,13 @@ class OpenAIAnswer(ABC, Generic[Body]):
                         continue
                     chunk = head | {"choices": [{"index": index, **choice}]}
                     if counted:
-                        chunk["usage"] = usage(self.answers) if always else None
+                        chunk["usage"] = usage(self.answers) if options.continuous_usage_stats else None
                     yield event(chunk if begun else chunk | self.extras(whole=False))
                     begun.add(index)
         found = self.log_usage()
         if counted:
             yield event(head | {"choices": [], "usage": found})
+        yield b"data: [DONE]\n\n"
 
     def head(self, object_name: str) -> dict[str, Any]:
         return {
@@ -146,13 +244,8 @@ class ChatAnswer(OpenAIAnswer[ChatCompletion]):
                 raise bad_request(f"top_logprobs must lie in [0, {MAX_TOP_LOGPROBS}]", "top_logprobs")
 
         def work() -> tuple[Chat, str, list[int], SamplingParams]:
-            params = sampling_params(
-                body,
-                model.sampling_defaults,
-                max_tokens=service.max_model_len,
-                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-                grammar=grammar(body),
-            )
+            logprobs, limit = (body.top_logprobs or 0) if body.logprobs else None, service.max_model_len
+            params = sampling_params(body, model.sampling_defaults, max_tokens=limit, logprobs=logprobs)
             chat = Chat(body)
             return chat, *prepare(service, chat, params)
 
@@ -167,7 +260,7 @@ class ChatAnswer(OpenAIAnswer[ChatCompletion]):
     def extras(self, whole: bool) -> dict[str, Any]:
         extras: dict[str, Any] = {"prompt_token_ids": self.prompt_ids} if self.body.return_token_ids else {}
         if whole and (found := self.answers[0].output.prompt_logprobs) is not None:
-            extras["prompt_logprobs"] = prompt_logprobs(found, self.texts)
+            extras["prompt_logprobs"] = self.logprobs.prompt(found)
         return extras
 
     def parts(self, delta: Delta) -> list[Part]:
@@ -188,7 +281,7 @@ class ChatAnswer(OpenAIAnswer[ChatCompletion]):
             finish_reason = "tool_calls"
         choice: Choice = {"message" if whole else "delta": message, **self.ending(delta, finish_reason)}
         if self.body.logprobs and (whole or delta.token_ids):
-            choice["logprobs"] = {"content": chat_logprobs(new_logprobs(delta), self.texts)}
+            choice["logprobs"] = {"content": self.logprobs.chat(new_logprobs(delta))}
         return choice
 
     def message(self, parts: list[Part]) -> dict[str, Any]:
@@ -217,31 +310,28 @@ class CompletionAnswer(OpenAIAnswer[protocol.Completion]):
     id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
     prompt_field = "prompt"
 
-    def __init__(self, service: Service, body: protocol.Completion, log: dict[str, Any], num_bytes: int = 0) -> None:
-        super().__init__(service, body, log, num_bytes)
-        self.logprobs: dict[int, CompletionLogprobs] = {}
+    def __init__(self, request: Request, body: protocol.Completion) -> None:
+        super().__init__(request, body)
+        self.offsets: dict[int, int] = {}
+        """By choice: characters of its tokens that have been sent."""
         prompt: Any = body.prompt
         is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | float)
         self.prompts: list[Any] = [prompt] if is_one else prompt
         self.num_prompts = number = len(self.prompts)
-        if number > MAX_PROMPTS:
-            raise bad_request(f"prompt: {number} prompts; at most {MAX_PROMPTS} go into one request", "prompt")
+        if number > protocol.MAX_PROMPTS:
+            raise bad_request(f"prompt: {number} prompts; at most {protocol.MAX_PROMPTS} go into one request", "prompt")
 
     async def prepare(self) -> None:
         body, service = self.body, self.service
 
         def work() -> tuple[SamplingParams, list[list[int]]]:
-            params = sampling_params(
-                body,
-                service.model.sampling_defaults,
-                max_tokens=DEFAULT_MAX_TOKENS,
-                logprobs=body.logprobs,
-                grammar=grammar(body),
-                **({"prompt_logprobs": body.logprobs} if body.echo and body.prompt_logprobs is None else {}),
-            )
+            fixed: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS, "logprobs": body.logprobs}
+            if body.echo and body.prompt_logprobs is None:
+                fixed["prompt_logprobs"] = body.logprobs
+            params = sampling_params(body, service.model.sampling_defaults, **fixed)
             self.check_prompts()
             return params, [
-                service.encode(one, body.add_special_tokens, "prompt") if isinstance(one, str) else one
+                service.encode(Rendered(one), body.add_special_tokens, "prompt") if isinstance(one, str) else one
                 for one in self.prompts
             ]
 
@@ -271,14 +361,14 @@ class CompletionAnswer(OpenAIAnswer[protocol.Completion]):
         choice: Choice = {"text": text, **self.ending(delta, delta.completion.finish_reason)}
         if body.logprobs is not None and (whole or delta.token_ids):
             index, token_ids, found = number * self.n + delta.index, delta.token_ids, new_logprobs(delta)
-            if index not in self.logprobs:
-                self.logprobs[index] = CompletionLogprobs(self.texts)
-                if body.echo:
-                    token_ids = output.prompt_ids + token_ids
-                    found = [*(output.prompt_logprobs or [None] * len(output.prompt_ids)), *found]
-            choice["logprobs"] = self.logprobs[index].chunk(token_ids, found)
+            if index not in self.offsets and body.echo:
+                token_ids = output.prompt_ids + token_ids
+                found = [*(output.prompt_logprobs or [None] * len(output.prompt_ids)), *found]
+            offset = self.offsets.get(index, 0)
+            choice["logprobs"] = lists = self.logprobs.completion(token_ids, found, offset)
+            self.offsets[index] = offset + sum(map(len, lists["tokens"]))
         if whole and body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [], self.texts)
+            choice["prompt_logprobs"] = self.logprobs.prompt(output.prompt_logprobs or [])
         if body.return_token_ids and first:
             choice["prompt_token_ids"] = output.prompt_ids
         return choice
@@ -300,78 +390,66 @@ def new_logprobs(delta: Delta) -> list[Any]:
     return (delta.completion.logprobs or [])[-len(delta.token_ids) :]
 
 
-class TokenTexts:
-    """Tokens as text and as bytes."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.spellings = tokenizer.spellings[False]
-
-    def bytes(self, token_id: int) -> bytes:
-        return self.spellings[token_id] or b""
-
-    def text(self, token_id: int) -> str:
-        """Part of a character has no text: its bytes are written out, so that different tokens look different."""
-        spelling = self.bytes(token_id)
-        try:
-            return spelling.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
-
-
 def finite(logprob: float) -> float:
     """All others stay unchanged: lm-eval recognizes greedy tokens by equal floats."""
     return max(logprob, LOWEST)
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any]]:
-    def one(token_id: int, logprob: float) -> dict[str, Any]:
-        spelling = list(texts.bytes(token_id))
-        return {"token": texts.text(token_id), "logprob": finite(logprob), "bytes": spelling}
+class LogprobWriter:
+    """Log probabilities as each route has them, with tokens as text."""
 
-    return [
-        one(item.token_id, item.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in item.top]}
-        for item in logprobs
-    ]
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.spellings = tokenizer.spellings[False]
 
+    def text(self, token_id: int) -> str:
+        """Part of a character has no text: its bytes are written out, so that different tokens look different."""
+        spelling = self.spellings[token_id] or b""
+        try:
+            return spelling.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
 
-class CompletionLogprobs:
-    """The four lists of a choice's log probabilities, as tokens come."""
+    def chat(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        def one(token_id: int, logprob: float) -> dict[str, Any]:
+            spelling = list(self.spellings[token_id] or b"")
+            return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": spelling}
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self.texts = texts
-        self.offset = 0
+        return [
+            one(item.token_id, item.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in item.top]}
+            for item in logprobs
+        ]
 
-    def chunk(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for token_id, item in zip(token_ids, logprobs, strict=True):
-            text = self.texts.text(token_id)
-            found["text_offset"].append(self.offset)
-            found["tokens"].append(text)
-            found["token_logprobs"].append(None if item is None else finite(item.logprob))
-            found["top_logprobs"].append(None if item is None else self._top(item))
-            self.offset += len(text)
-        return found
+    def completion(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int = 0
+    ) -> dict[str, list[Any]]:
+        """Four lists, of tokens that begin at this offset in the text of all tokens."""
+        tokens = [self.text(token_id) for token_id in token_ids]
+        return {
+            "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
+            "token_logprobs": [None if item is None else finite(item.logprob) for item in logprobs],
+            "tokens": tokens,
+            "top_logprobs": [None if item is None else self._top(item) for item in logprobs],
+        }
 
     def _top(self, item: TokenLogprobs) -> dict[str, float]:
         """Best first; of two tokens with the same text the better one. The token itself is always among them."""
         top: dict[str, float] = {}
         for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
-            top.setdefault(self.texts.text(token_id), finite(logprob))
+            top.setdefault(self.text(token_id), finite(logprob))
         return top
 
+    def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+        """In vLLM's form: by token id, with rank and text."""
 
-def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
-    """In vLLM's form: by token id, with rank and text."""
+        def one(item: TokenLogprobs) -> dict[str, Any]:
+            ranked = [(item.token_id, item.logprob, item.rank)]
+            ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(item.top, 1)]
+            return {
+                str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": self.text(token)}
+                for token, logprob, rank in ranked
+            }
 
-    def one(item: TokenLogprobs) -> dict[str, Any]:
-        ranked = [(item.token_id, item.logprob, item.rank)]
-        ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(item.top, 1)]
-        return {
-            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": texts.text(token)}
-            for token, logprob, rank in ranked
-        }
-
-    return [None if item is None else one(item) for item in logprobs]
+        return [None if item is None else one(item) for item in logprobs]
 
 
 def npy_base64(routed: Sequence[Sequence[Sequence[int]]]) -> str:
@@ -379,11 +457,9 @@ def npy_base64(routed: Sequence[Sequence[Sequence[int]]]) -> str:
     num_layers = len(routed[0]) if routed else 0
     top_k = len(routed[0][0]) if num_layers else 0
     shape = (len(routed), num_layers, top_k)
-    values = array("h", (expert for token in routed for layer in token for expert in layer))
-    if sys.byteorder == "big":
-        values.byteswap()
+    values = [expert for token in routed for layer in token for expert in layer]
     header = f"{{'descr': '<i2', 'fortran_order': False, 'shape': {shape}, }}"
     # Magic, version, length and header together end at a multiple of 64.
     padded = header + " " * (-(len(header) + 11) % 64) + "\n"
     head = b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded.encode("latin-1")
-    return base64.b64encode(head + values.tobytes()).decode()
+    return base64.b64encode(head + struct.pack(f"<{len(values)}h", *values)).decode()
