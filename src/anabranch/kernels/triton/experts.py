@@ -36,6 +36,7 @@ from anabranch.kernels.triton.launch import (
     next_power_of_2,
     num_processors,
 )
+from anabranch.kernels.triton.quantized import KINDS, is_supported, options
 from anabranch.kernels.tuning.experts_tables import table_for
 from anabranch.kernels.tuning.experts_tiles import (
     CHUNK,
@@ -55,18 +56,18 @@ hopper_kernels = functools.partial(gluon_kernels, "experts_hopper")
 
 
 def accepts(call: ExpertsCall) -> bool:
-    if call.gate_up_EFD.format is not PLAIN or call.down_EDI.format is not PLAIN:
+    weights = call.gate_up_EFD, call.down_EDI
+    if not all(is_supported(weight, call.x_TD.dtype) for weight in weights):
         return False
-    x_TD, weights = call.x_TD, (call.gate_up_EFD.data, call.down_EDI.data)
+    x_TD = call.x_TD
     return (
-        all(x_TD.dtype == weight.dtype for weight in weights)
-        and x_TD.dtype in FLOATS
+        x_TD.dtype in FLOATS
         and x_TD.stride(1) == 1
         and call.weight_TK.dtype == torch.float32
         and call.expert_TK.dtype == torch.int32
         and all(
             tensor is None or tensor.is_contiguous()
-            for tensor in (call.weight_TK, call.expert_TK, *weights, call.gate_up_bias_EF, call.down_bias_ED)
+            for tensor in (call.weight_TK, call.expert_TK, call.gate_up_bias_EF, call.down_bias_ED)
         )
     )
 
@@ -76,7 +77,7 @@ def accepts(call: ExpertsCall) -> bool:
     on=("cuda", "hip", "xpu"),
     accepts=accepts,
     tuner="anabranch.kernels.tuning.experts_tuner",
-    traits=("unreduced_rows",),
+    traits=("unreduced_rows", *KINDS),
 )
 def experts(call: ExpertsCall) -> torch.Tensor:
     if call.x_TD.shape[0] == 0:
@@ -115,28 +116,39 @@ def run_small(call: ExpertsCall, tiles: SmallTiles) -> torch.Tensor:
     num_pairs, launch = tokens * top_k, launch_options(call.x_TD.device)
     sharing = {"PAIRS": next_power_of_2(padded_tokens(tokens) * top_k) if tiles.share else 1, "SHARE": tiles.share}
     h_NI = call.x_TD.new_empty(num_pairs, inner)
-    chunk = min(CHUNK, next_power_of_2(D))
-    shape = {"ROWS": tiles.gate_rows, "CHUNK": chunk, "NUM_CHUNKS": cdiv(D, chunk)}
+    weight_FD = call.gate_up_EFD.data
+    width = weight_FD.shape[-1]
+    shape = {"ROWS": tiles.gate_rows, **chunks(weight_FD), **options(call.gate_up_EFD)}
     gate_up_small[(num_pairs, cdiv(inner, tiles.gate_rows))](
-        call.x_TD, call.x_TD.stride(0), call.expert_TK, call.gate_up_EFD.data, call.gate_up_bias_EF, h_NI, num_pairs, D,
-        inner,
+        call.x_TD, call.x_TD.stride(0), call.expert_TK, weight_FD, bias_EF=call.gate_up_bias_EF, h_NI=h_NI,
+        num_pairs=num_pairs, D=width, inner=inner,
         K=top_k, ACTIVATION=call.activation, num_warps=tiles.gate_warps, **sharing, **shape, **launch,
     )  # fmt: skip
-    chunk = min(CHUNK, next_power_of_2(inner))
-    shape = {"COLUMNS": tiles.down_columns, "CHUNK": chunk, "NUM_CHUNKS": cdiv(inner, chunk)}
+    weight_DI = call.down_EDI.data
+    width = weight_DI.shape[-1]
+    shape = {"COLUMNS": tiles.down_columns, "width": width, **chunks(weight_DI), **options(call.down_EDI)}
     y = new_result(call)
     if tiles.by_token and call.combined:
         down_token[(tokens, cdiv(D, tiles.down_columns))](
-            call.weight_TK, call.expert_TK, h_NI, call.down_EDI.data, call.down_bias_ED, y, call.scaling, D, inner,
+            call.weight_TK, call.expert_TK, h_NI, weight_DI, bias_ED=call.down_bias_ED, y_TD=y, scaling=call.scaling,
+            D=D, inner=inner,
             K=top_k, AHEAD=min(tiles.ahead, top_k), num_warps=tiles.down_warps, **shape, **launch,
         )  # fmt: skip
         return y
     rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
     down_pair[(num_pairs, cdiv(D, tiles.down_columns))](
-        call.weight_TK, call.expert_TK, h_NI, call.down_EDI.data, call.down_bias_ED, rows_ND, num_pairs, call.scaling,
-        D, inner, num_warps=tiles.down_warps, **sharing, **shape, **launch,
+        call.weight_TK, call.expert_TK, h_NI, weight_DI, bias_ED=call.down_bias_ED, rows_ND=rows_ND,
+        num_pairs=num_pairs, scaling=call.scaling, D=D, inner=inner,
+        num_warps=tiles.down_warps, **sharing, **shape, **launch,
     )  # fmt: skip
     return sum_into(call, rows_ND, y, False, launch) if call.combined else y
+
+
+def chunks(weight: torch.Tensor) -> dict[str, int]:
+    """How experts_small goes through a row of weights: CHUNK at a time, 16 bytes for each thread of a warp."""
+    width = weight.shape[-1]
+    chunk = min(2 * CHUNK if weight.element_size() == 1 else CHUNK, next_power_of_2(width))
+    return {"CHUNK": chunk, "NUM_CHUNKS": cdiv(width, chunk)}
 
 
 def run_grouped(call: ExpertsCall, tiles: GroupedTiles) -> torch.Tensor:
@@ -153,8 +165,9 @@ def run_grouped(call: ExpertsCall, tiles: GroupedTiles) -> torch.Tensor:
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     tile = tiles.gate_up
     gate_up_grouped[(max_tiles * cdiv(inner, tile.columns),)](
-        call.x_TD, call.x_TD.stride(0), call.expert_TK, call.gate_up_EFD.data, call.gate_up_bias_EF, h_NI, order_N,
-        tile_3M, max_tiles, num_pairs, D, inner,
+        call.x_TD, call.x_TD.stride(0), call.expert_TK, call.gate_up_EFD.data, bias_EF=call.gate_up_bias_EF, h_NI=h_NI,
+        order_N=order_N, tile_3M=tile_3M, max_tiles=max_tiles, num_pairs=num_pairs, D=D, inner=inner,
+        **options(call.gate_up_EFD),
         EVEN=D % tile.depth == 0, ACTIVATION=call.activation, BN=tile.columns, BK=tile.depth, GROUP=tile.group,
         SWAP=tile.swap, num_warps=tile.warps, num_stages=tile.stages, **common,
     )  # fmt: skip
@@ -166,8 +179,9 @@ def run_grouped(call: ExpertsCall, tiles: GroupedTiles) -> torch.Tensor:
         out = call.x_TD.new_empty(num_pairs, D) if call.combined else y
     tile = tiles.down
     down_grouped[(max_tiles * cdiv(D, tile.columns),)](
-        call.weight_TK, weight_N, call.expert_TK, h_NI, call.down_EDI.data, call.down_bias_ED, out, order_N, tile_3M,
-        max_tiles, num_pairs, call.scaling, D, inner,
+        call.weight_TK, weight_N, call.expert_TK, h_NI, call.down_EDI.data, bias_ED=call.down_bias_ED, out=out,
+        order_N=order_N, tile_3M=tile_3M, max_tiles=max_tiles, num_pairs=num_pairs, scaling=call.scaling, D=D,
+        inner=inner, **options(call.down_EDI),
         EVEN=inner % tile.depth == 0, ADD=add, BN=tile.columns, BK=tile.depth, GROUP=tile.group,
         SWAP=tile.swap, num_warps=tile.warps, num_stages=tile.stages, **common,
     )  # fmt: skip
@@ -216,6 +230,7 @@ def machine_for(call: ExpertsCall) -> Machine:
     copied = (x_TD, call.gate_up_EFD.data, call.down_EDI.data)
     usable = (
         machine.hopper
+        and call.gate_up_EFD.format is PLAIN
         and x_TD.dtype.itemsize == 2
         and call.gate_up_bias_EF is None
         and call.down_bias_ED is None

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from anabranch.kernels.triton.gated import activate
 from anabranch.kernels.triton.launch import wait_for_predecessor
+from anabranch.kernels.triton.quantized import scaled_product
 
 
 @triton.jit
@@ -79,9 +80,11 @@ def product(
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def gate_up_grouped(
-    x_TD, x_stride, expert_TK, gate_up_EFD, bias_EF, h_NI, order_N, tile_3M, max_tiles, num_pairs, D, inner,
+    x_TD, x_stride, expert_TK, gate_up_EFD, scale, zero, bias_EF, h_NI, order_N, tile_3M, max_tiles, num_pairs, D,
+    inner, num_groups,
     K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """h[row, columns] = activation(gate · x) · (up · x) of one tile and BN columns."""
     wait_for_predecessor(DEPENDENT)
@@ -93,8 +96,18 @@ def gate_up_grouped(
     # Columns after the last one repeat it and are not stored.
     weight_row = tl.where(f < BN, 0, inner) + tl.minimum(block * BN + f % BN, inner - 1)
     a_ptr = x_TD + (pair // K).to(tl.int64)[:, None] * x_stride
-    b_ptr = gate_up_EFD + expert.to(tl.int64) * (2 * inner * D) + weight_row[:, None] * D
-    acc = product(a_ptr, real, b_ptr, D, BM, 2 * BN, BK, EVEN, SWAP)
+    e = expert.to(tl.int64)
+    if KIND:
+        width = D // 2 if SPAN > 1 else D
+        b_ptr = gate_up_EFD + e * (2 * inner * width) + weight_row[:, None] * width
+        scale_row = (e * tl.cdiv(2 * inner, OUTPUTS) + weight_row // OUTPUTS) * num_groups
+        zero_row = (e * (2 * inner) + weight_row) * num_groups
+        acc = scaled_product(
+            a_ptr, real, b_ptr, scale, zero, scale_row, zero_row, D, BM, 2 * BN, BK, EVEN, SWAP, KIND, INPUTS
+        )
+    else:
+        b_ptr = gate_up_EFD + e * (2 * inner * D) + weight_row[:, None] * D
+        acc = product(a_ptr, real, b_ptr, D, BM, 2 * BN, BK, EVEN, SWAP)
     if bias_EF is not None:
         acc += tl.expand_dims(tl.load(bias_EF + expert * (2 * inner) + weight_row).to(tl.float32), 1 if SWAP else 0)
     if SWAP:
@@ -110,10 +123,11 @@ def gate_up_grouped(
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def down_grouped(
-    weight_TK, weight_N, expert_TK, h_NI, down_EDI, bias_ED, out, order_N, tile_3M,
-    max_tiles, num_pairs, scaling, D, inner,
+    weight_TK, weight_N, expert_TK, h_NI, down_EDI, scale, zero, bias_ED, out, order_N, tile_3M,
+    max_tiles, num_pairs, scaling, D, inner, num_groups,
     K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """rows[pair, columns] = weight · (down · h), or with ADD its fp32 sum into y[token, columns]."""
     wait_for_predecessor(DEPENDENT)
@@ -124,8 +138,18 @@ def down_grouped(
     column = block * BN + tl.arange(0, BN)
     weight_row = tl.minimum(column, D - 1)
     a_ptr = h_NI + row.to(tl.int64)[:, None] * inner
-    b_ptr = down_EDI + expert.to(tl.int64) * (D * inner) + weight_row[:, None] * inner
-    acc = product(a_ptr, real, b_ptr, inner, BM, BN, BK, EVEN, SWAP)
+    e = expert.to(tl.int64)
+    if KIND:
+        width = inner // 2 if SPAN > 1 else inner
+        b_ptr = down_EDI + e * (D * width) + weight_row[:, None] * width
+        scale_row = (e * tl.cdiv(D, OUTPUTS) + weight_row // OUTPUTS) * num_groups
+        zero_row = (e * D + weight_row) * num_groups
+        acc = scaled_product(
+            a_ptr, real, b_ptr, scale, zero, scale_row, zero_row, inner, BM, BN, BK, EVEN, SWAP, KIND, INPUTS
+        )
+    else:
+        b_ptr = down_EDI + e * (D * inner) + weight_row[:, None] * inner
+        acc = product(a_ptr, real, b_ptr, inner, BM, BN, BK, EVEN, SWAP)
     if SWAP:
         acc = tl.trans(acc)
     if bias_ED is not None:

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from anabranch.kernels.triton.gated import activate
 from anabranch.kernels.triton.launch import wait_for_predecessor
+from anabranch.kernels.triton.quantized import VECTOR, add_products
 
 
 @triton.jit
@@ -30,11 +31,14 @@ def next_pair(expert_N, e, after, num_pairs, PAIRS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def gate_up_small(
-    x_TD, x_stride, expert_N, gate_up_EFD, bias_EF, h_NI, num_pairs, D, inner,
+    x_TD, x_stride, expert_N, gate_up_EFD, scale, zero, bias_EF, h_NI, num_pairs, D, inner, num_groups,
     K: tl.constexpr, PAIRS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS columns of h (ROWS gate rows and their up rows) of one pair, or of all pairs that share its expert."""
+    """ROWS columns of h (ROWS gate rows and their up rows) of one pair, or of all pairs that share its expert.
+
+    D is the width of a row of weights as it is stored, in bytes where weights are quantised (see quantized)."""
     pair = tl.program_id(0)
     wait_for_predecessor(DEPENDENT)
     e = tl.load(expert_N + pair)
@@ -49,9 +53,9 @@ def gate_up_small(
     row = tl.where(r < ROWS, 0, inner) + tl.minimum(column, inner - 1)
     w_ptr = gate_up_EFD + e.to(tl.int64) * (2 * inner * D) + row[:, None] * D + d[None, :]
     while pair < num_pairs:
-        x_ptr = x_TD + (pair // K).to(tl.int64) * x_stride + d
+        x_row = x_TD + (pair // K).to(tl.int64) * x_stride
         # A copy of x for every weight row, so that it is loaded by the threads that hold the weights.
-        x_ptr = x_ptr[None, :] + tl.zeros([2 * ROWS, 1], tl.int32)
+        x_ptr = x_row + d[None, :] + tl.zeros([2 * ROWS, 1], tl.int32)
         w = ()
         x = ()
         for c in tl.static_range(NUM_CHUNKS):
@@ -59,11 +63,34 @@ def gate_up_small(
             w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
         # Issue all weight loads before the first is used; without this the assembler saves registers instead.
         tl.debug_barrier()
-        for c in tl.static_range(NUM_CHUNKS):
-            x = x + (tl.load(x_ptr + c * CHUNK, mask=(c * CHUNK + d < D)[None, :], other=0.0),)
-        acc = tl.zeros([2 * ROWS, CHUNK], tl.float32)
-        for c in tl.static_range(NUM_CHUNKS):
-            acc += w[c].to(tl.float32) * x[c].to(tl.float32)
+        if KIND:
+            acc = tl.zeros([2 * ROWS, CHUNK // VECTOR], tl.float32)
+            scale_row = (e.to(tl.int64) * tl.cdiv(2 * inner, OUTPUTS) + row // OUTPUTS) * num_groups
+            zero_row = (e.to(tl.int64) * (2 * inner) + row) * num_groups
+            acc = add_products(
+                acc,
+                w,
+                x_row,
+                scale,
+                zero,
+                scale_row,
+                zero_row,
+                1.0,
+                D,
+                2 * ROWS,
+                CHUNK,
+                0,
+                NUM_CHUNKS,
+                KIND,
+                SPAN,
+                INPUTS,
+            )
+        else:
+            for c in tl.static_range(NUM_CHUNKS):
+                x = x + (tl.load(x_ptr + c * CHUNK, mask=(c * CHUNK + d < D)[None, :], other=0.0),)
+            acc = tl.zeros([2 * ROWS, CHUNK], tl.float32)
+            for c in tl.static_range(NUM_CHUNKS):
+                acc += w[c].to(tl.float32) * x[c].to(tl.float32)
         both = tl.sum(acc, 1)
         if bias_EF is not None:
             both += tl.load(bias_EF + e * (2 * inner) + row).to(tl.float32)
@@ -76,42 +103,56 @@ def gate_up_small(
 
 @triton.jit
 def down_token(
-    weight_TK, expert_TK, h_NI, down_EDI, bias_ED, y_TD, scaling, D, inner,
+    weight_TK, expert_TK, h_NI, down_EDI, scale, zero, bias_ED, y_TD, scaling, D, width, inner, num_groups,
     K: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, AHEAD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr, KIND: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS outputs of one token, summed over its experts in registers.
 
     The weights of AHEAD experts are loaded before the wait: as many as leave registers for all programs at once.
+    `width` is that of a row of weights as it is stored.
     """
     t = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     i = tl.arange(0, CHUNK)
     row = tl.minimum(column, D - 1)
-    within = row[:, None] * inner + i[None, :]
+    within = row[:, None] * width + i[None, :]
     w = ()
     for k in tl.static_range(AHEAD):
         e = tl.load(expert_TK + t * K + k).to(tl.int64)
         for c in tl.static_range(NUM_CHUNKS):
-            inside = (e >= 0) & (c * CHUNK + i < inner)
-            w = w + (tl.load(down_EDI + e * (D * inner) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
+            inside = (e >= 0) & (c * CHUNK + i < width)
+            w = w + (tl.load(down_EDI + e * (D * width) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
     wait_for_predecessor(DEPENDENT)
     for k in tl.static_range(AHEAD, K):
         e = tl.load(expert_TK + t * K + k).to(tl.int64)
         for c in tl.static_range(NUM_CHUNKS):
-            inside = (e >= 0) & (c * CHUNK + i < inner)
-            w = w + (tl.load(down_EDI + e * (D * inner) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
-    acc = tl.zeros([COLUMNS, CHUNK], tl.float32)
+            inside = (e >= 0) & (c * CHUNK + i < width)
+            w = w + (tl.load(down_EDI + e * (D * width) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
+    if KIND:
+        acc = tl.zeros([COLUMNS, CHUNK // VECTOR], tl.float32)
+    else:
+        acc = tl.zeros([COLUMNS, CHUNK], tl.float32)
     # A copy of h for every column, as with x in gate_up_small.
     h_ptr = h_NI + t * (K * inner) + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
     y = tl.zeros([COLUMNS], tl.float32)
     for k in tl.static_range(K):
         e = tl.load(expert_TK + t * K + k)
         weight = tl.load(weight_TK + t * K + k) * scaling
-        for c in tl.static_range(NUM_CHUNKS):
-            inside = (e >= 0) & (c * CHUNK + i < inner)
-            h = tl.load(h_ptr + k * inner + c * CHUNK, mask=inside[None, :], other=0.0)
-            acc += w[k * NUM_CHUNKS + c].to(tl.float32) * (h.to(tl.float32) * weight)
+        if KIND:
+            there = tl.maximum(e, 0).to(tl.int64)
+            scale_row = (there * tl.cdiv(D, OUTPUTS) + row // OUTPUTS) * num_groups
+            zero_row = (there * D + row) * num_groups
+            # An expert that is elsewhere: no inputs, since its h was not written.
+            acc = add_products(
+                acc, w, h_NI + (t * K + k) * inner, scale, zero, scale_row, zero_row, weight,
+                tl.where(e >= 0, width, 0), COLUMNS, CHUNK, k * NUM_CHUNKS, NUM_CHUNKS, KIND, SPAN, INPUTS,
+            )  # fmt: skip
+        else:
+            for c in tl.static_range(NUM_CHUNKS):
+                inside = (e >= 0) & (c * CHUNK + i < inner)
+                h = tl.load(h_ptr + k * inner + c * CHUNK, mask=inside[None, :], other=0.0)
+                acc += w[k * NUM_CHUNKS + c].to(tl.float32) * (h.to(tl.float32) * weight)
         if bias_ED is not None:
             y += tl.load(bias_ED + e * D + row, mask=e >= 0, other=0.0).to(tl.float32) * weight
     y += tl.sum(acc, 1)
@@ -120,9 +161,9 @@ def down_token(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def down_pair(
-    weight_N, expert_N, h_NI, down_EDI, bias_ED, rows_ND, num_pairs, scaling, D, inner,
+    weight_N, expert_N, h_NI, down_EDI, scale, zero, bias_ED, rows_ND, num_pairs, scaling, D, width, inner, num_groups,
     PAIRS: tl.constexpr, SHARE: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr, KIND: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS outputs of one pair, or of all pairs that share its expert; rows without an expert are not written."""
     pair = tl.program_id(0)
@@ -133,20 +174,27 @@ def down_pair(
         own = own & (next_pair(expert_N, e, -1, num_pairs, PAIRS) >= pair)
     i = tl.arange(0, CHUNK)
     row = tl.maximum(e, 0).to(tl.int64) * D + tl.minimum(column, D - 1)
-    w_ptr = down_EDI + row[:, None] * inner + i[None, :]
+    w_ptr = down_EDI + row[:, None] * width + i[None, :]
     w = ()
     for c in tl.static_range(NUM_CHUNKS):
-        inside = own & (c * CHUNK + i < inner)
+        inside = own & (c * CHUNK + i < width)
         w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
     wait_for_predecessor(DEPENDENT)
     if own:
         h_ptr = h_NI + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
         while pair < num_pairs:
             weight = tl.load(weight_N + pair) * scaling
-            acc = tl.zeros([COLUMNS, CHUNK], tl.float32)
-            for c in tl.static_range(NUM_CHUNKS):
-                h = tl.load(h_ptr + pair * inner + c * CHUNK, mask=(c * CHUNK + i < inner)[None, :], other=0.0)
-                acc += w[c].to(tl.float32) * h.to(tl.float32)
+            if KIND:
+                first = tl.maximum(e, 0).to(tl.int64) * tl.cdiv(D, OUTPUTS) + tl.minimum(column, D - 1) // OUTPUTS
+                acc = add_products(
+                    tl.zeros([COLUMNS, CHUNK // VECTOR], tl.float32), w, h_NI + pair * inner, scale, zero,
+                    first * num_groups, row * num_groups, 1.0, width, COLUMNS, CHUNK, 0, NUM_CHUNKS, KIND, SPAN, INPUTS,
+                )  # fmt: skip
+            else:
+                acc = tl.zeros([COLUMNS, CHUNK], tl.float32)
+                for c in tl.static_range(NUM_CHUNKS):
+                    h = tl.load(h_ptr + pair * inner + c * CHUNK, mask=(c * CHUNK + i < inner)[None, :], other=0.0)
+                    acc += w[c].to(tl.float32) * h.to(tl.float32)
             y = tl.sum(acc, 1)
             if bias_ED is not None:
                 y += tl.load(bias_ED + row).to(tl.float32)

@@ -1,28 +1,45 @@
 """Weights of the format `grouped` inside kernels: bytes to numbers, and where their inputs and scales are.
 
-KIND is the kind of numbers ("" : plain weights, nothing here is used), SPAN the inputs that are packed together where two
-numbers share a byte, R the outputs and GROUP the inputs that share a scale.
+KIND is the kind of numbers ("": plain weights, for which nothing here is used), SPAN the inputs that are packed
+together where two numbers share a byte, OUTPUTS and INPUTS those that share a scale (INPUTS 0: all).
 
 A tile of weights is loaded as bytes. Where a byte holds two numbers, its lower half belongs to input `inputs_of(byte)`
 and its upper half to the input SPAN / 2 later. Numbers are exact in every dtype that a kernel multiplies in; scales are
 applied to sums in fp32.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from anabranch.formats import PLAIN, Grouped
+from anabranch.formats.grouped import STORED
 from anabranch.ops.weight import Weight
 
 VECTOR = tl.constexpr(16)
 """Bytes that a thread loads at once; they never span two groups."""
 
 
-def is_supported(weight: Weight) -> bool:
-    """Whether kernels multiply by this weight: whole vectors in every group, and rows that begin with one."""
+KINDS = tuple(STORED)
+"""The kinds of formats that kernels with these functions multiply by."""
+PLAIN_OPTIONS: dict[str, object] = {
+    "scale": None,
+    "zero": None,
+    "KIND": "",
+    "SPAN": 1,
+    "OUTPUTS": 1,
+    "INPUTS": 1,
+    "num_groups": 1,
+}
+
+
+def is_supported(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether kernels multiply numbers of this dtype by the weight: in every group whole vectors of 16 bytes."""
     format = weight.format
+    if not all(tensor.is_contiguous() for tensor in weight.tensors.values()):
+        return False
     if format is PLAIN:
-        return True
+        return weight.data.dtype == dtype
     if not isinstance(format, Grouped):
         return False
     inputs = weight.shape[-1]
@@ -35,21 +52,16 @@ def options(weight: Weight) -> dict[str, object]:
     """The constants and pointers of a kernel's weight."""
     format, tensors = weight.format, weight.tensors
     if not isinstance(format, Grouped):
-        return {"scale": None, "zero": None, "KIND": "", "SPAN": 1, "R": 1, "GROUP": 1}
+        return PLAIN_OPTIONS
     return {
         "scale": tensors["scale"],
         "zero": tensors.get("zero"),
         "KIND": format.numbers,
-        "SPAN": format.span(weight.shape[-1]),
-        "R": format.rows,
-        "GROUP": format.group,
+        "SPAN": format.span(weight.shape[-1]) if format.bits == 4 else 1,
+        "OUTPUTS": format.rows,
+        "INPUTS": format.group,
+        "num_groups": format.num_groups(weight.shape[-1]),
     }
-
-
-@triton.jit
-def halves(KIND: tl.constexpr):
-    """Numbers in a byte."""
-    return 2 if KIND == "int4" or KIND == "fp4" else 1
 
 
 @triton.jit
@@ -62,16 +74,16 @@ def inputs_of(byte, KIND: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def decode(data, KIND: tl.constexpr, HALF: tl.constexpr):
-    """The numbers of bytes, or of one half of each, in fp32; int4 as 0 to 15."""
+def decode(data, KIND: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr):
+    """The numbers of bytes, or of one half of each, in fp32; int4 is 0 to 15, minus OFFSET."""
     if KIND == "int4":
         # 2²³ + n has n in its last bits: no conversion.
         bits = (data.to(tl.int32) >> (4 * HALF)) & 15
-        return (bits | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        return (bits | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)
     elif KIND == "fp4":
-        # One bit of sign, two of exponent, one of mantissa, at the places where fp32 has them.
+        # A bit of sign, two of exponent and one of mantissa, at the places where fp32 has them; times 2¹²⁶.
         bits = data.to(tl.int32) >> (4 * HALF)
-        return (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2¹²⁶
+        return (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
     else:
         return data.to(tl.float32)
 
@@ -79,7 +91,10 @@ def decode(data, KIND: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def load_scale(scale, place, mask):
     """Scales in fp32."""
-    s = tl.load(scale + place, mask=mask, other=0)
+    if mask is None:
+        s = tl.load(scale + place)
+    else:
+        s = tl.load(scale + place, mask=mask, other=0)
     if scale.dtype.element_ty == tl.uint8:
         return tl.exp2(s.to(tl.float32) - 127.0)
     else:
@@ -87,9 +102,103 @@ def load_scale(scale, place, mask):
 
 
 @triton.jit
-def load_zero(zero, place, mask, KIND: tl.constexpr):
-    """What is subtracted from each number of a group, in fp32."""
-    if zero is not None:
-        return tl.load(zero + place, mask=mask, other=0).to(tl.float32)
+def add_products(
+    acc, w, x_row, scale, zero, scale_row, zero_row, weight, width,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, NUM_CHUNKS: tl.constexpr, KIND: tl.constexpr, SPAN:
+    tl.constexpr, INPUTS: tl.constexpr, ):  # fmt: skip """Add to acc[m, lane] the lane's share of weight · Σ_k w[m, k]
+    · x[k].
+
+    w[FIRST], w[FIRST + 1], ... are consecutive tiles of bytes of the same rows; a lane has VECTOR bytes of each.
+    `scale_row` and `zero_row`: where the rows' scales and zero points begin.
+    """
+    LANES: tl.constexpr = CHUNK // VECTOR
+    OFFSET: tl.constexpr = 8 if KIND == "int4" and zero is None else 0
+    d = tl.arange(0, CHUNK)
+    lane = tl.arange(0, LANES) * VECTOR  # its first byte
+    for c in tl.static_range(NUM_CHUNKS):
+        inside = (d + c * CHUNK < width)[None, :]
+        # A copy of x for every row, so that it is loaded by the threads that hold the weights.
+        x_ptr = x_row + inputs_of(d + c * CHUNK, KIND, SPAN)[None, :] + tl.zeros([ROWS, 1], tl.int32)
+        x = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
+        products = decode(w[FIRST + c], KIND, 0, OFFSET) * x
+        if KIND == "int4" or KIND == "fp4":
+            x_upper = tl.load(x_ptr + SPAN // 2, mask=inside, other=0.0).to(tl.float32)
+            products += decode(w[FIRST + c], KIND, 1, OFFSET) * x_upper
+            x += x_upper
+        sums = tl.sum(tl.reshape(products, (ROWS, LANES, VECTOR)), 2)
+        there = (lane + c * CHUNK < width)[None, :]
+        if INPUTS:
+            group = inputs_of(lane + c * CHUNK, KIND, SPAN)[None, :] // INPUTS
+        else:
+            group = tl.zeros([1, LANES], tl.int32)
+        if zero is not None:
+            x_sums = tl.sum(tl.reshape(x, (ROWS, LANES, VECTOR)), 2)
+            sums -= tl.load(zero + zero_row[:, None] + group, mask=there, other=0).to(tl.float32) * x_sums
+        acc += sums * (load_scale(scale, scale_row[:, None] + group, there) * weight)
+    return acc
+
+
+@triton.jit
+def to_operand(data, zero, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of bytes, or of one half of each, minus their zero points: an operand of the matrix units."""
+    if KIND == "fp8" or KIND == "int8":
+        return data.to(dtype)
+    elif KIND == "int4" and zero is None and dtype == tl.bfloat16:
+        # 128 + n has n in its last bits.
+        bits = ((data >> (4 * HALF)) & 15).to(tl.int16) | 0x4300
+        return bits.to(tl.bfloat16, bitcast=True) - 136.0
+    elif KIND == "int4" and zero is not None:
+        return (decode(data, KIND, HALF, 0) - zero).to(dtype)
     else:
-        return 8.0 if KIND == "int4" else 0.0
+        return decode(data, KIND, HALF, 8 if KIND == "int4" else 0).to(dtype)
+
+
+@triton.jit
+def dot(a, b, acc, SWAP: tl.constexpr):
+    """acc + a · bᵀ, or with SWAP its transpose."""
+    if SWAP:
+        return tl.dot(b, tl.trans(a), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+
+
+@triton.jit
+def scaled_product(
+    a_ptr, a_real, b_ptr, scale, zero, scale_row, zero_row, depth,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr,
+    KIND: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Like experts_grouped.product, with quantised b. A step of BK inputs has one scale for each row: BK divides
+    INPUTS, and where numbers have 4 bits it is SPAN."""
+    PACKED: tl.constexpr = KIND == "int4" or KIND == "fp4"
+    STEP: tl.constexpr = BK // 2 if PACKED else BK
+    side: tl.constexpr = 1 if SWAP else 0
+    d = tl.arange(0, STEP)
+    a_ptr += d[None, :]
+    b_ptr += d[None, :]
+    acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
+    nothing = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
+    for begin in range(0, depth, BK):
+        if EVEN or PACKED:
+            a = tl.load(a_ptr, mask=a_real[:, None], other=0.0)
+            b = tl.load(b_ptr)
+        else:
+            inside = (begin + d < depth)[None, :]
+            a = tl.load(a_ptr, mask=a_real[:, None] & inside, other=0.0)
+            b = tl.load(b_ptr, mask=inside, other=0.0)
+        z = None
+        if zero is not None:
+            z = tl.load(zero + zero_row + (begin // INPUTS if INPUTS else 0)).to(tl.float32)[:, None]
+        part = dot(a, to_operand(b, z, KIND, 0, a.dtype), nothing, SWAP)
+        if PACKED:
+            upper = tl.load(a_ptr + STEP, mask=a_real[:, None], other=0.0)
+            part = dot(upper, to_operand(b, z, KIND, 1, a.dtype), part, SWAP)
+        if INPUTS:
+            acc += part * tl.expand_dims(load_scale(scale, scale_row + begin // INPUTS, None), side)
+        else:
+            acc += part
+        a_ptr += BK
+        b_ptr += STEP
+    if not INPUTS:
+        acc *= tl.expand_dims(load_scale(scale, scale_row, None), side)
+    return acc

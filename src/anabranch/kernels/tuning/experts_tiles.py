@@ -6,11 +6,12 @@ The rule was made from sweeps on an H200 with the shapes of Qwen3-30B-A3B, Gemma
 (benchmarks/results/experts_h200.json).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
-from anabranch.formats import PLAIN
+from anabranch.formats import PLAIN, Grouped, named
 
 MANY = 1 << 16
 """As a group of tiles: all of them."""
@@ -136,13 +137,18 @@ def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Mac
     if machine.hopper and num_tokens > HOPPER_TOKENS and combine != "fused":
         return choose_hopper(rows_per_expert, shape.inner)
     tiles = choose_grouped(num_tokens, rows_per_expert, shape.dtype, machine)
+    format = named(shape.format)
+    if isinstance(format, Grouped):
+        tiles = fit(for_format(tiles, format, shape, machine), shape.dtype, machine)
     # Adding into tokens' rows by atomics was slower at every size measured, so `fastest` never does.
     return replace(tiles, add=combine == "fused")
 
 
 def choose_small(shape: Shape) -> SmallTiles | None:
     """None where the weights of a program would not fit in its registers."""
-    chunks_D, chunks_I = (-(-width // CHUNK) * shape.dtype.itemsize // 2 for width in (shape.D, shape.inner))
+    format = named(shape.format)
+    size = format.bits / 8 if isinstance(format, Grouped) else shape.dtype.itemsize
+    chunks_D, chunks_I = (max(1, math.ceil(width / CHUNK * size / 2)) for width in (shape.D, shape.inner))
     if chunks_D > 32 or chunks_I > 16:
         return None
     rows, warps = (4, 8) if shape.D <= 2048 else (2, 4)
@@ -175,6 +181,19 @@ def choose_grouped(num_tokens: int, rows_per_expert: float, dtype: torch.dtype, 
         return fit(GroupedTiles(rows, tile, replace(tile, columns=128)), dtype, machine)
     tile = Tile(128, 64, 8, 3, group=8)
     return fit(GroupedTiles(128, tile, replace(tile, columns=256)), dtype, machine)
+
+
+def for_format(tiles: GroupedTiles, format: Grouped, shape: Shape, machine: Machine) -> GroupedTiles:
+    """The same tiles for quantised weights: a step in depth has one scale for each row, or one span of packed
+    numbers."""
+    swap = machine.wgmma and tiles.rows < 128
+
+    def one(tile: Tile, inputs: int) -> Tile:
+        depth = format.span(inputs) if format.bits == 4 else math.gcd(128, format.group or 128)
+        depth = depth if shape.dtype.itemsize == 2 or format.bits == 4 else min(depth, 64)
+        return replace(tile, depth=depth, swap=swap, columns=min(tile.columns, 128))
+
+    return replace(tiles, gate_up=one(tiles.gate_up, shape.D), down=one(tiles.down, shape.inner))
 
 
 def fit(tiles: GroupedTiles, dtype: torch.dtype, machine: Machine) -> GroupedTiles:

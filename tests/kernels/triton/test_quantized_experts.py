@@ -1,0 +1,103 @@
+"""The experts' kernels with quantised weights, against the same numbers in fp64: in the interpreter, and on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch.formats import Grouped
+
+pytest.importorskip("triton")
+from anabranch.kernels.triton import experts as kernel
+from anabranch.kernels.tuning.experts_tiles import GroupedTiles, SmallTiles, Tile, Tiles, choose
+from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
+from anabranch.ops.experts import ExpertsCall
+from anabranch.ops.weight import Weight
+from tests.kernels.triton.places import interpreter
+from tests.kernels.triton.test_experts import TOLERANCE, Arguments, distance, draw, exact, poison
+
+__all__ = ["poison"]
+
+FORMATS = [
+    Grouped("fp8", 128, 128),
+    Grouped("fp8", 32, 128),
+    Grouped("fp8"),
+    Grouped("int8"),
+    Grouped("int4", 1, 32, "float16"),
+    Grouped("int4", 1, 64, zero=True),
+    Grouped("int4", 1, 128, "bfloat16"),
+    Grouped("fp4", 1, 32, "uint8"),
+]
+formats = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+
+
+def quantized(weight: Weight, format: Grouped) -> Weight:
+    dense = weight.data.float()
+    tensors = Grouped(format.numbers, format.rows, format.group, format.scale).quantize(dense)
+    if format.zero:
+        groups = tensors["scale"].shape
+        tensors["zero"] = torch.randint(4, 12, groups, dtype=torch.uint8, device=dense.device)
+    return Weight.view(format, weight.shape, tensors)
+
+
+def quantize(arguments: Arguments, format: Grouped) -> tuple[Arguments, Arguments]:
+    """(arguments with quantised weights, the same with the numbers that they stand for)"""
+    made = {name: quantized(arguments[name], format) for name in ("gate_up_EFD", "down_EDI")}
+    dense = {name: Weight.of(weight.dense(torch.float32)) for name, weight in made.items()}
+    return arguments | made, arguments | dense
+
+
+def check(arguments: Arguments, format: Grouped, tiles: Tiles | None = None) -> None:
+    given, dense = quantize(arguments, format)
+    call = ExpertsCall(**given)
+    assert kernel.accepts(call)
+    found = kernel.experts(call) if tiles is None else kernel.run(call, tiles)
+    error = distance(found, exact(dense))
+    assert error <= TOLERANCE[found.dtype], f"{tiles}: off by {error:.1e}"
+
+
+def grouped(format: Grouped, **options: Any) -> GroupedTiles:
+    depth = format.group if format.bits == 4 else 32
+    tile = Tile(16, depth, 4, 2, swap=options.pop("swap", False))
+    return GroupedTiles(16, tile, tile, **options)
+
+
+@interpreter
+@formats
+@pytest.mark.parametrize("by_token", [True, False])
+def test_a_few_tokens_in_the_interpreter(format: Grouped, by_token: bool, poison: None) -> None:
+    tiles = SmallTiles(4, 4, 8, 4, by_token=by_token, share=not by_token, ahead=1)
+    check(draw(3, 4, 2, 256, 128), format, tiles)
+
+
+@interpreter
+@formats
+@pytest.mark.parametrize("swap", [False, True])
+def test_grouped_in_the_interpreter(format: Grouped, swap: bool, poison: None) -> None:
+    check(draw(5, 4, 2, 256, 128, biased=swap), format, grouped(format, swap=swap, match=swap))
+
+
+@interpreter
+def test_rows_and_inputs_that_are_no_whole_blocks_in_the_interpreter(poison: None) -> None:
+    for tiles in (SmallTiles(4, 4, 8, 4), grouped(FORMATS[0], swap=True)):
+        check(draw(4, 3, 2, 160, 96), Grouped("fp8", 32, 128), tiles)
+
+
+@formats
+@pytest.mark.parametrize("tokens", [1, 8, 16, 64, 256, 4096])
+def test_a_step_in_depth_has_one_scale(format: Grouped, tokens: int) -> None:
+    shape = TileShape(128, 2048, 768, 8, torch.bfloat16, format.name)
+    tiles = choose(tokens, shape)
+    for tile in (tiles.gate_up, tiles.down) if isinstance(tiles, GroupedTiles) else ():
+        assert (format.group or 128) % tile.depth == 0
+        assert format.bits == 8 or tile.depth == format.span(2048)
+
+
+@pytest.mark.gpu
+@formats
+@pytest.mark.parametrize("inner", [704, 768, 1408])
+def test_on_a_gpu(format: Grouped, inner: int, poison: None) -> None:
+    if format.group and inner % format.group and format.bits == 4:
+        pytest.skip("groups do not divide the inputs")
+    for tokens in (1, 3, 8, 9, 16, 40, 100, 300):
+        check(draw(tokens, 8, 2, 512, inner, torch.bfloat16, "cuda"), format)
