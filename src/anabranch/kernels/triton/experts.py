@@ -157,11 +157,12 @@ def run_grouped(call: ExpertsCall, tiles: GroupedTiles) -> torch.Tensor:
     match = tiles.match and call.combined and tokens <= tiles.rows
     if match:
         order_N = tile_3M = call.expert_TK  # neither is read
-        weight_N, max_tiles = call.weight_TK, num_experts
+        weight_N, max_tiles = call.weight_TK, min(num_experts, num_pairs)
     else:
         plan = order_rows(call, tiles.rows, 0, launch)
         order_N, weight_N, tile_3M, max_tiles = plan.order_N, plan.weight_N, plan.tile_3M, plan.max_tiles
-    common = {"K": top_k, "KP": next_power_of_2(top_k), "BM": tiles.rows, "MATCH": match, **launch}
+    by_pair = match and num_pairs < num_experts
+    common = {"K": top_k, "KP": next_power_of_2(top_k), "BM": tiles.rows, "MATCH": match, "BY_PAIR": by_pair, **launch}
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     tile = tiles.gate_up
     gate_up_grouped[(max_tiles * cdiv(inner, tile.columns),)](

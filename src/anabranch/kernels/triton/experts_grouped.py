@@ -6,7 +6,8 @@ One program computes a tile of rows × columns. The gate/up product takes the ga
 columns as one operand, so that the activation happens in registers; rows of x are gathered as they are loaded. The
 down product multiplies by the router weight and writes each row to its pair, or adds it to its token (`ADD`).
 
-experts_plan gives each tile its rows. With `MATCH` and at most BM tokens it is not needed: tile e is expert e, its rows
+experts_plan gives each tile its rows. With `MATCH` and at most BM tokens it is not needed: tile e is expert e (with
+`BY_PAIR`, tile p is the expert of pair p, and all but the first tile of an expert do nothing), its rows
 are all tokens, and the rows of tokens that did not choose e are computed but not stored.
 
 `SWAP` makes the weights the left operand: few rows are then the narrow side of the matrix unit, not the wide one.
@@ -31,18 +32,27 @@ def tile_of_program(max_tiles, num_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def rows_of_tile(expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM: tl.constexpr, MATCH: tl.constexpr):
+def rows_of_tile(
+    expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM: tl.constexpr, MATCH: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+):  # fmt: skip
     """(expert or −1, rows of h, pair of each row, which rows are real)."""
     r = tl.arange(0, BM)
     if MATCH:
         k = tl.arange(0, KP)
         pairs = r[:, None] * K + k[None, :]
         chosen = tl.load(expert_TK + pairs, mask=(k[None, :] < K) & (pairs < num_pairs), other=-1)
-        slot = tl.min(tl.where(chosen == tile, k[None, :], KP), 1)
+        expert = tile
+        if BY_PAIR:
+            expert = tl.load(expert_TK + tile)
+        slot = tl.min(tl.where(chosen == expert, k[None, :], KP), 1)
         real = slot < KP
         pair = r * K + slot
         row = pair
-        expert = tl.where(tl.max(real.to(tl.int32), 0) > 0, tile, -1)
+        if BY_PAIR:  # the first pair of an expert computes the rows of all
+            expert = tl.where(tl.min(tl.where(real, pair, num_pairs), 0) == tile, expert, -1)
+        else:
+            expert = tl.where(tl.max(real.to(tl.int32), 0) > 0, tile, -1)
     else:
         expert = tl.load(tile_3M + tile)
         row = tl.load(tile_3M + max_tiles + tile) + r
@@ -84,12 +94,14 @@ def gate_up_grouped(
     inner, num_groups,
     K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
-    KIND: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    KIND: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BY_PAIR: tl.constexpr,
 ):  # fmt: skip
     """h[row, columns] = activation(gate · x) · (up · x) of one tile and BN columns."""
     wait_for_predecessor(DEPENDENT)
     tile, block = tile_of_program(max_tiles, tl.cdiv(inner, BN), GROUP)
-    expert, row, pair, real = rows_of_tile(expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM, MATCH)
+    expert, row, pair, real = rows_of_tile(
+        expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM, MATCH, BY_PAIR
+    )
     if expert < 0:
         return
     f = tl.arange(0, 2 * BN)
@@ -97,13 +109,13 @@ def gate_up_grouped(
     weight_row = tl.where(f < BN, 0, inner) + tl.minimum(block * BN + f % BN, inner - 1)
     a_ptr = x_TD + (pair // K).to(tl.int64)[:, None] * x_stride
     e = expert.to(tl.int64)
-    if KIND:
+    if KIND != "":
         width = D // 2 if SPAN > 1 else D
         b_ptr = gate_up_EFD + e * (2 * inner * width) + weight_row[:, None] * width
         scale_row = (e * tl.cdiv(2 * inner, OUTPUTS) + weight_row // OUTPUTS) * num_groups
         zero_row = (e * (2 * inner) + weight_row) * num_groups
         acc = scaled_product(
-            a_ptr, real, b_ptr, scale, zero, scale_row, zero_row, D, BM, 2 * BN, BK, EVEN, SWAP, KIND, INPUTS
+            a_ptr, real, b_ptr, scale, zero, scale_row, zero_row, D, BM, 2 * BN, BK, EVEN, SWAP, KIND, INPUTS, DEPENDENT
         )
     else:
         b_ptr = gate_up_EFD + e * (2 * inner * D) + weight_row[:, None] * D
@@ -127,25 +139,27 @@ def down_grouped(
     max_tiles, num_pairs, scaling, D, inner, num_groups,
     K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, MATCH: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
-    KIND: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    KIND: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BY_PAIR: tl.constexpr,
 ):  # fmt: skip
     """rows[pair, columns] = weight · (down · h), or with ADD its fp32 sum into y[token, columns]."""
     wait_for_predecessor(DEPENDENT)
     tile, block = tile_of_program(max_tiles, tl.cdiv(D, BN), GROUP)
-    expert, row, pair, real = rows_of_tile(expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM, MATCH)
+    expert, row, pair, real = rows_of_tile(
+        expert_TK, order_N, tile_3M, max_tiles, num_pairs, tile, K, KP, BM, MATCH, BY_PAIR
+    )
     if expert < 0:
         return
     column = block * BN + tl.arange(0, BN)
     weight_row = tl.minimum(column, D - 1)
     a_ptr = h_NI + row.to(tl.int64)[:, None] * inner
     e = expert.to(tl.int64)
-    if KIND:
+    if KIND != "":
         width = inner // 2 if SPAN > 1 else inner
         b_ptr = down_EDI + e * (D * width) + weight_row[:, None] * width
         scale_row = (e * tl.cdiv(D, OUTPUTS) + weight_row // OUTPUTS) * num_groups
         zero_row = (e * D + weight_row) * num_groups
         acc = scaled_product(
-            a_ptr, real, b_ptr, scale, zero, scale_row, zero_row, inner, BM, BN, BK, EVEN, SWAP, KIND, INPUTS
+            a_ptr, real, b_ptr, scale, zero, scale_row, zero_row, inner, BM, BN, BK, EVEN, SWAP, KIND, INPUTS, DEPENDENT
         )
     else:
         b_ptr = down_EDI + e * (D * inner) + weight_row[:, None] * inner
@@ -160,7 +174,7 @@ def down_grouped(
         k = tl.arange(0, KP)[None, :]
         pairs = tl.arange(0, BM)[:, None] * K + k
         mine = (k < K) & (pairs < num_pairs)
-        mine = mine & (tl.load(expert_TK + pairs, mask=mine, other=-1) == tile)
+        mine = mine & (tl.load(expert_TK + pairs, mask=mine, other=-1) == expert)
         weight = tl.sum(tl.load(weight_TK + pairs, mask=mine, other=0.0), 1) * scaling
     else:
         weight = tl.load(weight_N + row, mask=real, other=0.0)

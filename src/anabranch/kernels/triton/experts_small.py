@@ -63,7 +63,7 @@ def gate_up_small(
             w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
         # Issue all weight loads before the first is used; without this the assembler saves registers instead.
         tl.debug_barrier()
-        if KIND:
+        if KIND != "":
             acc = tl.zeros([2 * ROWS, CHUNK // VECTOR], tl.float32)
             scale_row = (e.to(tl.int64) * tl.cdiv(2 * inner, OUTPUTS) + row // OUTPUTS) * num_groups
             zero_row = (e.to(tl.int64) * (2 * inner) + row) * num_groups
@@ -129,7 +129,7 @@ def down_token(
         for c in tl.static_range(NUM_CHUNKS):
             inside = (e >= 0) & (c * CHUNK + i < width)
             w = w + (tl.load(down_EDI + e * (D * width) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
-    if KIND:
+    if KIND != "":
         acc = tl.zeros([COLUMNS, CHUNK // VECTOR], tl.float32)
     else:
         acc = tl.zeros([COLUMNS, CHUNK], tl.float32)
@@ -139,7 +139,7 @@ def down_token(
     for k in tl.static_range(K):
         e = tl.load(expert_TK + t * K + k)
         weight = tl.load(weight_TK + t * K + k) * scaling
-        if KIND:
+        if KIND != "":
             there = tl.maximum(e, 0).to(tl.int64)
             scale_row = (there * tl.cdiv(D, OUTPUTS) + row // OUTPUTS) * num_groups
             zero_row = (there * D + row) * num_groups
@@ -184,7 +184,7 @@ def down_pair(
         h_ptr = h_NI + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
         while pair < num_pairs:
             weight = tl.load(weight_N + pair) * scaling
-            if KIND:
+            if KIND != "":
                 first = tl.maximum(e, 0).to(tl.int64) * tl.cdiv(D, OUTPUTS) + tl.minimum(column, D - 1) // OUTPUTS
                 acc = add_products(
                     tl.zeros([COLUMNS, CHUNK // VECTOR], tl.float32), w, h_NI + pair * inner, scale, zero,

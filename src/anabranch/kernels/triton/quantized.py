@@ -104,9 +104,10 @@ def load_scale(scale, place, mask):
 @triton.jit
 def add_products(
     acc, w, x_row, scale, zero, scale_row, zero_row, weight, width,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, NUM_CHUNKS: tl.constexpr, KIND: tl.constexpr, SPAN:
-    tl.constexpr, INPUTS: tl.constexpr, ):  # fmt: skip """Add to acc[m, lane] the lane's share of weight · Σ_k w[m, k]
-    · x[k].
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, NUM_CHUNKS: tl.constexpr, KIND: tl.constexpr,
+    SPAN: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Add to acc[m, lane] the lane's share of weight · Σ_k w[m, k] · x[k].
 
     w[FIRST], w[FIRST + 1], ... are consecutive tiles of bytes of the same rows; a lane has VECTOR bytes of each.
     `scale_row` and `zero_row`: where the rows' scales and zero points begin.
@@ -139,14 +140,95 @@ def add_products(
 
 
 @triton.jit
-def to_operand(data, zero, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
+def fp8_to_bf16(data):
+    """With integer instructions: a conversion instruction takes four times as long.
+
+    A byte is moved to the upper half of 16 bits; exponent and mantissa go four places down, to where bf16 has them. That
+    is the number times 2⁻¹²⁰.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c, d, up, none;
+        mov.b32 up, 0x7B807B80;
+        mov.b32 none, 0x80008000;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        shr.b32 c, a, 4;
+        shr.b32 d, b, 4;
+        and.b32 c, c, 0x07F007F0;
+        and.b32 d, d, 0x07F007F0;
+        lop3.b32 a, a, none, c, 0xEA;
+        lop3.b32 b, b, none, d, 0xEA;
+        fma.rn.bf16x2 $0, a, up, none;
+        fma.rn.bf16x2 $1, b, up, none;
+        }
+        """,
+        "=r,=r,r",
+        [data],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def int4_to_bf16(data, HALF: tl.constexpr):
+    """One half of each byte, minus 8: 128 + n has n in its last bits."""
+    if HALF == 0:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 n, up, one, less;
+            mov.b32 up, 0x43434343;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 less, 0xC308C308;
+            and.b32 n, $2, 0x0F0F0F0F;
+            prmt.b32 $0, n, up, 0x4140;
+            prmt.b32 $1, n, up, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, less;
+            fma.rn.bf16x2 $1, $1, one, less;
+            }
+            """,
+            "=&r,=&r,r",
+            [data],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 n, up, one, less;
+            mov.b32 up, 0x43434343;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 less, 0xC308C308;
+            shr.b32 n, $2, 4;
+            and.b32 n, n, 0x0F0F0F0F;
+            prmt.b32 $0, n, up, 0x4140;
+            prmt.b32 $1, n, up, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, less;
+            fma.rn.bf16x2 $1, $1, one, less;
+            }
+            """,
+            "=&r,=&r,r",
+            [data],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def to_operand(data, zero, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
     """The numbers of bytes, or of one half of each, minus their zero points: an operand of the matrix units."""
-    if KIND == "fp8" or KIND == "int8":
+    if KIND == "fp8" and dtype == tl.bfloat16 and PTX:
+        return fp8_to_bf16(data)
+    elif KIND == "fp8" or KIND == "int8":
         return data.to(dtype)
-    elif KIND == "int4" and zero is None and dtype == tl.bfloat16:
-        # 128 + n has n in its last bits.
-        bits = ((data >> (4 * HALF)) & 15).to(tl.int16) | 0x4300
-        return bits.to(tl.bfloat16, bitcast=True) - 136.0
+    elif KIND == "int4" and zero is None and dtype == tl.bfloat16 and PTX:
+        return int4_to_bf16(data, HALF)
     elif KIND == "int4" and zero is not None:
         return (decode(data, KIND, HALF, 0) - zero).to(dtype)
     else:
@@ -166,7 +248,7 @@ def dot(a, b, acc, SWAP: tl.constexpr):
 def scaled_product(
     a_ptr, a_real, b_ptr, scale, zero, scale_row, zero_row, depth,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr,
-    KIND: tl.constexpr, INPUTS: tl.constexpr,
+    KIND: tl.constexpr, INPUTS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Like experts_grouped.product, with quantised b. A step of BK inputs has one scale for each row: BK divides
     INPUTS, and where numbers have 4 bits it is SPAN."""
@@ -189,10 +271,10 @@ def scaled_product(
         z = None
         if zero is not None:
             z = tl.load(zero + zero_row + (begin // INPUTS if INPUTS else 0)).to(tl.float32)[:, None]
-        part = dot(a, to_operand(b, z, KIND, 0, a.dtype), nothing, SWAP)
+        part = dot(a, to_operand(b, z, KIND, 0, a.dtype, PTX), nothing, SWAP)
         if PACKED:
             upper = tl.load(a_ptr + STEP, mask=a_real[:, None], other=0.0)
-            part = dot(upper, to_operand(b, z, KIND, 1, a.dtype), part, SWAP)
+            part = dot(upper, to_operand(b, z, KIND, 1, a.dtype, PTX), part, SWAP)
         if INPUTS:
             acc += part * tl.expand_dims(load_scale(scale, scale_row + begin // INPUTS, None), side)
         else:
