@@ -18,7 +18,8 @@ from anabranch.formats import Grouped, rounded
 from anabranch.loader import names
 from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
 from anabranch.loader.load import build, load_model
-from anabranch.models.config import ConfigError, read_config
+from anabranch.models.config import read_config
+from anabranch.models.keys import ConfigError
 from anabranch.ops.weight import Weight
 from tests.formats import writers
 from tests.models import tiny

@@ -4,6 +4,7 @@ Order: config, platform, an empty model, headers against its parameters (everyth
 here), and only then memory and weights.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -60,6 +61,8 @@ def load_model(
         kernels.bind(platform)
         moe = make_setup(platform, combine=moe_combine, shared_expert=shared_expert)
         decoder = build(config, DTYPES[resolve_dtype(dtype, config, platform)], moe)
+        if checkpoint is None:
+            names.set_formats(decoder, quantization)
         copies = [] if checkpoint is None else names.match(decoder, checkpoint, quantization)
     with stage("weights"):
         decoder.to_empty(device=platform.device)
@@ -78,7 +81,7 @@ def load_model(
 def settle(decoder: Decoder, platform: platforms.Platform) -> None:
     """After loading: refuse scales that are no numbers; replace quantised weights by dense ones where no kernel of this
     platform multiplies by them, if there is memory for that. If not, they are dequantised in every call."""
-    quantized = {name: w for name, w in decoder.named_modules() if isinstance(w, Weight) and w.format is not PLAIN}
+    quantized = {name: w for name, w in decoder.named_modules() if isinstance(w, Weight) and _is_quantized(w)}
     if not quantized:
         return
     scales = [weight.tensors["scale"] for weight in quantized.values() if "scale" in weight.tensors]
@@ -122,13 +125,29 @@ def _untie(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
 
 def fill_randomly(model: nn.Module, seed: int = 0) -> None:
     """Random weights for benchmarks without files: every parameter uniform in ±1e-3, drawn on the device. Norm weights
-    too, as other engines draw them, so that their figures can be compared."""
+    too, as other engines draw them, so that their figures can be compared. Quantised weights stand for such numbers."""
     generators: dict[torch.device, torch.Generator] = {}
+
+    def draw(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device not in generators:
+            generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+        return tensor.uniform_(-1e-3, 1e-3, generator=generators[tensor.device])
+
+    quantized = {id(p) for w in model.modules() if _is_quantized(w) for p in w.parameters()}
     for parameter in model.parameters():
-        generator = generators.get(parameter.device)
-        if generator is None:
-            generator = generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
-        parameter.uniform_(-1e-3, 1e-3, generator=generator)
+        if id(parameter) not in quantized:
+            draw(parameter)
+    for weight in filter(_is_quantized, model.modules()):
+        assert isinstance(weight, Weight)
+        *lead, outputs, inputs = weight.shape
+        for index in itertools.product(*map(range, lead)):  # one matrix at a time, for the memory that it takes
+            made = weight.format.quantize(draw(torch.empty(outputs, inputs, device=weight.device)))
+            for name, tensor in made.items():
+                weight.tensors[name][index].copy_(tensor)
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return isinstance(module, Weight) and module.format is not PLAIN
 
 
 def lay_out(decoder: Decoder, platform: platforms.Platform) -> None:

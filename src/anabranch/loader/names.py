@@ -38,14 +38,10 @@ class Copy:
 def match(model: Decoder, checkpoint: Checkpoint, quantization: str = "none") -> list[Copy]:
     """One Copy for every tensor the model needs, in file order; CheckpointError if one is missing or left over. Plain
     matrices of layers are quantised as `quantization` says."""
-    target_format = rounded.FORMATS.get(quantization)
     copies: list[Copy] = []
     for name, target, layouts in parameter_layouts(model):
         if isinstance(target, Weight):
-            sources = model.config.sources
-            if target_format is not None and not sources and _is_projection(name, target.full_shape):
-                if rounded.can_round(target_format, target.full_shape):
-                    sources = (rounded.Rounded(target_format),)
+            sources = model.config.sources or _rounded(name, target, quantization)
             copies += _copies(target, name, layouts, sources, checkpoint)
         else:
             source = _find(checkpoint, _best(checkpoint, layouts, PLAIN_SOURCE)[0].name)
@@ -53,6 +49,25 @@ def match(model: Decoder, checkpoint: Checkpoint, quantization: str = "none") ->
             copies.append(Copy(source, name, ()))
     _refuse_surplus(model, checkpoint, {copy.source.name for copy in copies})
     return sorted(copies, key=lambda copy: (copy.source.file, copy.source.begin))
+
+
+def set_formats(model: Decoder, quantization: str) -> None:
+    """The formats of a model without a checkpoint: as config.json says, or as if it were quantised while loading."""
+    for path, weight, layouts in parameter_layouts(model):
+        sources = isinstance(weight, Weight) and (model.config.sources or _rounded(path, weight, quantization))
+        if isinstance(weight, Weight) and sources and _is_projection(path, weight.full_shape):
+            whole = torch.empty(weight.full_shape, device="meta")
+            starts = {start for piece in layouts[-1] for start in _starts(piece, whole)}
+            with torch.device("meta"):
+                weight.set_format(sources[0].format(tuple(starts)))
+
+
+def _rounded(path: str, weight: Weight, quantization: str) -> tuple[Source, ...]:
+    """How a plain checkpoint's weight is quantised while it is loaded; (): it is not."""
+    format = rounded.FORMATS.get(quantization)
+    if format is None or not _is_projection(path, weight.full_shape):
+        return ()
+    return (rounded.Rounded(format),) if rounded.can_round(format, weight.full_shape) else ()
 
 
 def _is_projection(path: str, shape: Shape) -> bool:

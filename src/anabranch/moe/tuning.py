@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.formats import PLAIN
 from anabranch.moe.layer import RoutedExperts
 from anabranch.ops.weight import Weight
 
@@ -42,8 +41,6 @@ def tune(
         return []
     done = []
     for (shape, activation), weights in shapes_of(model).items():
-        if shape[-1] != PLAIN.name:  # the kernels that can be tuned know no other format yet
-            continue
         try:
             tuned = tuner.ensure(tuner.Shape(*shape), weights, activation, platform, level, most_tokens, progress)
         except Exception:  # of the compiler, the driver or the disk

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from anabranch import ops
 from anabranch.formats import PLAIN
+from anabranch.kernels.triton import linear_quantized
 from anabranch.kernels.triton.launch import (
     FLOATS,
     cdiv,
@@ -35,6 +36,7 @@ from anabranch.kernels.triton.launch import (
     prefetch,
     wait_for_predecessor,
 )
+from anabranch.kernels.triton.quantized import KINDS, is_supported
 from anabranch.kernels.triton.sorted_lists import pack
 from anabranch.ops.weight import Weight
 
@@ -245,7 +247,8 @@ def accepts(
     x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> bool:
     if weight_FD.format is not PLAIN:
-        return False
+        good = x_TD.dim() == 2 and x_TD.dtype in FLOATS and x_TD.stride(1) == 1 and len(weight_FD.shape) == 2
+        return good and is_supported(weight_FD, x_TD.dtype) and out_dtype in (None, x_TD.dtype, torch.float32)
     data_FD = weight_FD.data
     return (
         x_TD.dim() == 2
@@ -263,10 +266,12 @@ def accepts(
     )
 
 
-@ops.linear.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+@ops.linear.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts, traits=KINDS)
 def linear(
     x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
+    if weight_FD.format is not PLAIN:
+        return linear_quantized.run(x_TD, weight_FD, bias_F, out_dtype or x_TD.dtype)
     data_FD = weight_FD.data
     hopper = hopper_for(x_TD, data_FD)
     if hopper is not None:

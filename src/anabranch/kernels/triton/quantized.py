@@ -143,8 +143,8 @@ def add_products(
 def fp8_to_bf16(data):
     """With integer instructions: a conversion instruction takes four times as long.
 
-    A byte is moved to the upper half of 16 bits; exponent and mantissa go four places down, to where bf16 has them. That
-    is the number times 2⁻¹²⁰.
+    A byte is moved to the upper half of 16 bits; exponent and mantissa go four places down, to where bf16 has them.
+    That is the number times 2⁻¹²⁰.
     """
     return tl.inline_asm_elementwise(
         """

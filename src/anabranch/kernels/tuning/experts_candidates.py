@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from anabranch.formats import PLAIN
 from anabranch.kernels.tuning.experts_tiles import (
     CHUNK,
     MATCH_TOKENS,
@@ -31,7 +32,9 @@ def searches(num_tokens: int, shape: Shape, machine: Machine, full: bool = False
     rule = choose(num_tokens, shape, machine=machine)
     found = [*small_searches(num_tokens, shape, full)]
     rows_per_expert = num_tokens * shape.top_k / shape.num_experts
-    if shape.dtype != torch.float32:
+    if isinstance(rule, GroupedTiles) and shape.format != PLAIN.name:
+        found += quantized_searches(rule, shape, machine, full)
+    elif shape.dtype != torch.float32:
         found += grouped_searches(num_tokens, rows_per_expert, shape.dtype, machine, full)
         if machine.hopper:
             found += hopper_searches(num_tokens, rows_per_expert, full)
@@ -82,6 +85,23 @@ def grouped_searches(
                 tuple({"down": fit(replace(base, down=tile), dtype, machine).down} for tile in downs[1:]),
             ),
         )
+
+
+def quantized_searches(rule: GroupedTiles, shape: Shape, machine: Machine, full: bool) -> Iterator[Search[Tiles]]:
+    """The rule's tiles with other columns, stages and operands; their depth is given by the format."""
+
+    def others(tile: Tile) -> list[Tile]:
+        found = [replace(tile, columns=columns) for columns in (32, 64, 128)]
+        found += [replace(tile, columns=128, warps=8, stages=3), replace(tile, columns=64, swap=machine.wgmma)]
+        return [new for new in dict.fromkeys(found) if new != tile]
+
+    def fitted(rows: int, **changed: Tile) -> GroupedTiles:
+        return fit(replace(rule, rows=rows, **changed), shape.dtype, machine)  # type: ignore[arg-type]
+
+    for rows in sorted({rule.rows, *((16, 32, 64) if full and not rule.match else ())}):
+        gates = tuple({"gate_up": fitted(rows, gate_up=tile).gate_up} for tile in others(rule.gate_up))
+        downs = tuple({"down": fitted(rows, down=tile).down} for tile in others(rule.down))
+        yield Search(fitted(rows), (gates, downs))
 
 
 def hopper_searches(num_tokens: int, rows_per_expert: float, full: bool) -> Iterator[Search[Tiles]]:

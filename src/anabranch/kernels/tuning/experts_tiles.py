@@ -112,6 +112,8 @@ Tiles = SmallTiles | GroupedTiles | HopperTiles
 
 SMALL_TOKENS = 8
 """Up to this many experts_small is fastest."""
+QUANTIZED_SMALL_TOKENS = 2
+"""The same for quantised weights."""
 MATCH_TOKENS = 16
 """Up to this many a plan costs more than computing rows that are not used."""
 MOST_SMALL_TOKENS = 64
@@ -129,17 +131,19 @@ def padded_tokens(num_tokens: int) -> int:
 
 def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Machine = PORTABLE) -> Tiles:
     """The tiles for one call."""
-    if num_tokens <= SMALL_TOKENS:
+    format = named(shape.format)
+    # Converting quantised weights is work: from a few tokens on, it is faster to do it once for all of them.
+    if num_tokens <= (QUANTIZED_SMALL_TOKENS if isinstance(format, Grouped) else SMALL_TOKENS):
         small = choose_small(shape)
         if small is not None:
             return replace(small, by_token=False) if combine == "unfused" else small
     rows_per_expert = num_tokens * shape.top_k / shape.num_experts
     if machine.hopper and num_tokens > HOPPER_TOKENS and combine != "fused":
         return choose_hopper(rows_per_expert, shape.inner)
-    tiles = choose_grouped(num_tokens, rows_per_expert, shape.dtype, machine)
-    format = named(shape.format)
     if isinstance(format, Grouped):
-        tiles = fit(for_format(tiles, format, shape, machine), shape.dtype, machine)
+        tiles = fit(choose_quantized(num_tokens, rows_per_expert, shape, format), shape.dtype, machine)
+    else:
+        tiles = choose_grouped(num_tokens, rows_per_expert, shape.dtype, machine)
     # Adding into tokens' rows by atomics was slower at every size measured, so `fastest` never does.
     return replace(tiles, add=combine == "fused")
 
@@ -152,6 +156,8 @@ def choose_small(shape: Shape) -> SmallTiles | None:
     if chunks_D > 32 or chunks_I > 16:
         return None
     rows, warps = (4, 8) if shape.D <= 2048 else (2, 4)
+    if isinstance(format, Grouped):  # more rows, so that as many bytes are in flight
+        rows *= 16 // format.bits // (2 if format.bits == 4 else 1)
     if shape.top_k * chunks_I > 32:
         return SmallTiles(rows, warps, 8, 8, by_token=False)
     return SmallTiles(rows, warps, ahead=min(shape.top_k, max(1, 10 // chunks_I)))
@@ -183,17 +189,23 @@ def choose_grouped(num_tokens: int, rows_per_expert: float, dtype: torch.dtype, 
     return fit(GroupedTiles(128, tile, replace(tile, columns=256)), dtype, machine)
 
 
-def for_format(tiles: GroupedTiles, format: Grouped, shape: Shape, machine: Machine) -> GroupedTiles:
-    """The same tiles for quantised weights: a step in depth has one scale for each row, or one span of packed
-    numbers."""
-    swap = machine.wgmma and tiles.rows < 128
+def choose_quantized(num_tokens: int, rows_per_expert: float, shape: Shape, format: Grouped) -> GroupedTiles:
+    """A step in depth has one scale for each row, or one span of packed numbers."""
 
-    def one(tile: Tile, inputs: int) -> Tile:
+    def one(columns: int, inputs: int, warps: int = 4) -> Tile:
         depth = format.span(inputs) if format.bits == 4 else math.gcd(128, format.group or 128)
-        depth = depth if shape.dtype.itemsize == 2 or format.bits == 4 else min(depth, 64)
-        return replace(tile, depth=depth, swap=swap, columns=min(tile.columns, 128))
+        if shape.dtype == torch.float32:
+            columns, depth = 32, depth if format.bits == 4 else min(depth, 32)
+        return Tile(columns, depth, warps, 4, group=8 if rows_per_expert > 96 else MANY)
 
-    return replace(tiles, gate_up=one(tiles.gate_up, shape.D), down=one(tiles.down, shape.inner))
+    if num_tokens <= 64 or rows_per_expert <= 8:
+        rows, columns, warps = 16, 32 if num_tokens <= 8 else 64, 4
+    elif rows_per_expert <= 24:
+        rows, columns, warps = 32, 64, 4
+    else:
+        rows, columns, warps = (64, 64, 4) if rows_per_expert <= 96 else (128, 64, 8)
+    match = num_tokens <= MATCH_TOKENS
+    return GroupedTiles(rows, one(columns, shape.D, warps), one(max(64, columns), shape.inner, warps), match=match)
 
 
 def fit(tiles: GroupedTiles, dtype: torch.dtype, machine: Machine) -> GroupedTiles:

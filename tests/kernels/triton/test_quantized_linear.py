@@ -1,0 +1,51 @@
+"""Products with quantised weights against the same numbers in fp64: in the interpreter, and on a GPU."""
+
+import pytest
+import torch
+
+from anabranch.formats import Grouped
+
+pytest.importorskip("triton")
+from anabranch.kernels.triton import linear as kernel
+from anabranch.kernels.triton import linear_quantized
+from anabranch.ops.weight import Weight
+from tests.kernels.triton.places import dtypes, everywhere
+from tests.kernels.triton.test_experts import TOLERANCE, distance, poison
+from tests.kernels.triton.test_quantized_experts import formats, quantized
+
+__all__ = ["poison"]
+
+
+@everywhere
+@formats
+def test_products(format: Grouped, device: str, poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_quantized, "MULTIPLY_TOKENS", 20)  # more are dequantised first
+    for dtype in dtypes(device):
+        for tokens, D, F, bias in ((1, 256, 96, True), (17, 128, 48, False), (21, 256, 33, True)):
+            x_TD = torch.randn(tokens, D, device=device).to(dtype)
+            weight = quantized(Weight.of(torch.randn(F, D, device=device) * D**-0.5), format)
+            bias_F = torch.randn(F, device=device).to(dtype) if bias else None
+            assert kernel.accepts(x_TD, weight, bias_F)
+            found = kernel.linear(x_TD, weight, bias_F)
+            expected = x_TD.double() @ weight.dense(torch.float64).T
+            if bias_F is not None:
+                expected += bias_F.double()
+            assert found.dtype == dtype
+            assert distance(found, expected) <= TOLERANCE[dtype], (format.name, tokens, dtype)
+
+
+@everywhere
+def test_inputs_that_are_no_whole_block(device: str, poison: None) -> None:
+    x_TD = torch.randn(3, 160, device=device)
+    weight = quantized(Weight.of(torch.randn(96, 160, device=device)), Grouped("fp8", 32, 128))
+    expected = x_TD.double() @ weight.dense(torch.float64).T
+    assert distance(kernel.linear(x_TD, weight), expected) <= TOLERANCE[torch.float32]
+
+
+@everywhere
+def test_sums_in_fp32(device: str, poison: None) -> None:
+    x_TD = torch.randn(5, 128, device=device).half()
+    weight = quantized(Weight.of(torch.randn(64, 128, device=device)), Grouped("int4", 1, 128, "bfloat16"))
+    found = kernel.linear(x_TD, weight, None, torch.float32)
+    assert found.dtype == torch.float32
+    assert distance(found, x_TD.double() @ weight.dense(torch.float64).T) <= 1e-5
