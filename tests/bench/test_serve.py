@@ -99,6 +99,7 @@ def test_chats_at_a_rate(server: Running, tmp_path: Path) -> None:
         assert ttft + sum(itls) == pytest.approx(latency)
 
 
+@pytest.mark.slow
 def test_failures_are_counted_with_their_reasons(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.slow
 def test_a_third_partys_platform_conforms(tmp_path: Path) -> None:
     folder = install(tmp_path)
     done = run(folder, "conformance", "--platform", "abacus")

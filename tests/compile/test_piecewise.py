@@ -188,6 +188,7 @@ print(compiler.num_loaded, compiler.num_compiled, counters["inductor"]["fxgraph_
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 def test_compiled_once_for_all_sizes_and_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_complete_grammar_ends_the_request_even_without_end_of_text(engine: En
     assert updates[-1].finish_reason == "stop" and len(updates) in (3, 4)
 
 
+@pytest.mark.slow
 def test_bad_words_never_appear(engine: Engine) -> None:
     """Even where the model wants nothing else; "abc" is three tokens, so the host must have seen the two before."""
     assert engine.tokenizer is not None

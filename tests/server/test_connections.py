@@ -297,6 +297,7 @@ def test_tokenize_is_limited_and_gives_memory_back(server: Running) -> None:
 # -- how many ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_more_connections_than_open_files_allow(model: Path) -> None:
     """Clients that open connections and send half a header: 503 beyond the limit, a short log, and no work."""
     with running(model, "--num-pages", "200", max_open_files=300) as server, contextlib.ExitStack() as stack:

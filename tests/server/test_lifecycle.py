@@ -277,7 +277,10 @@ def test_a_file_that_cannot_be_read_to_its_end_holds_nothing_up(model: Path, tmp
 # -- the engine's end --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", CRASH, EXIT, HANG])
+SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("SIGSEGV", EXIT)]
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", CRASH, HANG, *SLOW])
 def test_an_engine_that_ends(model: Path, how: str, slow_steps: None) -> None:
     settings = {"step_timeout": 4.0} if how == HANG else {}
     with running(model, make_engine=ENGINE, engine=SMALL, **settings) as server:

@@ -100,6 +100,7 @@ def answers() -> dict[str, tuple[int, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_all_who_stay_are_answered(answers: dict[str, tuple[int, str]]) -> None:
     """Of the bundled model."""
     with running(None, "--max-num-seqs", str(AT_ONCE), "--num-pages", "4000") as server:

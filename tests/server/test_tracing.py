@@ -130,6 +130,7 @@ def test_what_counts_as_an_error(status: int | None, wrong: bool) -> None:
     assert SECRET not in span.to_json()
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_not_there_holds_up_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     with running(model, "--num-pages", "300") as server:

@@ -54,6 +54,7 @@ assert not sample_search.kth_largest.used_global_vals, "it has none of its own, 
 """
 
 
+@pytest.mark.slow
 def test_constants_of_called_functions_count() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     found = [

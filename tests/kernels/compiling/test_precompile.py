@@ -117,6 +117,7 @@ print(json.dumps(hits))
 """
 
 
+@pytest.mark.slow
 def test_a_later_process_finds_what_was_compiled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way of a launch but for the launch itself, in a process that has never seen the jobs."""
     jobs = record(16, 32, 64, 128)
