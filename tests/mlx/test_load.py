@@ -57,7 +57,7 @@ def test_packed_weights_run_together_as_they_do_in_mlx_lm(folder: Path, packed: 
 
 
 def test_packed_weights_are_for_mlx_alone(packed: Path) -> None:
-    with pytest.raises(ValueError, match="'quantization_config': quantised checkpoints are not supported yet"):
+    with pytest.raises(ValueError, match="'quantization_config': it has no quant_method; weights that mlx_lm packed"):
         with engine(packed, "cpu"):
             pass
 

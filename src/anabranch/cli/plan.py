@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", nargs="?", help=f"{bundled.HELP}; a config.json is enough")
     add("--memory", metavar="SIZE", help="device memory, such as 141GB or 80GiB")
     add("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share to use (default 0.85)")
-    add_engine_options(parser, "dtype")
+    add_engine_options(parser, "dtype", "quantization")
     add("--page-size", type=at_least(1), default=16, metavar="N", help="tokens in a KV page (default 16)")
     add("--json", action="store_true", help="print JSON")
 
@@ -43,7 +43,7 @@ def parse_size(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     sizes = [gb * 10**9 for gb in COMMON_MEMORY] if options.memory is None else [parse_size(options.memory)]
     folder = locate(bundled.folder() if options.model is None else options.model, weights=False)
-    config = read_config(folder)
+    config = planning.quantized(read_config(folder), options.quantization)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
     plans = [
         planning.plan_memory(

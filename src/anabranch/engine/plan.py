@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from anabranch import formats
-from anabranch.formats import ITEM_BYTES, Shape
+from anabranch.formats import ITEM_BYTES, Shape, rounded
 from anabranch.models.cache import CacheGroup
 from anabranch.models.config import ModelConfig
 
@@ -68,8 +68,18 @@ def weight_bytes(config: ModelConfig, dtype: str) -> dict[WeightKind, int]:
     total: dict[WeightKind, int] = dict.fromkeys(get_args(WeightKind), 0)
     for kind, shape in weights(config):
         quantized = kind in QUANTIZED and len(shape) > 1
-        total[kind] += (format if quantized else formats.PLAIN).num_bytes(shape, dtype)
+        try:
+            total[kind] += (format if quantized else formats.PLAIN).num_bytes(shape, dtype)
+        except ValueError:  # a shape that the format cannot have stays plain
+            total[kind] += formats.PLAIN.num_bytes(shape, dtype)
     return total
+
+
+def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
+    """The model as --quantization loads it, for these plans."""
+    if config.sources or quantization not in rounded.FORMATS:
+        return config
+    return replace(config, sources=(rounded.Rounded(rounded.FORMATS[quantization]),))
 
 
 def count_active(config: ModelConfig) -> int:
@@ -203,7 +213,7 @@ def check_memory(
 ) -> None:
     """ValueError if weights, workspace and KV pages do not fit into what is free, before any of it is taken. `options`
     are resolved. Where the number of pages is given, they and the weights are all that is certain to be needed."""
-    weights = sum(weight_bytes(config, dtype).values())
+    weights = sum(weight_bytes(quantized(config, options.quantization), dtype).values())
     if options.num_pages:
         pages = pages_for(config, options.num_pages, options.max_model_len, options.page_size)
         kv = pages_bytes(config, pages, options.page_size, dtype)

@@ -101,6 +101,8 @@ def sources_of(quantization_config: Mapping[str, Any]) -> tuple[Source, ...]:
     """ValueError, with the reason, where the config describes what cannot be read."""
     name = quantization_config.get("quant_method")
     method = methods().get(name) if isinstance(name, str) else None
+    if name is None:
+        raise ValueError("it has no quant_method; weights that mlx_lm packed are for platform mlx alone")
     if method is None:
         raise ValueError(f"quant_method {name!r} is not supported (supported: {', '.join(sorted(methods()))})")
     return method(quantization_config)

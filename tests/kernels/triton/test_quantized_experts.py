@@ -67,14 +67,14 @@ def grouped(format: Grouped, **options: Any) -> GroupedTiles:
 @pytest.mark.parametrize("by_token", [True, False])
 def test_a_few_tokens_in_the_interpreter(format: Grouped, by_token: bool, poison: None) -> None:
     tiles = SmallTiles(4, 4, 8, 4, by_token=by_token, share=not by_token, ahead=1)
-    check(draw(3, 4, 2, 256, 128), format, tiles)
+    check(draw(3, 3, 2, 128, 128), format, tiles)
 
 
 @interpreter
 @formats
 @pytest.mark.parametrize("swap", [False, True])
 def test_grouped_in_the_interpreter(format: Grouped, swap: bool, poison: None) -> None:
-    check(draw(5, 4, 2, 256, 128, biased=swap), format, grouped(format, swap=swap, match=swap))
+    check(draw(4, 3, 2, 128, 128, biased=swap), format, grouped(format, swap=swap, match=swap))
 
 
 @interpreter
