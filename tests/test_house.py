@@ -45,9 +45,9 @@ WITHOUT_TORCH = ("models.config", "loader.checkpoint", "loader.locate", "engine.
 YARDSTICK, LIMIT = 600, 800
 """Lines of a source file: above the first a warning, above the second a failure."""
 CORE = ("engine", "moe", "models", "layers", "ops", "compile", "platforms", "loader")
-CORE_LINES, PACKAGE_LINES = 11_000, 30_700
+CORE_LINES, PACKAGE_LINES = 11_000, 32_200
 """Ceilings: lines of all .py files of the core rooms, and of the whole package, docstrings and blank lines included.
-The package is to shrink to 29,000; this number follows it down.
+Quantised weights (formats, kernels) took 1,500 of the package's.
 
 A change that needs more raises the number here, in a commit whose message says what the lines are for.
 """
