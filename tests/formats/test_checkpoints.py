@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from safetensors.torch import load_file, save_file
 
 from anabranch import formats
@@ -21,8 +20,12 @@ from anabranch.loader.load import build, load_model
 from anabranch.models.config import read_config
 from anabranch.models.keys import ConfigError
 from anabranch.ops.weight import Weight
-from tests.formats import writers
 from tests.models import tiny
+
+pytest.importorskip("compressed_tensors")
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+
+from tests.formats import writers
 
 BASE = next(case for case in tiny.CASES if case.model_type == "qwen3_moe" and case.experts == "split")
 
