@@ -71,7 +71,7 @@ def main() -> int:
         return 2
     command = [sys.executable, "-m", "pytest", "-p", "tests.pool", "-p", "no:cacheprovider", "-q", *sys.argv[2:]]
     begin = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` below ends the others
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` below ends the others and reports
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join(filter(None, [".", os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", FOLDER: folder}
@@ -88,8 +88,8 @@ def main() -> int:
             for member in members:
                 member.terminate()
                 member.wait()
-        good = summarize(folder, [member.returncode for member in members], logs)
-    print(f"{time.monotonic() - begin:.0f} s, {len(members)} processes")
+            good = summarize(folder, [member.returncode for member in members], logs)
+            print(f"{time.monotonic() - begin:.0f} s, {len(members)} processes", flush=True)
     return 0 if good else 1
 
 

@@ -5,18 +5,20 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from anabranch import formats
+from anabranch import formats, platforms
+from anabranch.cli.main import main
 from anabranch.engine.single import SingleSequence
 from anabranch.formats import Grouped, rounded
 from anabranch.loader import names
 from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
 from anabranch.loader.load import build, load_model
+from anabranch.loader.quantize import quantize
 from anabranch.models.config import read_config
 from anabranch.models.keys import ConfigError
 from anabranch.ops.weight import Weight
@@ -91,7 +93,7 @@ def test_quantised_while_loading(quantization: str, tmp_path: Path) -> None:
     model = dataclasses.replace(BASE, settings=BASE.settings | sizes)
     plain, prompt = tiny.save(model, tmp_path / "plain"), tiny.prompt(model)
     found = SingleSequence(load_model(plain, dtype="float32", quantization=quantization), 64).forward(prompt)
-    format = rounded.FORMATS[quantization]
+    format = rounded.Rounded(rounded.FORMATS[quantization]).format((), {"data": "float32"})
     for file in plain.glob("*.safetensors"):
         tensors = load_file(file)
         for name, tensor in tensors.items():
@@ -191,3 +193,24 @@ def test_rounding_stays_close(format: Grouped, shape: tuple[int, ...]) -> None:
     # Half the largest distance of two numbers; with fp4, what is above the largest.
     scale = torch.exp2(made["scale"].float() - 127) if format.scale == "uint8" else made["scale"]
     assert 0 < error <= {"fp8": 16, "int8": 0.5, "int4": 0.5, "fp4": 2}[format.numbers] * scale.max() * 1.001
+
+
+@pytest.mark.parametrize("experts", ["split", "fused"])
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_what_quantize_writes_is_read_by_transformers(
+    quantization: str, experts: Literal["split", "fused"], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64, "num_key_value_heads": 2}
+    model = dataclasses.replace(BASE, settings=BASE.settings | sizes, experts=experts, sharded=experts == "split")
+    plain, out, prompt = tiny.save(model, tmp_path / "plain"), tmp_path / "out", tiny.prompt(model)
+    assert main(["quantize", str(plain), str(out), "--quantization", quantization]) == 0
+    assert "GB of weights in" in capsys.readouterr().out
+    found = SingleSequence(load_model(out, dtype="float32"), 64).forward(prompt)
+    expected = tiny.Judge(out, model.model_type).logits(prompt)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    loaded = SingleSequence(load_model(plain, dtype="float32", quantization=quantization), 64).forward(prompt)
+    torch.testing.assert_close(found, loaded, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="is not empty"):
+        quantize(plain, out, quantization, platforms.current())
+    with pytest.raises(ValueError, match="is quantised already"):
+        quantize(out, tmp_path / "again", quantization, platforms.current())

@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": "chat with a model in the terminal",
     "plan": "show whether a model fits: weights, KV cache, context × concurrency for a given memory",
     "tune": "measure the best tiles of a model's experts on this GPU",
+    "quantize": "write a model again with quantised weights, for this and other engines",
     "doctor": "show this machine: versions, platforms, and the kernel that each op would use",
     "conformance": "test whether a platform computes correctly: ops, models, streams and graphs",
     "bench offline": "measure start, time to first token, decode and throughput of an engine",

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from anabranch.formats.format import Format, Shape, TensorSpec
-from anabranch.formats.grouped import Grouped
+from anabranch.formats.grouped import SCALES, Grouped
 from anabranch.formats.source import Source, common_rows
 
 if TYPE_CHECKING:
     import torch
 
 FORMATS = {"fp8": Grouped("fp8", 128, 128), "int4": Grouped("int4", 1, 128, "bfloat16")}
-"""By the value of --quantization."""
+"""By the value of --quantization. Scales of int4 have the dtype of the checkpoint's weights."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,10 @@ class Rounded(Source):
     def names(self, name: str) -> dict[str, str]:
         return {"data": name, "scale": name}
 
-    def format(self, starts: tuple[int, ...] = (), dtypes: Mapping[str, str] = {}) -> Format:
-        return replace(self.target, rows=common_rows(self.target.rows, starts))
+    def format(self, starts: tuple[int, ...] = (), dtypes: Mapping[str, str] = {}) -> Grouped:
+        scale = dtypes.get("data", self.target.scale) if self.target.bits == 4 else "float32"
+        scale = scale if scale in SCALES else "float32"
+        return replace(self.target, rows=common_rows(self.target.rows, starts), scale=scale)
 
     def stored(self, tensor: str, shape: Shape) -> tuple[TensorSpec, ...]:
         return (TensorSpec(shape),)

@@ -55,7 +55,7 @@ def set_formats(model: Decoder, quantization: str) -> None:
     """The formats of a model without a checkpoint: as config.json says, or as if it were quantised while loading."""
     for path, weight, layouts in parameter_layouts(model):
         sources = isinstance(weight, Weight) and (model.config.sources or _rounded(path, weight, quantization))
-        if isinstance(weight, Weight) and sources and _is_projection(path, weight.full_shape):
+        if isinstance(weight, Weight) and sources and is_projection(path, weight.full_shape):
             whole = torch.empty(weight.full_shape, device="meta")
             starts = {start for piece in layouts[-1] for start in _starts(piece, whole)}
             with torch.device("meta"):
@@ -65,12 +65,12 @@ def set_formats(model: Decoder, quantization: str) -> None:
 def _rounded(path: str, weight: Weight, quantization: str) -> tuple[Source, ...]:
     """How a plain checkpoint's weight is quantised while it is loaded; (): it is not."""
     format = rounded.FORMATS.get(quantization)
-    if format is None or not _is_projection(path, weight.full_shape):
+    if format is None or not is_projection(path, weight.full_shape):
         return ()
     return (rounded.Rounded(format),) if rounded.can_round(format, weight.full_shape) else ()
 
 
-def _is_projection(path: str, shape: Shape) -> bool:
+def is_projection(path: str, shape: Shape) -> bool:
     """Whether a weight is a matrix of a layer that is multiplied by: not the embedding, the head or a router."""
     return path.startswith("layers.") and ".router." not in path and len(shape) > 1
 

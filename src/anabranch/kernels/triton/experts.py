@@ -155,13 +155,14 @@ def run_grouped(call: ExpertsCall, tiles: GroupedTiles) -> torch.Tensor:
     (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
     num_pairs, launch = tokens * top_k, launch_options(call.x_TD.device)
     match = tiles.match and call.combined and tokens <= tiles.rows
+    quantized = call.down_EDI.format is not PLAIN  # for plain weights, experts_small is faster with so few tokens
+    by_pair = match and quantized and padded_tokens(tokens) * top_k < num_experts
     if match:
         order_N = tile_3M = call.expert_TK  # neither is read
-        weight_N, max_tiles = call.weight_TK, min(num_experts, num_pairs)
+        weight_N, max_tiles = call.weight_TK, num_pairs if by_pair else num_experts
     else:
         plan = order_rows(call, tiles.rows, 0, launch)
         order_N, weight_N, tile_3M, max_tiles = plan.order_N, plan.weight_N, plan.tile_3M, plan.max_tiles
-    by_pair = match and num_pairs < num_experts
     common = {"K": top_k, "KP": next_power_of_2(top_k), "BM": tiles.rows, "MATCH": match, "BY_PAIR": by_pair, **launch}
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     tile = tiles.gate_up

@@ -1,0 +1,28 @@
+"""Write a model again with quantised weights, as a checkpoint that other engines and transformers read too."""
+
+import argparse
+from pathlib import Path
+
+from anabranch.config import CHOICES
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a model folder or a hub id owner/name, with plain weights")
+    add("out", metavar="OUT", type=Path, help="the folder to write; it must be new or empty")
+    what = "fp8: E4M3 in blocks of 128 × 128; int4: compressed-tensors, groups of 128 (default %(default)s)"
+    add(
+        "--quantization", choices=[name for name in CHOICES["quantization"] if name != "none"], default="fp8", help=what
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from anabranch import platforms
+    from anabranch.engine.progress import Bar
+    from anabranch.loader.locate import locate
+    from anabranch.loader.quantize import quantize
+
+    source = Path(locate(options.model, weights=True))
+    size = quantize(source, options.out, options.quantization, platforms.current(), Bar("quantising"))
+    print(f"{options.out}: {size / 1e9:.3f} GB of weights in {options.quantization}")
+    return 0
