@@ -45,9 +45,9 @@ WITHOUT_TORCH = ("models.config", "loader.checkpoint", "loader.locate", "engine.
 YARDSTICK, LIMIT = 600, 800
 """Lines of a source file: above the first a warning, above the second a failure."""
 CORE = ("engine", "moe", "models", "layers", "ops", "compile", "platforms", "loader")
-CORE_LINES, PACKAGE_LINES = 11_000, 32_200
+CORE_LINES, PACKAGE_LINES = 11_000, 32_400
 """Ceilings: lines of all .py files of the core rooms, and of the whole package, docstrings and blank lines included.
-Quantised weights (formats, kernels) took 1,500 of the package's.
+Quantised weights (formats, kernels, the command quantize) took 1,700 of the package's.
 
 A change that needs more raises the number here, in a commit whose message says what the lines are for.
 """

@@ -62,19 +62,25 @@ def grouped(format: Grouped, **options: Any) -> GroupedTiles:
     return GroupedTiles(16, tile, tile, **options)
 
 
+two_ways = pytest.mark.parametrize(
+    ("format", "second"),
+    [(format, False) for format in FORMATS] + [(FORMATS[0], True), (FORMATS[5], True)],
+    ids=[format.name for format in FORMATS] + ["fp8, second way", "int4, second way"],
+)
+
+
 @interpreter
-@formats
-@pytest.mark.parametrize("by_token", [True, False])
-def test_a_few_tokens_in_the_interpreter(format: Grouped, by_token: bool, poison: None) -> None:
-    tiles = SmallTiles(4, 4, 8, 4, by_token=by_token, share=not by_token, ahead=1)
+@two_ways
+def test_a_few_tokens_in_the_interpreter(format: Grouped, second: bool, poison: None) -> None:
+    tiles = SmallTiles(4, 4, 8, 4, by_token=not second, share=second, ahead=1)
     check(draw(3, 3, 2, 128, 128), format, tiles)
 
 
 @interpreter
-@formats
-@pytest.mark.parametrize("swap", [False, True])
-def test_grouped_in_the_interpreter(format: Grouped, swap: bool, poison: None) -> None:
-    check(draw(4, 3, 2, 128, 128, biased=swap), format, grouped(format, swap=swap, match=swap))
+@two_ways
+def test_grouped_in_the_interpreter(format: Grouped, second: bool, poison: None) -> None:
+    tiles = grouped(format, swap=second, match=not second)
+    check(draw(2, 6, 2, 128, 128, biased=second), format, tiles)
 
 
 @interpreter
