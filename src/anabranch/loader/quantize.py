@@ -74,7 +74,7 @@ def quantize(
         (target / INDEX_FILE).write_text(json.dumps(index, indent=1))
     raw = json.loads((source / "config.json").read_text())
     plain = [info.name.removesuffix(".weight") for info in checkpoint.tensors.values() if _stays(info, parts)]
-    raw["quantization_config"] = _config(quantization, plain)
+    raw["quantization_config"] = written_config(quantization, plain)
     (target / "config.json").write_text(json.dumps(raw, indent=2))
     return written
 
@@ -120,11 +120,11 @@ def _written(
     format = rounded.Rounded(format).format((), {"data": DTYPES[info.dtype]})
     for part in parts:
         made = format.quantize(tensor[part.index].to(platform.device))
-        for end, value in _stored(made, tuple(tensor[part.index].shape), format).items():
+        for end, value in stored_tensors(made, tuple(tensor[part.index].shape), format).items():
             yield f"{part.name}.{end}", value.cpu().contiguous()
 
 
-def _stored(made: Tensors, shape: tuple[int, ...], format: Grouped) -> Tensors:
+def stored_tensors(made: Tensors, shape: tuple[int, ...], format: Grouped) -> Tensors:
     """The format's tensors as public checkpoints keep them."""
     if format.numbers == "fp8":
         return {"weight": made["data"], "weight_scale_inv": made["scale"]}
@@ -134,7 +134,7 @@ def _stored(made: Tensors, shape: tuple[int, ...], format: Grouped) -> Tensors:
     return {"weight_packed": packed, "weight_scale": made["scale"], "weight_shape": torch.tensor(shape)}
 
 
-def _config(quantization: str, plain: list[str]) -> dict[str, Any]:
+def written_config(quantization: str, plain: list[str]) -> dict[str, Any]:
     if quantization == "fp8":
         block = {"fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": plain}
         return {"quant_method": "fp8", "activation_scheme": "dynamic", **block}

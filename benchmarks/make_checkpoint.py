@@ -1,0 +1,93 @@
+"""Write a checkpoint of random normal weights for any config.json, so that two engines can load the same one.
+
+    python benchmarks/make_checkpoint.py CONFIG_FOLDER OUT --quantization fp8
+
+CONFIG_FOLDER has a config.json (and what else is to be copied, such as a tokenizer). Weights are drawn on the device, a
+matrix at a time; norms are ones. Matrices of layers are written plain, or quantised as `anabranch quantize` does.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from anabranch import platforms
+from anabranch.formats import Grouped, rounded
+from anabranch.loader import names
+from anabranch.loader.checkpoint import INDEX_FILE
+from anabranch.loader.load import build
+from anabranch.loader.quantize import Writer, stored_tensors, written_config
+from anabranch.models.config import read_config
+from anabranch.ops.weight import Weight
+
+FILE_BYTES = 4 << 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--quantization", choices=["none", *rounded.FORMATS], default="none")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    began = time.monotonic()
+    options.out.mkdir(parents=True)
+    for file in options.config.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            shutil.copy(file, options.out)
+    platform, dtype = platforms.current(), getattr(torch, options.dtype)
+    model = build(read_config(options.config), torch.float32)
+    format = rounded.FORMATS.get(options.quantization)
+    quantized = set() if format is None else {name for name in pieces(model, format)}
+    generator = torch.Generator(platform.device).manual_seed(options.seed)
+    shapes, places, plain, total = names.checkpoint_shapes(model), {}, [], 0
+    left = sorted(shapes.items())
+    number = 0
+    while left:
+        number += 1
+        file = f"model-{number:05}.safetensors"
+        with Writer(options.out / file) as writer:
+            while left and writer.size < FILE_BYTES:
+                name, shape = left.pop(0)
+                tensors = {name: draw(shape, platform.device, generator).to(dtype)}
+                if name in quantized:
+                    assert isinstance(format, Grouped)
+                    layer = name.removesuffix(".weight")
+                    made = stored_tensors(format.quantize(tensors[name]), shape, format)
+                    tensors = {f"{layer}.{end}": value for end, value in made.items()}
+                elif len(shape) == 2 and name.endswith(".weight"):
+                    plain.append(name.removesuffix(".weight"))
+                for full, tensor in tensors.items():
+                    writer.add(full, tensor.cpu())
+                    places[full], total = file, total + tensor.nbytes
+    (options.out / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}))
+    raw = json.loads((options.config / "config.json").read_text())
+    raw |= {"torch_dtype": options.dtype}
+    if format is not None:
+        raw["quantization_config"] = written_config(options.quantization, plain)
+    (options.out / "config.json").write_text(json.dumps(raw, indent=2))
+    print(f"{options.out}: {total / 1e9:.2f} GB in {number} files, {time.monotonic() - began:.0f} s")
+
+
+def pieces(model: torch.nn.Module, format: Grouped) -> list[str]:
+    """The checkpoint's names of the matrices that are quantised."""
+    found = []
+    for path, weight, layouts in names.parameter_layouts(model):  # type: ignore[arg-type]
+        if isinstance(weight, Weight) and names.is_projection(path, weight.full_shape):
+            if rounded.can_round(format, weight.full_shape):
+                found += [piece.name for piece in layouts[-1] if piece.name.endswith(".weight")]
+    return found
+
+
+def draw(shape: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, device=device)
+    return torch.randn(shape, device=device, generator=generator) * shape[-1] ** -0.5
+
+
+if __name__ == "__main__":
+    main()
