@@ -42,7 +42,7 @@ def main() -> None:
     platform, dtype = platforms.current(), getattr(torch, options.dtype)
     model = build(read_config(options.config), torch.float32)
     format = rounded.FORMATS.get(options.quantization)
-    quantized = set() if format is None else {name for name in pieces(model, format)}
+    quantized = set() if format is None else set(pieces(model, format))
     generator = torch.Generator(platform.device).manual_seed(options.seed)
     shapes, places, plain, total = names.checkpoint_shapes(model), {}, [], 0
     left = sorted(shapes.items())
