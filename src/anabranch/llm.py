@@ -190,7 +190,7 @@ class LLM:
         """The token ids of a conversation in the model's chat template, up to where the answer begins. Special tokens
         in the text of a message, such as <|im_end|>, are encoded as text."""
         from anabranch.text.chat_template import NO_TOOLS, ChatTemplate
-        from anabranch.text.special_text import render_chat
+        from anabranch.text.render_chat import render_chat
 
         if not _is_list(messages):
             raise ValueError(f"a conversation must be a list of messages, not {_shown(messages)}")

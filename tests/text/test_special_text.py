@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import bundled
-from anabranch.text import special_text
+from anabranch.text import render_chat as render_chat_module
 from anabranch.text.chat_template import ChatTemplate
-from anabranch.text.special_text import SpecialText, render_chat
+from anabranch.text.render_chat import render_chat
+from anabranch.text.special_text import SpecialText
 from anabranch.text.tokenizer import Tokenizer
 from tests.text import tiny_tokenizers
 from tests.text.tiny_tokenizers import write_json
@@ -232,16 +233,16 @@ def test_the_strings_of_deep_lists_cost_no_more_than_those_of_flat_ones() -> Non
     for _ in range(390):
         deep = [deep]
     began = time.process_time()
-    assert list(special_text._strings(flat)) == flat
+    assert list(render_chat_module._strings(flat)) == flat
     one = time.process_time() - began
     began = time.process_time()
-    assert list(special_text._strings(deep)) == flat
+    assert list(render_chat_module._strings(deep)) == flat
     assert time.process_time() - began < 20 * one + 0.01
     for _ in range(20):
         deep = [deep]
     with pytest.raises(RecursionError):
-        list(special_text._strings(deep))
+        list(render_chat_module._strings(deep))
     circle: list[Any] = []
     circle += [circle, circle]
     with pytest.raises(RecursionError):
-        list(special_text._strings(circle))
+        list(render_chat_module._strings(circle))

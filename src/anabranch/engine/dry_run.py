@@ -8,7 +8,7 @@ through all sizes and a few numbers of requests. tests/engine/test_dry_run.py co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -16,9 +16,6 @@ from anabranch.compile.sizes import decode_sizes, prefill_sizes
 from anabranch.engine.sampler import Sampler
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from anabranch.engine.torch_runner import TorchRunner
 
 FEW_ROWS = (1, 2, 3, 4, 8, 16)
 """Numbers of rows that have a version of their own in products of few rows: the vocabulary's, in any step."""
@@ -32,8 +29,8 @@ UNCHANGED = SamplingParams(temperature=1.0, top_p=0.5, seed=0, logprobs=1, max_t
 """Samples from the model's logits without changing them."""
 
 
-def dry_run(runner: TorchRunner) -> None:
-    """Called while launches are recorded; see `kernels.compile_ahead`."""
+def dry_run(runner: Any) -> None:
+    """Called by a TorchRunner with itself while launches are recorded; see `kernels.compile_ahead`."""
     config, model, steps = runner.config, runner.model, runner.steps
     layers = model.config.layers
     kv = runner.kv[: max(layers.index(layer) for layer in layers) + 2]  # the first layer has no residual
@@ -63,7 +60,7 @@ def dry_run(runner: TorchRunner) -> None:
     dry_run_sampling(runner)
 
 
-def dry_run_sampling(runner: TorchRunner) -> None:
+def dry_run_sampling(runner: Any) -> None:
     model, device = runner.model, runner.platform.device
     hidden_TD = torch.zeros(FEW_ROWS[-1], model.config.hidden_size, dtype=runner.dtype, device=device)
     for num_rows in FEW_ROWS:

@@ -42,8 +42,6 @@ def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
     compiled kernels do nothing. Does nothing where no op is bound to a kernel that is compiled."""
     if COMPILED not in platform.providers or not compiled_kernels_bound():
         return
-    from anabranch.kernels.compiling.versions import precompile_problem
-
     if problem := precompile_problem():
         log.warning("each kernel is compiled at its first launch, so first requests are slow: %s", problem)
         return
@@ -52,6 +50,17 @@ def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
     with recording() as jobs:
         work()
     precompile(jobs)
+
+
+def precompile_problem() -> str | None:
+    """Why kernels cannot be compiled before their first launch with the installed Triton; None if they can."""
+    from anabranch.kernels.compiling import versions
+
+    try:
+        from anabranch.kernels.compiling import precompile  # noqa: F401
+    except ImportError as error:
+        return f"it differs from the versions this was written for: {error}"
+    return versions.recording_problem()
 
 
 def compiled_kernels_bound() -> bool:
@@ -67,7 +76,7 @@ def compiler_facts() -> list[str]:
         return []
     from anabranch.kernels.compiling import versions
 
-    gluon, ahead = versions.gluon_problem(), versions.precompile_problem()
+    gluon, ahead = versions.gluon_problem(), precompile_problem()
     return [
         f"triton    Gluon kernels on Hopper: {f'no, portable ones instead: {gluon}' if gluon else 'yes'}",
         f"          kernels compiled before the first request: {f'no, at first launch: {ahead}' if ahead else 'yes'}\n",

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from anabranch.models import families
 
 if TYPE_CHECKING:
-    from anabranch.models.config import ModelConfig
     from anabranch.models.keys import Keys
 
 
@@ -25,7 +24,8 @@ class Family:
 
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json."""
-    read: Callable[[Keys], ModelConfig]
+    read: Callable[[Keys], Any]
+    """config.json as a ModelConfig."""
     layer: str = "anabranch.models.decoder:DecoderLayer"
     """`module:class` of the decoder layer."""
     prefixes: tuple[str, ...] = ("model.",)

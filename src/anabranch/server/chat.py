@@ -17,7 +17,7 @@ from anabranch.server.errors import bad_request
 from anabranch.server.parsers.parts import Named, ToolChoice, ToolSpec
 from anabranch.server.protocol import ChatCompletion, ContentPart, Message, NamedTool, Tokenize, ToolCall
 from anabranch.text.chat_template import NO_TOOLS
-from anabranch.text.special_text import Rendered, render_chat
+from anabranch.text.render_chat import Rendered, render_chat
 
 if TYPE_CHECKING:
     from anabranch.server.service import Model, Service

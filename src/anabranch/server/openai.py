@@ -29,7 +29,7 @@ from anabranch.server.protocol import ChatCompletion, sampling_params
 from anabranch.server.service import Service
 from anabranch.server.stream import event, json_response
 from anabranch.text.output import Answer, Delta
-from anabranch.text.special_text import Rendered
+from anabranch.text.render_chat import Rendered
 from anabranch.text.tokenizer import Tokenizer
 
 router = APIRouter()

@@ -29,7 +29,7 @@ from anabranch.server.settings import Settings
 from anabranch.server.threads import Threads, release_memory, tasks
 from anabranch.text.chat_template import ChatTemplate
 from anabranch.text.output import Answer, Delta
-from anabranch.text.special_text import Rendered
+from anabranch.text.render_chat import Rendered
 from anabranch.text.tokenizer import Spellings, Tokenizer
 
 Result = TypeVar("Result")

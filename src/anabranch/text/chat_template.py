@@ -2,7 +2,7 @@
 
 A template comes from the model folder or from a file that the operator names, never from a request: the sandbox keeps
 it from the machine, but not from filling the memory. All templates share one environment. The prompt contains its
-special tokens: encode it with add_special_tokens=False. special_text.render_chat also keeps special tokens that a
+special tokens: encode it with add_special_tokens=False. render_chat also keeps special tokens that a
 message spells apart from the template's own.
 """
 

@@ -51,7 +51,7 @@ def test_a_triton_without_the_parts_that_precompilation_imports(bound: None, mon
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("anabranch.kernels.compiling.precompile", raising=False)
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)
-    assert "differs from the versions" in str(versions.precompile_problem())
+    assert "differs from the versions" in str(kernels.precompile_problem())
     kernels.compile_ahead(PLATFORM, lambda: pytest.fail("no dry run is needed"))
 
 

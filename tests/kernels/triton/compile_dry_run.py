@@ -15,8 +15,9 @@ from pathlib import Path
 import triton
 from triton.runtime.driver import driver
 
+from anabranch.kernels import precompile_problem
 from anabranch.kernels.compiling.precompile import Job, precompile
-from anabranch.kernels.compiling.versions import gluon_problem, precompile_problem
+from anabranch.kernels.compiling.versions import gluon_problem
 from tests.engine.test_dry_run import dry_run_jobs
 from tests.kernels.triton.ahead_of_time import NoDevice
 

@@ -30,15 +30,6 @@ def recording_problem() -> str | None:
     return f"Triton {triton.__version__} compiles kernels by an interface that is not supported"
 
 
-def precompile_problem() -> str | None:
-    """Why kernels cannot be compiled before their first launch with this Triton; None if they can."""
-    try:
-        from anabranch.kernels.compiling import precompile  # noqa: F401
-    except ImportError as error:
-        return f"Triton {triton.__version__} differs from the versions this was written for: {error}"
-    return recording_problem()
-
-
 def settle_cache_keys() -> None:
     """Make the key of a kernel in Triton's cache depend on the kernel alone.
 
