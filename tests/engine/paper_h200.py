@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 import anabranch.kernels.triton as package
 from anabranch import ops
 from anabranch.bench import offline
-from anabranch.config import EngineConfig, resolve
+from anabranch.config import EngineConfig
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_plan import Logprobs
 from anabranch.engine.torch_runner import TorchRunner
@@ -35,6 +35,7 @@ from anabranch.kernels.triton import attention, experts, linear
 from anabranch.kernels.tuning import experts_tables, experts_tiles
 from anabranch.kernels.tuning import table as tables
 from anabranch.loader import load
+from anabranch.loader.resolve import resolve
 from anabranch.models.config import read_config
 from anabranch.platforms.cuda import CudaPlatform
 from anabranch.platforms.platform import InlineStream, Memory

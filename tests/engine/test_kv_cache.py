@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.radix_tree import Node
-from anabranch.models.cache import CacheGroup, CachePolicy, CacheSpec, KeepAll, KeepWindow, OneState
+from anabranch.layers.cache import CacheGroup, CachePolicy, CacheSpec, KeepAll, KeepWindow, OneState
 
 Key = tuple[str, tuple[int, ...]]
 

@@ -4,7 +4,7 @@ import psutil
 import torch
 
 from anabranch.engine import kv_tensors
-from anabranch.models.cache import CacheSpec, KeepAll, OneState
+from anabranch.layers.cache import CacheSpec, KeepAll, OneState
 
 
 def test_a_pool_takes_host_memory_when_it_is_used() -> None:

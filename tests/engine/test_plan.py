@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from anabranch.engine import kv_tensors, plan
+from anabranch.layers.cache import KeepWindow
 from anabranch.loader.load import build
-from anabranch.models.cache import KeepWindow
 from anabranch.models.config import read_config
 from tests.models import tiny
 

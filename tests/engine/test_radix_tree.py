@@ -10,7 +10,7 @@ import pytest
 
 from anabranch.engine.pages import PagePool
 from anabranch.engine.radix_tree import Node, RadixTree
-from anabranch.models.cache import KeepAll, KeepWindow
+from anabranch.layers.cache import KeepAll, KeepWindow
 
 SIZE = 2
 

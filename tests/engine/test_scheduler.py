@@ -6,7 +6,7 @@ import pytest
 
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
-from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow, OneState
+from anabranch.layers.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow, OneState
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from anabranch import platforms
-from anabranch.config import EngineConfig, resolve
+from anabranch.config import EngineConfig
 from anabranch.engine.engine import Engine, make_engine
 from anabranch.engine.runner import Launched, Runner, load_runner
 from anabranch.engine.scheduler import Sequence, Share
+from anabranch.loader.resolve import resolve
 from anabranch.models.config import read_config
 from anabranch.request import Request, TokenLogprobs
 from anabranch.sampling_params import SamplingParams

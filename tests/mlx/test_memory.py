@@ -6,9 +6,10 @@ import pytest
 
 from anabranch.config import EngineConfig
 from anabranch.engine import plan
+from anabranch.layers.config import AttentionConfig, RopeConfig
 from anabranch.mlx import memory
-from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
-from anabranch.models.rope import RopeConfig
+from anabranch.models.config import LayerConfig, ModelConfig
+from anabranch.moe.config import MoEConfig
 from anabranch.platforms import Memory
 from anabranch.platforms.mlx import available_bytes
 

@@ -17,10 +17,10 @@ pytest.importorskip("mlx_lm", reason="needs an environment of its own: make test
 import mlx.core as mx
 import numpy as np
 
+from anabranch.layers.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
 from anabranch.mlx import memory
 from anabranch.mlx.kv_cache import Batch, Row
 from anabranch.mlx.working_set import Pool, WorkingSet
-from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
 
 PAGE, WINDOW = 4, 6
 MODEL: Any = SimpleNamespace(

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from anabranch import kernels, ops, platforms
-from anabranch.models.config import MoEConfig
 from anabranch.moe import setup as moe_setup
+from anabranch.moe.config import MoEConfig
 from anabranch.moe.dispatch import Dispatched, LocalDispatcher
 from anabranch.moe.layer import MoELayer
 from anabranch.moe.setup import MoESetup, make_setup

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from anabranch.layers.config import RopeConfig
 from anabranch.layers.rotary import Rotary, frequencies
-from anabranch.models.rope import RopeConfig
 from anabranch.ops.rope_store import rotate
 
 HEADS, DIM = 4, 16

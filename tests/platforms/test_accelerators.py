@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from anabranch import kernels, ops, platforms
-from anabranch.config import EngineConfig, resolve
+from anabranch.config import EngineConfig
 from anabranch.conformance import tiny
 from anabranch.layers.step import Step
 from anabranch.loader.load import build
+from anabranch.loader.resolve import resolve
 from anabranch.models.config import read_config
 from anabranch.models.family import known
 from anabranch.moe.setup import make_setup

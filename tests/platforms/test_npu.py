@@ -14,11 +14,12 @@ from tests.npu import rig
 rig.needed()
 
 from anabranch import platforms  # noqa: E402
-from anabranch.config import EngineConfig, resolve  # noqa: E402
+from anabranch.config import EngineConfig  # noqa: E402
 from anabranch.conformance import models, tiny  # noqa: E402
 from anabranch.conformance.contract import check_contract  # noqa: E402
 from anabranch.engine.single import SingleSequence  # noqa: E402
 from anabranch.loader.load import load_model  # noqa: E402
+from anabranch.loader.resolve import resolve  # noqa: E402
 from anabranch.models.config import read_config  # noqa: E402
 from anabranch.platforms.npu import NpuPlatform  # noqa: E402
 from tests.npu.executor import OnCpu  # noqa: E402

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from anabranch import conformance, kernels, platforms
-from anabranch.config import AUTO, AUTO_NUMBERS, EngineConfig, resolve
+from anabranch.config import AUTO, AUTO_NUMBERS, EngineConfig
 from anabranch.conformance import contract, models, tiny
 from anabranch.engine.engine import make_engine
 from anabranch.loader.load import load_model
+from anabranch.loader.resolve import resolve
 from anabranch.models.config import read_config
 from anabranch.platforms import Memory, cpu
 from anabranch.platforms.cpu import CpuPlatform

@@ -17,8 +17,9 @@ import torch
 
 from anabranch import ops
 from anabranch.bench.records import CONFIGS, TARGETS
-from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, read_config
-from anabranch.models.rope import RopeConfig
+from anabranch.layers.config import AttentionConfig, RopeConfig
+from anabranch.models.config import LayerConfig, ModelConfig, read_config
+from anabranch.moe.config import MoEConfig
 from anabranch.ops.weight import Weight
 from anabranch.platforms import Platform
 

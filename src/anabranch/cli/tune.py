@@ -10,8 +10,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.config import CHOICES, EngineConfig, resolve
+from anabranch.config import CHOICES, EngineConfig
 from anabranch.kernels.compiling import compile_server
+from anabranch.loader.resolve import resolve
 from anabranch.options import add_engine_options, at_least
 
 if TYPE_CHECKING:

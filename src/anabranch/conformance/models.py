@@ -13,12 +13,13 @@ from tempfile import TemporaryDirectory
 import torch
 
 from anabranch import ops
-from anabranch.config import EngineConfig, resolve
+from anabranch.config import EngineConfig
 from anabranch.conformance import Result, attempt, tiny
 from anabranch.engine.engine import Engine
 from anabranch.engine.runner import load_runner
 from anabranch.engine.single import SingleSequence
 from anabranch.loader.load import load_model
+from anabranch.loader.resolve import resolve
 from anabranch.models.config import read_config
 from anabranch.models.family import known
 from anabranch.platforms import Platform

@@ -18,13 +18,14 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from anabranch import platforms
-from anabranch.config import EngineConfig, resolve
+from anabranch.config import EngineConfig
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.metrics import Metrics
 from anabranch.engine.runner import Launched, Progress, Runner, load_runner
 from anabranch.engine.sampler import needs_host_tokens
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
 from anabranch.loader.locate import locate
+from anabranch.loader.resolve import resolve
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.generation import read_sampling_defaults
 from anabranch.ops.sample import NOT_FINITE

@@ -1,6 +1,6 @@
 """Which pages each request has, in every cache group, shared with others as far as prefixes agree.
 
-Ints alone, no tensors; how long a group needs a page is its policy's to say (models/cache). A running request costs
+Ints alone, no tensors; how long a group needs a page is its policy's to say (layers/cache). A running request costs
 three comparisons a step, until a page fills up. Its life: begin → (grow → compute → commit → slide)* → release. Commit
 before slide, or pages are given back without having been cached.
 
@@ -17,7 +17,7 @@ from operator import gt
 
 from anabranch.engine.pages import PagePool
 from anabranch.engine.radix_tree import Node, RadixTree
-from anabranch.models.cache import NEVER, CacheGroup
+from anabranch.layers.cache import NEVER, CacheGroup
 
 
 @dataclass(slots=True)

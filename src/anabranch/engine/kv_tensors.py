@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from anabranch.layers.cache import CacheSpec
 from anabranch.layers.mixer import Cache
-from anabranch.models.cache import CacheSpec
 from anabranch.models.config import ModelConfig
 
 

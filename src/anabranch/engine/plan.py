@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from anabranch import formats
 from anabranch.formats import ITEM_BYTES, Shape, rounded
-from anabranch.models.cache import CacheGroup
+from anabranch.layers.cache import CacheGroup
 from anabranch.models.config import ModelConfig
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 
 from anabranch.engine.pages import PagePool
-from anabranch.models.cache import CachePolicy
+from anabranch.layers.cache import CachePolicy
 
 
 class Node:

@@ -17,7 +17,7 @@ from anabranch.layers.norm import RMSNorm
 from anabranch.layers.step import Step
 
 if TYPE_CHECKING:
-    from anabranch.models.config import AttentionConfig
+    from anabranch.layers.config import AttentionConfig
 
 
 class Attention(nn.Module):

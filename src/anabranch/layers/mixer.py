@@ -17,7 +17,7 @@ import torch
 from anabranch.layers.step import Step
 
 if TYPE_CHECKING:
-    from anabranch.models.config import MixerConfig
+    from anabranch.layers.config import MixerConfig
 
 Cache = tuple[torch.Tensor, ...]
 """What a layer's mixer keeps between steps: pages of keys and values, or states."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from anabranch.models.rope import RopeConfig
+    from anabranch.layers.config import RopeConfig
 
 
 class Rotary(nn.Module):

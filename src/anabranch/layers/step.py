@@ -27,7 +27,7 @@ class Step:
     context_len_R: torch.Tensor
     """int32, this step's tokens included."""
     page_tables: tuple[torch.Tensor, ...]
-    """int32 [R, M], one for each cache group of the model (models/cache)."""
+    """int32 [R, M], one for each cache group of the model (layers/cache)."""
     slots: tuple[torch.Tensor, ...]
     """Where each token's key and value go, one tensor [T] for each cache group; −1: nowhere (padding)."""
     logit_row: torch.Tensor | None

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from anabranch import kernels, ops, platforms
-from anabranch.config import resolve_dtype
 from anabranch.formats import PLAIN
 from anabranch.layers.linear import Linear, PackedLinear
 from anabranch.loader import names
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.loader.read import Progress, own_head, read_weights
+from anabranch.loader.resolve import resolve_dtype
 from anabranch.models import family
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from anabranch.layers.config import AttentionConfig, RopeConfig
 from anabranch.mlx import qwen2_moe
-from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig
-from anabranch.models.rope import RopeConfig
+from anabranch.models.config import LayerConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,96 +10,19 @@ name; `tests/models/test_config_fuzz.py` compares the two.
 """
 
 import difflib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Literal
 
-from anabranch.formats import Shape, Source, sources_of
+from anabranch.formats import Source, sources_of
+from anabranch.layers.cache import CacheGroup, CacheSpec
+from anabranch.layers.config import AttentionConfig, MixerConfig
 from anabranch.models import family
-from anabranch.models.cache import CacheGroup, CacheSpec, KeepAll, KeepWindow
 from anabranch.models.keys import Keys, read_json, shown
-from anabranch.models.rope import RopeConfig
+from anabranch.moe.config import MoEConfig
 
 MAX_EXPERTS = 1 << 17
 """Experts of all layers together."""
-
-
-class MixerConfig(Protocol):
-    """What the decoder and the memory plan ask of the config of a layer's mixer. It is hashable."""
-
-    name: ClassVar[str]
-    """What checkpoints call the mixer in a layer."""
-    module: ClassVar[str]
-    """`module:class` of the layers.mixer.Mixer, made with (config, hidden width, norm eps, cache group)."""
-
-    @property
-    def rope(self) -> RopeConfig | None:
-        """None: it does not use rotary positions."""
-
-    @property
-    def cache(self) -> CacheSpec:
-        """What it keeps between steps."""
-
-    @property
-    def values_per_row(self) -> int:
-        """Numbers that a token row takes in a step; for the memory plan."""
-
-    def weight_shapes(self, width: int) -> Iterator[Shape]:
-        """Of all its weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionConfig:
-    name: ClassVar[str] = "self_attn"
-    module: ClassVar[str] = "anabranch.layers.attention:Attention"
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    rope: RopeConfig
-    window: int = 0
-    """Tokens a query sees, itself included; 0: all."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: Literal["none", "head", "all"] = "none"
-    """RMSNorm of queries and keys: per head, or over all heads at once."""
-    v_norm: bool = False
-    value_is_key: bool = False
-    """No value projection: the raw key projection serves as value."""
-    clip: float = 0.0
-    """Queries, keys and values are clamped to ±clip; 0: not."""
-
-    @property
-    def cache(self) -> CacheSpec:
-        heads = self.num_kv_heads, self.head_dim
-        return CacheSpec((heads, heads), KeepWindow(self.window) if self.window else KeepAll())
-
-    @property
-    def values_per_row(self) -> int:
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-
-    def weight_shapes(self, width: int) -> Iterator[Shape]:
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv = q + (1 if self.value_is_key else 2) * kv
-        yield qkv, width
-        yield width, q
-        norms = {"none": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
-        yield (norms + (qkv if self.qkv_bias else 0) + (width if self.output_bias else 0),)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
-    num_experts: int
-    top_k: int
-    width: int
-    renormalize: bool
-    shared_width: int = 0
-    """Width of the always-on shared expert; 0: none."""
-    shared_gate: bool = False
-    """The shared expert's result is × sigmoid of a learned projection."""
-    router_scales: bool = False
-    """The router has a learned factor for each input channel and for each expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from anabranch.layers.config import AttentionConfig
+from anabranch.models.config import LayerConfig, ModelConfig
 from anabranch.models.keys import Keys, shown
 from anabranch.models.rope import read_rope
+from anabranch.moe.config import MoEConfig
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 

@@ -4,25 +4,11 @@ Which key wins and what an absent one means is as in transformers; what transfor
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
+from anabranch.layers.config import RopeConfig
 from anabranch.models.keys import Keys, shown
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary positions. Angles = position × frequency; `rotary_dim` of `head_dim` dimensions turn."""
-
-    kind: Literal["default", "linear", "llama3", "proportional"] = "default"
-    theta: float = 10_000.0
-    head_dim: int
-    rotary_dim: int
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
 
 KINDS = ("default", "linear", "llama3", "proportional")
 

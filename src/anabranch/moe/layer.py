@@ -20,7 +20,7 @@ from anabranch.moe.setup import MoESetup, overlap
 from anabranch.ops.weight import Weight
 
 if TYPE_CHECKING:
-    from anabranch.models.config import MoEConfig
+    from anabranch.moe.config import MoEConfig
 
 
 class Router(nn.Module):

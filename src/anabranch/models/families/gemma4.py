@@ -6,7 +6,8 @@ the raw residual. Sliding and full layers differ in head dim, key-value heads an
 
 from typing import Any
 
-from anabranch.models.config import AttentionConfig, LayerConfig, ModelConfig
+from anabranch.layers.config import AttentionConfig
+from anabranch.models.config import LayerConfig, ModelConfig
 from anabranch.models.family import Family
 from anabranch.models.keys import Keys, shown
 from anabranch.models.readers import read_layer_types, read_model, read_moe

@@ -12,7 +12,8 @@ from anabranch.layers.linear import Linear
 from anabranch.layers.mixer import Mixer
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import RMSNorm
-from anabranch.models.config import LayerConfig, ModelConfig, MoEConfig
+from anabranch.models.config import LayerConfig, ModelConfig
+from anabranch.moe.config import MoEConfig
 from anabranch.moe.layer import RoutedExperts
 from anabranch.moe.setup import MoESetup, overlap
 

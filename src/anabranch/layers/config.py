@@ -1,0 +1,85 @@
+"""What the mixer of a layer is: its sizes, what it keeps between steps, which weights it has. Without torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from anabranch.formats import Shape
+from anabranch.layers.cache import CacheSpec, KeepAll, KeepWindow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions. Angles = position × frequency; `rotary_dim` of `head_dim` dimensions turn."""
+
+    kind: Literal["default", "linear", "llama3", "proportional"] = "default"
+    theta: float = 10_000.0
+    head_dim: int
+    rotary_dim: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+class MixerConfig(Protocol):
+    """What the decoder and the memory plan ask of the config of a layer's mixer. It is hashable."""
+
+    name: ClassVar[str]
+    """What checkpoints call the mixer in a layer."""
+    module: ClassVar[str]
+    """`module:class` of the layers.mixer.Mixer, made with (config, hidden width, norm eps, cache group)."""
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """None: it does not use rotary positions."""
+
+    @property
+    def cache(self) -> CacheSpec:
+        """What it keeps between steps."""
+
+    @property
+    def values_per_row(self) -> int:
+        """Numbers that a token row takes in a step; for the memory plan."""
+
+    def weight_shapes(self, width: int) -> Iterator[Shape]:
+        """Of all its weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    name: ClassVar[str] = "self_attn"
+    module: ClassVar[str] = "anabranch.layers.attention:Attention"
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeConfig
+    window: int = 0
+    """Tokens a query sees, itself included; 0: all."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """RMSNorm of queries and keys: per head, or over all heads at once."""
+    v_norm: bool = False
+    value_is_key: bool = False
+    """No value projection: the raw key projection serves as value."""
+    clip: float = 0.0
+    """Queries, keys and values are clamped to ±clip; 0: not."""
+
+    @property
+    def cache(self) -> CacheSpec:
+        heads = self.num_kv_heads, self.head_dim
+        return CacheSpec((heads, heads), KeepWindow(self.window) if self.window else KeepAll())
+
+    @property
+    def values_per_row(self) -> int:
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    def weight_shapes(self, width: int) -> Iterator[Shape]:
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        qkv = q + (1 if self.value_is_key else 2) * kv
+        yield qkv, width
+        yield width, q
+        norms = {"none": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
+        yield (norms + (qkv if self.qkv_bias else 0) + (width if self.output_bias else 0),)

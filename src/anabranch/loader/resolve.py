@@ -1,0 +1,52 @@
+"""Every "auto" of an EngineConfig, decided once from the model and the platform, and logged."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from anabranch.config import AUTO, DTYPES, SERVED_TOKENS, EngineConfig
+from anabranch.models.config import ModelConfig
+from anabranch.platforms import Platform
+
+log = logging.getLogger(__name__)
+
+
+def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> EngineConfig:
+    """Replace every auto by a value, except for the number of pages, which depends on memory; ValueError for what the
+    platform or the model cannot do."""
+    if config.max_model_len > model.max_position:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} is more than the model's own limit of {model.max_position} tokens"
+        )
+    if config.graphs not in ("auto", "none"):
+        refused = f"graphs {config.graphs}: platform {platform.name!r}"
+        if not platform.has("graphs"):
+            raise ValueError(f"{refused} captures no graphs; use auto or none")
+        if platform.graph_mode == "pieces" and config.graphs in ("full", "decode"):
+            raise ValueError(f"{refused} captures only what is between attentions; use auto, pieces or compiled")
+    values = {
+        "dtype": resolve_dtype(config.dtype, model, platform),
+        "max_model_len": model.max_position,
+        "max_num_batched_tokens": SERVED_TOKENS if config.serving else platform.batch_tokens,
+        "page_size": platform.page_size,
+        "memory_fraction": platform.memory_fraction,
+        "graphs": platform.graph_mode,
+        "moe_combine": "fastest",
+        "shared_expert": "stream" if platform.has("streams") else "inline",
+        "generation_config": "model",
+    }
+    chosen: dict[str, Any] = {name: value for name, value in values.items() if getattr(config, name) in ("auto", AUTO)}
+    for name, value in chosen.items():
+        log.info("%s: auto → %s", name, value)
+    return replace(config, **chosen)
+
+
+def resolve_dtype(dtype: str, model: ModelConfig, platform: Platform) -> str:
+    """Auto: the checkpoint's own, as far as the platform computes in it; packed weights are computed in their own."""
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    if dtype != "auto" or model.packed:
+        return model.dtype if dtype == "auto" else dtype
+    import torch  # imported already where there is a platform; commands without one start faster
+
+    return str(platform.compute_dtype(getattr(torch, model.dtype))).removeprefix("torch.")
