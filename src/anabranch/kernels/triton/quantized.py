@@ -36,11 +36,9 @@ PLAIN_OPTIONS: dict[str, object] = {
 def is_supported(weight: Weight, dtype: torch.dtype) -> bool:
     """Whether kernels multiply numbers of this dtype by the weight: in every group whole vectors of 16 bytes."""
     format = weight.format
-    if not all(tensor.is_contiguous() for tensor in weight.tensors.values()):
-        return False
     if format is PLAIN:
-        return weight.data.dtype == dtype
-    if not isinstance(format, Grouped):
+        return weight.data.dtype == dtype and weight.data.is_contiguous()
+    if not isinstance(format, Grouped) or not all(tensor.is_contiguous() for tensor in weight.tensors.values()):
         return False
     inputs = weight.shape[-1]
     group = format.group or inputs
@@ -50,9 +48,10 @@ def is_supported(weight: Weight, dtype: torch.dtype) -> bool:
 
 def options(weight: Weight) -> dict[str, object]:
     """The constants and pointers of a kernel's weight."""
-    format, tensors = weight.format, weight.tensors
+    format = weight.format
     if not isinstance(format, Grouped):
         return PLAIN_OPTIONS
+    tensors = weight.tensors
     return {
         "scale": tensors["scale"],
         "zero": tensors.get("zero"),
