@@ -131,7 +131,7 @@ def test_logs_are_json_and_hold_no_prompt(server: Running) -> None:
     assert served[0]["prompt_tokens"] == len(SECRET) + 2 and served[0]["completion_tokens"] == 20
     assert any(line.get("error") == "unknown_parameter" for line in requests)
     stages = [line["message"] for line in own if re.match(r"  \S", line["message"])]
-    assert any(line["logger"] == "anabranch.config" for line in own), "nothing of the engine's"
+    assert any(line["logger"] == "anabranch.loader.resolve" for line in own), "nothing of the engine's"
     assert any("loading" in stage for stage in stages) and any("ready after" in line["message"] for line in own)
     assert SECRET not in server.log()
     assert SECRET not in server.get("/metrics").text + server.get("/debug/stats").text
