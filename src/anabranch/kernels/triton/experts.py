@@ -36,6 +36,7 @@ from anabranch.kernels.triton.launch import (
     next_power_of_2,
     num_processors,
 )
+from anabranch.kernels.triton.quantize_rows import GROUP, quantize_rows
 from anabranch.kernels.triton.quantized import KINDS, is_supported, options
 from anabranch.kernels.tuning.experts_tables import table_for
 from anabranch.kernels.tuning.experts_tiles import (
@@ -48,11 +49,13 @@ from anabranch.kernels.tuning.experts_tiles import (
     Tiles,
     adapt,
     choose,
+    is_block_fp8,
     padded_tokens,
 )
 from anabranch.ops.experts import COMBINES, ExpertsCall, new_result
 
 hopper_kernels = functools.partial(gluon_kernels, "experts_hopper")
+fp8_kernels = functools.partial(gluon_kernels, "experts_hopper_fp8")
 
 
 def accepts(call: ExpertsCall) -> bool:
@@ -107,7 +110,7 @@ def run(call: ExpertsCall, tiles: Tiles) -> torch.Tensor:
     if isinstance(tiles, SmallTiles):
         return run_small(call, tiles)
     if isinstance(tiles, HopperTiles):
-        return run_hopper(call, tiles)
+        return run_hopper(call, tiles) if call.down_EDI.format is PLAIN else run_hopper_fp8(call, tiles)
     return run_grouped(call, tiles)
 
 
@@ -225,19 +228,50 @@ def run_hopper(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
     return sum_into(call, rows_ND, y, False, launch) if call.combined else y
 
 
+def run_hopper_fp8(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
+    (_, D, inner), (tokens, top_k), device = call.down_EDI.shape, call.expert_TK.shape, call.x_TD.device
+    num_pairs, launch = tokens * top_k, launch_options(device)
+    gluon, fp8 = hopper_kernels(device), fp8_kernels(device)
+    assert gluon is not None and fp8 is not None
+    q_TD, x_scale = quantize_rows(call.x_TD)
+    plan = order_rows(call, 64 * tiles.groups, 0, launch)
+    places = num_processors(device)
+    common = {"GROUPS": tiles.groups, "num_warps": 4, "launch_pdl": True}
+    h_NI, h_scale = q_TD.new_empty(num_pairs, inner), x_scale.new_empty(inner // GROUP, num_pairs)
+    tile, weight = tiles.gate_up, call.gate_up_EFD.tensors
+    fp8.gate_up_hopper_fp8[(min(places, plan.max_tiles * cdiv(inner, tile.columns)),)](
+        q_TD, D, x_scale, tokens, gluon.descriptor(weight["data"], tile.columns, tile.depth), weight["scale"], h_NI,
+        h_scale, num_pairs, plan.order_N, plan.tile_3M, plan.head, plan.max_tiles, inner,
+        K=top_k, DEPTH=D, ACTIVATION=call.activation, BN=tile.columns, BK=tile.depth, STAGES=tile.stages,
+        BAND=tile.group, **common,
+    )  # fmt: skip
+    y = new_result(call)
+    rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
+    tile, weight = tiles.down, call.down_EDI.tensors
+    fp8.down_hopper_fp8[(min(places, plan.max_tiles * cdiv(D, tile.columns)),)](
+        plan.weight_N, gluon.descriptor(h_NI, 64, tile.depth), h_scale, num_pairs,
+        gluon.descriptor(weight["data"], tile.columns, tile.depth), weight["scale"], rows_ND, plan.order_N,
+        plan.tile_3M, plan.head, plan.max_tiles, D,
+        DEPTH=inner, BN=tile.columns, BK=tile.depth, STAGES=tile.stages, BAND=tile.group, **common,
+    )  # fmt: skip
+    return sum_into(call, rows_ND, y, False, launch) if call.combined else y
+
+
 def machine_for(call: ExpertsCall) -> Machine:
     """The machine as far as this call can use it."""
     machine = machine_of(call.x_TD.device)
-    x_TD, aligned = call.x_TD, 16
+    x_TD, aligned, format = call.x_TD, 16, call.gate_up_EFD.format
     copied = (x_TD, call.gate_up_EFD.data, call.down_EDI.data)
+    # Of D and of I, each a multiple of which.
+    multiples = (64, 16) if format is PLAIN else (GROUP, GROUP)
     usable = (
         machine.hopper
-        and call.gate_up_EFD.format is PLAIN
+        and (format is PLAIN or is_block_fp8(format))
         and x_TD.dtype.itemsize == 2
         and call.gate_up_bias_EF is None
         and call.down_bias_ED is None
-        and x_TD.shape[1] % 64 == 0
-        and call.down_EDI.shape[2] % 16 == 0
+        and x_TD.shape[1] % multiples[0] == 0
+        and call.down_EDI.shape[2] % multiples[1] == 0
         and all(tensor.data_ptr() % aligned == 0 and tensor.stride(-2) % aligned == 0 for tensor in copied)
         and x_TD.shape[0] * x_TD.stride(0) < 1 << 31  # offsets have 32 bits there
     )

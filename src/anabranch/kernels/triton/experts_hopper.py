@@ -35,13 +35,15 @@ from anabranch.kernels.triton.experts_ring import (
 )
 from anabranch.kernels.triton.gated import activate
 
-SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-"""How both operands lie in shared memory: rows of 64 elements, swizzled over 128 bytes."""
+SHARED = {bits // 8: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (8, 16)}
+"""How both operands lie in shared memory, by bytes of an element: rows of 128 bytes, swizzled."""
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """The tensor as a matrix, its last dimension as columns, for the copy engine."""
-    return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), [rows, columns], SHARED)
+    return TensorDescriptor.from_tensor(
+        tensor.view(-1, tensor.shape[-1]), [rows, columns], SHARED[tensor.element_size()]
+    )
 
 
 # Partitions have long parameter lists; one name per line would hide what they do.
@@ -70,17 +72,18 @@ def gather_depth(
     BK: gl.constexpr = a_ring.shape[2]
     BN: gl.constexpr = b_ring.shape[1] // 2
     BOX: gl.constexpr = BN // 2 if NARROW else BN
+    SIZE: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
     for k in range(BEGIN, END, BK):
         stage = step % STAGES
         bar = full.index(stage)
         b = b_ring.index(stage)
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         if narrow:
-            mbarrier.expect(bar, 2 * BOX * BK * 2)
+            mbarrier.expect(bar, 2 * BOX * BK * SIZE)
             tma_load(w_desc, [first, k], bar, b.slice(0, BOX, dim=0))
             tma_load(w_desc, [first + inner, k], bar, b.slice(BOX, BOX, dim=0))
         else:
-            mbarrier.expect(bar, 2 * BN * BK * 2)
+            mbarrier.expect(bar, 2 * BN * BK * SIZE)
             for part in gl.static_range(BN // BOX):
                 tma_load(w_desc, [first + part * BOX, k], bar, b.slice(part * BOX, BOX, dim=0))
                 tma_load(w_desc, [first + inner + part * BOX, k], bar, b.slice(BN + part * BOX, BOX, dim=0))
@@ -105,7 +108,9 @@ def gather_and_load(
     BK: gl.constexpr = a_ring.shape[2]
     BN: gl.constexpr = b_ring.shape[1] // 2
     HEAD: gl.constexpr = STAGES * BK if STAGES * BK < DEPTH else DEPTH
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BK // 8), BK // 8], [4, 1], [1, 0])
+    VECTOR: gl.constexpr = 128 // w_desc.dtype.primitive_bitwidth
+    LANES: gl.constexpr = BK // VECTOR
+    layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // LANES, LANES], [4, 1], [1, 0])
     r = gl.arange(0, 64, gl.SliceLayout(1, layout))
     x_r = gl.arange(0, 16, gl.SliceLayout(1, layout)) + SLABS * 64
     d = gl.arange(0, BK, gl.SliceLayout(0, layout))
@@ -114,7 +119,7 @@ def gather_and_load(
     block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
     pairs = pairs_of(order_N, begin, end, r, SLABS)
     while index < num_tiles * num_blocks:
-        publish_tile(tile_info, empty, step, block, begin, end)
+        publish_tile(tile_info, empty, step, block, begin, end, expert)
         offsets = ()
         reals = ()
         for slab in gl.static_range(SLABS):
@@ -133,7 +138,7 @@ def gather_and_load(
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
         pairs = pairs_of(order_N, begin, end, r, SLABS)
         step = gather_depth(x_TD, w_desc, offsets, reals, first, narrow, inner, step, ring, HEAD, DEPTH, EXTRA, NARROW)
-    publish_tile(tile_info, empty, step, -1, 0, 0)
+    publish_tile(tile_info, empty, step, -1, 0, 0, 0)
     mbarrier.expect(full.index(step % STAGES), 0)
     async_copy.mbarrier_arrive(full.index(step % STAGES), increment_count=False)
 
@@ -149,6 +154,7 @@ def load_depth(
     SLABS: gl.constexpr = a_ring.shape[0] // STAGES
     BK: gl.constexpr = a_ring.shape[2]
     BN: gl.constexpr = b_ring.shape[1]
+    SIZE: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
     for k in range(BEGIN, END, BK):
         stage = step % STAGES
         bar = full.index(stage)
@@ -158,9 +164,9 @@ def load_depth(
             last = num_rows > slab * 64
             if (slab < SLABS - 1) | (EXTRA > 0):
                 last = last & (num_rows <= slab * 64 + 64)
-            mbarrier.expect(bar, (slab * 64 + 64 + BN) * BK * 2, pred=last)
+            mbarrier.expect(bar, (slab * 64 + 64 + BN) * BK * SIZE, pred=last)
         if EXTRA:
-            mbarrier.expect(bar, (SLABS * 64 + EXTRA + BN) * BK * 2, pred=num_rows > SLABS * 64)
+            mbarrier.expect(bar, (SLABS * 64 + EXTRA + BN) * BK * SIZE, pred=num_rows > SLABS * 64)
         tma_load(w_desc, [first, k], bar, b_ring.index(stage), pred=step >= EARLY)
         for slab in gl.static_range(SLABS):
             tma_load(h_desc, [row + slab * 64, k], bar, a_ring.index(stage * SLABS + slab), pred=num_rows > slab * 64)
@@ -195,13 +201,13 @@ def load_rows(
         )
     gdc_wait()
     while index < num_tiles * num_blocks:
-        publish_tile(tile_info, empty, step, block, begin, end)
+        publish_tile(tile_info, empty, step, block, begin, end, expert)
         first, row, num_rows = expert * D + block * BN, begin, end - begin
         step = load_depth(h_desc, extra_desc, w_desc, first, row, num_rows, step, ring, 0, HEAD, EARLY, EXTRA)
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
         step = load_depth(h_desc, extra_desc, w_desc, first, row, num_rows, step, ring, HEAD, DEPTH, EARLY, EXTRA)
-    publish_tile(tile_info, empty, step, -1, 0, 0)
+    publish_tile(tile_info, empty, step, -1, 0, 0, 0)
     mbarrier.expect(full.index(step % STAGES), 0)
 
 
@@ -268,7 +274,7 @@ def gate_up_warpgroup(
     a_ring, b_ring, x_ring, full, empty, tile_info = ring
     BN: gl.constexpr = b_ring.shape[1] // 2
     step = 0
-    block, begin, end = read_tile(tile_info, full, step)
+    block, begin, end, _ = read_tile(tile_info, full, step)
     while block >= 0:
         wide = True
         if NARROW:
@@ -283,7 +289,7 @@ def gate_up_warpgroup(
             step = gate_up_tile(
                 h_NI, begin, end, block * BN, inner, step, ring, WHO, GROUPS, BN, True, DEPTH, EXTRA, ACTIVATION
             )
-        block, begin, end = read_tile(tile_info, full, step)
+        block, begin, end, _ = read_tile(tile_info, full, step)
 
 
 @gluon.jit
@@ -332,7 +338,7 @@ def down_warpgroup(
     SLABS: gl.constexpr = a_ring.shape[0] // b_ring.shape[0]
     out: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BN // 16), BN // 16], [4, 1], [1, 0])
     step = 0
-    block, begin, end = read_tile(tile_info, full, step)
+    block, begin, end, _ = read_tile(tile_info, full, step)
     while block >= 0:
         column = block * BN
         pair, weight = fetch_scatter(weight_N, order_N, begin + WHO * 64, end, BN, out)
@@ -357,7 +363,7 @@ def down_warpgroup(
             acc, step = multiply_slab(ring, step, end - begin, WHO, BN, DEPTH, False)
             if end - begin > WHO * 64:
                 store_weighted(acc, weight, pair, rows_ND, column, D, out)
-        block, begin, end = read_tile(tile_info, full, step)
+        block, begin, end, _ = read_tile(tile_info, full, step)
 
 
 @gluon.jit(do_not_specialize=["max_tiles"])

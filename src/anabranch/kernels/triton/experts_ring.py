@@ -3,8 +3,8 @@
 N rows, M tiles. Loading warps fill a stage and arrive at its barrier `full`, multiplying warps arrive at `empty` when
 they have used it; both go through the stages in the same order and count steps. A stage holds 64 rows of each slab
 (a_ring), the weights of all columns (b_ring) and, with EXTRA, extra rows (x_ring), BK deep; `tile_info` holds the
-column block and the row range of the tile that begins in it. `ring` is all of these, as `make_ring` returns them. WHO
-is the index of a multiplying warpgroup.
+column block, the row range and the expert of the tile that begins in it. `ring` is all of these, as `make_ring` returns
+them. WHO is the index of a multiplying warpgroup.
 """
 
 from triton.experimental import gluon
@@ -62,19 +62,20 @@ def locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND: gl.constexpr)
 
 
 @gluon.jit
-def publish_tile(tile_info, empty, step, block, begin, end):
+def publish_tile(tile_info, empty, step, block, begin, end, expert):
     """Write which tile begins in this step, for the multiplying warps; block −1: there are no more."""
     STAGES: gl.constexpr = empty.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     what = gl.arange(0, 4, layout)
     mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
-    tile_info.index(step % STAGES).store(gl.where(what == 0, block, gl.where(what == 1, begin, end)))
+    values = gl.where(what == 0, block, gl.where(what == 1, begin, gl.where(what == 2, end, expert)))
+    tile_info.index(step % STAGES).store(values)
     barrier()
 
 
 @gluon.jit
 def read_tile(tile_info, full, step):
-    """(column block, begin, end) of the tile that begins in this step, as the loading warps wrote it."""
+    """(column block, begin, end, expert) of the tile that begins in this step, as the loading warps wrote it."""
     STAGES: gl.constexpr = full.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     what = gl.arange(0, 4, layout)
@@ -82,7 +83,7 @@ def read_tile(tile_info, full, step):
     values = tile_info.index(step % STAGES).load(layout)
     return (
         gl.sum(gl.where(what == 0, values, 0), 0), gl.sum(gl.where(what == 1, values, 0), 0),
-        gl.sum(gl.where(what == 2, values, 0), 0),
+        gl.sum(gl.where(what == 2, values, 0), 0), gl.sum(gl.where(what == 3, values, 0), 0),
     )
 
 

@@ -68,23 +68,9 @@ def gate_up_small(
             scale_row = (e.to(tl.int64) * tl.cdiv(2 * inner, OUTPUTS) + row // OUTPUTS) * num_groups
             zero_row = (e.to(tl.int64) * (2 * inner) + row) * num_groups
             acc = add_products(
-                acc,
-                w,
-                x_row,
-                scale,
-                zero,
-                scale_row,
-                zero_row,
-                1.0,
-                D,
-                2 * ROWS,
-                CHUNK,
-                0,
-                NUM_CHUNKS,
-                KIND,
-                SPAN,
-                INPUTS,
-            )
+                acc, w, x_row, scale, zero, scale_row, zero_row, 1.0, D,
+                2 * ROWS, CHUNK, 0, NUM_CHUNKS, KIND, SPAN, INPUTS,
+            )  # fmt: skip
         else:
             for c in tl.static_range(NUM_CHUNKS):
                 x = x + (tl.load(x_ptr + c * CHUNK, mask=(c * CHUNK + d < D)[None, :], other=0.0),)

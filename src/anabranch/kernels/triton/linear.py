@@ -37,7 +37,7 @@ from anabranch.kernels.triton.launch import (
     wait_for_predecessor,
 )
 from anabranch.kernels.triton.quantized import KINDS, is_supported
-from anabranch.kernels.triton.sorted_lists import pack
+from anabranch.kernels.triton.stream import add_to, load_inside, store_sums
 from anabranch.ops.weight import Weight
 
 STREAM_TOKENS, STREAM_MORE_TOKENS = 2, 4
@@ -60,20 +60,6 @@ NUM_LANES, NUM_STAGES, LEAST_COLUMNS = (64, 2, 16) if torch.version.hip else (32
 """Of a warp; of a pipeline that fits in half of the shared memory; of a product on the matrix units."""
 MAX_LOADS = 16
 """16-byte loads of weights that a thread of `stream_rows` may have under way: they are its registers."""
-
-
-@triton.jit
-def load_inside(row, d, c: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, EVICT: tl.constexpr):
-    """Inputs c · STEP + d of rows; zeros beyond the last."""
-    if (c + 1) * STEP <= D:
-        return tl.load(row + (c * STEP + d), eviction_policy=EVICT)
-    else:
-        return tl.load(row + (c * STEP + d), mask=c * STEP + d < D, other=0.0, eviction_policy=EVICT)
-
-
-@triton.jit
-def add_to(sums, I: tl.constexpr, value):
-    return sums[:I] + (sums[I] + value,) + sums[I + 1 :]
 
 
 @triton.jit
@@ -111,18 +97,7 @@ def stream_rows(
             for r in tl.static_range(R):
                 products = tl.reshape(w[c * R + r].to(tl.float32) * x, (W, L, V))
                 sums = add_to(sums, t * R + r, tl.sum(products, 2))
-    y = ()
-    for i in tl.static_range(1 << LOG):
-        y_W = tl.sum(sums[i % (T * R)], 1)
-        if bias_F is not None:
-            y_W += bias[i % R]
-        y = y + (y_W,)
-    # One store for all: each takes a way through shared memory.
-    y_WN = pack(y, LOG)
-    n = tl.arange(0, 1 << LOG)[None, :]
-    output = first + n % R * W + tl.arange(0, W)[:, None]
-    is_output = (n < T * R) & (output < num_outputs)
-    tl.store(y_TF + (n // R * num_outputs + output), y_WN.to(y_TF.dtype.element_ty), mask=is_output)
+    store_sums(sums, bias, y_TF, first, num_outputs, T, R, W, LOG)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -5,6 +5,8 @@ sums in fp32, as in experts_grouped. More tokens are limited by arithmetic: weig
 in one pass, and the vendor's library multiplies.
 """
 
+import functools
+import logging
 import math
 
 import torch
@@ -13,13 +15,90 @@ import triton
 import triton.language as tl
 
 from anabranch.formats import Grouped
-from anabranch.kernels.triton.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
-from anabranch.kernels.triton.quantized import decode, inputs_of, load_scale, options, scaled_product
+from anabranch.kernels.triton.launch import (
+    cdiv,
+    is_hopper,
+    launch_options,
+    next_power_of_2,
+    wait_for_predecessor,
+)
+from anabranch.kernels.triton.quantize_rows import GROUP, quantize_rows
+from anabranch.kernels.triton.quantized import VECTOR, decode, inputs_of, load_scale, options, scaled_product
+from anabranch.kernels.triton.stream import add_to, load_inside, store_sums
+from anabranch.kernels.tuning.experts_tiles import is_block_fp8
 from anabranch.ops.weight import Weight
 
+log = logging.getLogger(__name__)
+
+STREAM_TOKENS = 4
+LIBRARY_TOKENS = 64
 MULTIPLY_TOKENS = 256
+MAX_LOADS = 8
+"""16-byte loads of weights that a thread of `stream_scaled` may have under way for each output."""
+NUM_LANES = 64 if torch.version.hip else 32
 LEAST_PROGRAMS = 128
 """Outputs are divided among at least this many programs, as far as they suffice."""
+
+
+@triton.jit
+def stream_scaled(
+    x_TD, x_stride, weight_FD, scale, zero, bias_F, y_TF, num_outputs, num_groups,
+    T: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr, LOG: tl.constexpr,
+    KIND: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Like linear.stream_rows, for rows of WIDTH bytes: weights and scales are loaded before the wait."""
+    STEP: tl.constexpr = L * VECTOR
+    CHUNKS: tl.constexpr = (WIDTH + STEP - 1) // STEP
+    OFFSET: tl.constexpr = 8 if KIND == "int4" and zero is None else 0
+    first = tl.program_id(0) * (R * W)
+    output_W = first + tl.arange(0, W)
+    d = tl.arange(0, STEP)[None, :]
+    lane = tl.arange(0, L)[None, :] * VECTOR  # its first byte
+    w = ()
+    s = ()
+    z = ()
+    bias = ()
+    for c in tl.static_range(CHUNKS):
+        for r in tl.static_range(R):
+            row_W = tl.minimum(output_W + r * W, num_outputs - 1).to(tl.int64)[:, None]
+            w = w + (load_inside(weight_FD + row_W * WIDTH, d, c, STEP, WIDTH, "evict_first"),)
+    for c in tl.static_range(CHUNKS):
+        there = c * STEP + lane < WIDTH
+        group = inputs_of(c * STEP + lane, KIND, SPAN) // INPUTS if INPUTS else lane * 0
+        for r in tl.static_range(R):
+            row_W = tl.minimum(output_W + r * W, num_outputs - 1).to(tl.int64)[:, None]
+            s = s + (load_scale(scale, row_W // OUTPUTS * num_groups + group, there),)
+            if zero is not None:
+                z = z + (tl.load(zero + row_W * num_groups + group, mask=there, other=0).to(tl.float32),)
+    if bias_F is not None:
+        for r in tl.static_range(R):
+            bias = bias + (tl.load(bias_F + tl.minimum(output_W + r * W, num_outputs - 1)).to(tl.float32),)
+    # All loads are to be under way before the first is used; the assembler would save registers instead.
+    tl.debug_barrier()
+    wait_for_predecessor(DEPENDENT)
+    # A copy of x for each warp: it arrives in the registers where the weights are.
+    x_W = x_TD + tl.zeros((W, 1), tl.int32)
+    sums = ()
+    for _ in tl.static_range(T * R):
+        sums = sums + (tl.zeros((W, L), tl.float32),)
+    for c in tl.static_range(CHUNKS):
+        inside = c * STEP + d < WIDTH
+        x_c = x_W + inputs_of(c * STEP + d, KIND, SPAN)
+        for t in tl.static_range(T):
+            x = tl.load(x_c + t * x_stride, mask=inside, other=0.0).to(tl.float32)
+            upper = x
+            if SPAN > 1:
+                upper = tl.load(x_c + (t * x_stride + SPAN // 2), mask=inside, other=0.0).to(tl.float32)
+            for r in tl.static_range(R):
+                products = decode(w[c * R + r], KIND, 0, OFFSET) * x
+                if SPAN > 1:
+                    products += decode(w[c * R + r], KIND, 1, OFFSET) * upper
+                part = tl.sum(tl.reshape(products, (W, L, VECTOR)), 2)
+                if zero is not None:
+                    inputs = x + upper if SPAN > 1 else x
+                    part -= z[c * R + r] * tl.sum(tl.reshape(inputs, (W, L, VECTOR)), 2)
+                sums = add_to(sums, t * R + r, part * s[c * R + r])
+    store_sums(sums, bias, y_TF, first, num_outputs, T, R, W, LOG)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -75,18 +154,16 @@ def dequantize_rows(
 def run(x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     (tokens, D), F, format = x_TD.shape, weight_FD.shape[0], weight_FD.format
     assert isinstance(format, Grouped)
-    launch = launch_options(x_TD.device)
-    if tokens > MULTIPLY_TOKENS:
-        dense_FD = x_TD.new_empty(F, D)
-        width = weight_FD.data.shape[1]
-        chunk = min(1024, next_power_of_2(width))
-        dequantize_rows[(F, cdiv(width, chunk))](
-            weight_FD.data, y_FD=dense_FD, D=D, CHUNK=chunk, **options(weight_FD), **launch
-        )
-        return multiply_dense(x_TD, dense_FD, bias_F, out_dtype)
     y_TF = torch.empty(tokens, F, dtype=out_dtype, device=x_TD.device)
     if y_TF.numel() == 0:
         return y_TF
+    tiles = stream_tiles(tokens, weight_FD.data.shape[1])
+    if tiles is not None:
+        return stream(x_TD, weight_FD, bias_F, y_TF, *tiles)
+    if tokens > LIBRARY_TOKENS and library_multiplies(x_TD, weight_FD):
+        return multiply_by_library(x_TD, weight_FD, bias_F, out_dtype)
+    if tokens > MULTIPLY_TOKENS:
+        return multiply_dense(x_TD, dequantize(weight_FD, x_TD.dtype), bias_F, out_dtype)
     rows = min(64, max(16, next_power_of_2(tokens)))
     columns = min(64, max(16, next_power_of_2(F // LEAST_PROGRAMS + 1) // 2))
     depth = format.span(D) if format.bits == 4 else math.gcd(128, format.group or 128)
@@ -95,9 +172,80 @@ def run(x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, out_
     multiply_scaled[(cdiv(F, columns), cdiv(tokens, rows))](
         x_TD, x_TD.stride(0), weight_FD.data, bias_F=bias_F, y_TF=y_TF, num_tokens=tokens, D=D, F=F,
         BM=rows, BN=columns, BK=depth, EVEN=D % depth == 0, num_warps=4 if columns > 16 or rows > 16 else 2,
-        num_stages=4, **options(weight_FD), **launch,
+        num_stages=4, **options(weight_FD), **launch_options(x_TD.device),
     )  # fmt: skip
     return y_TF
+
+
+def stream_tiles(tokens: int, width: int) -> tuple[int, int, int] | None:
+    """(R, W, L) for rows of `width` bytes; None: too many tokens, or more bytes than a program could hold."""
+    if tokens > STREAM_TOKENS:
+        return None
+    across = next_power_of_2(cdiv(width, 16 * NUM_LANES * MAX_LOADS))
+    return (2 if across == 1 else 1, max(1, 4 // across), NUM_LANES * across) if across <= 8 else None
+
+
+def stream(
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, y_TF: torch.Tensor, R: int, W: int, L: int
+) -> torch.Tensor:
+    tokens, F = y_TF.shape
+    stream_scaled[(cdiv(F, R * W),)](
+        x_TD, x_TD.stride(0), weight_FD.data, bias_F=bias_F, y_TF=y_TF, num_outputs=F, T=tokens,
+        WIDTH=weight_FD.data.shape[1], R=R, W=W, L=L, LOG=(tokens * R - 1).bit_length(),
+        num_warps=W * L // NUM_LANES, **options(weight_FD), **launch_options(x_TD.device),
+    )  # fmt: skip
+    return y_TF
+
+
+def dequantize(weight_FD: Weight, dtype: torch.dtype) -> torch.Tensor:
+    (F, D), (_, width) = weight_FD.shape, weight_FD.data.shape
+    dense_FD = torch.empty(F, D, dtype=dtype, device=weight_FD.data.device)
+    chunk = min(1024, next_power_of_2(width))
+    dequantize_rows[(F, cdiv(width, chunk))](
+        weight_FD.data, y_FD=dense_FD, D=D, CHUNK=chunk, **options(weight_FD), **launch_options(dense_FD.device)
+    )
+    return dense_FD
+
+
+def library_multiplies(x_TD: torch.Tensor, weight_FD: Weight) -> bool:
+    """Whether the vendor's library multiplies FP8 by FP8 with these scales: in whole blocks, and in blocks of 16 bytes
+    of scales."""
+    F, D = weight_FD.shape
+    return (
+        is_block_fp8(weight_FD.format)
+        and weight_FD.tensors["scale"].dtype == torch.float32
+        and x_TD.dtype == torch.bfloat16
+        and F % GROUP == 0
+        and D % (4 * GROUP) == 0
+        and block_scales_supported(x_TD.device)
+    )
+
+
+@functools.cache
+def block_scales_supported(device: torch.device) -> bool:
+    if not is_hopper(device):
+        return False
+    x = torch.zeros(16, 4 * GROUP, dtype=torch.bfloat16, device=device)
+    w = torch.zeros(GROUP, 4 * GROUP, dtype=torch.float8_e4m3fn, device=device)
+    try:
+        scaled_mm(x, w, torch.zeros(1, 4, device=device))
+    except RuntimeError as error:
+        log.info("this torch does not multiply FP8 with scales of blocks: %s", str(error).splitlines()[0])
+        return False
+    return True
+
+
+def scaled_mm(x_TD: torch.Tensor, weight_FD: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    tokens = x_TD.shape[0]
+    q_TD, scale_GT = quantize_rows(x_TD, multiple=16)
+    return torch._scaled_mm(q_TD, weight_FD.t(), scale_GT.t(), scale.t(), out_dtype=x_TD.dtype)[:tokens]
+
+
+def multiply_by_library(
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    y_TF = scaled_mm(x_TD, weight_FD.data, weight_FD.tensors["scale"])
+    return (y_TF if bias_F is None else y_TF.add_(bias_F)).to(out_dtype)
 
 
 def multiply_dense(
