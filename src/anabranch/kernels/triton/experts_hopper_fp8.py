@@ -158,7 +158,8 @@ def down_warpgroup(
 
 @gluon.jit(do_not_specialize=["max_tiles", "num_pairs", "x_scale_stride"])
 def gate_up_hopper_fp8(
-    x_TD, x_stride, x_scale, x_scale_stride, w_desc, scale, h_NI, h_scale, num_pairs, order_N, tile_3M, head, max_tiles, inner,
+    x_TD, x_stride, x_scale, x_scale_stride, w_desc, scale, h_NI, h_scale, num_pairs, order_N, tile_3M, head, max_tiles,
+    inner,
     K: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     BAND: gl.constexpr, GROUPS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):
