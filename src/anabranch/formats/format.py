@@ -50,6 +50,11 @@ class Format:
         """What a kernel that multiplies by such weights has among its traits."""
         return self.name
 
+    @property
+    def is_block_fp8(self) -> bool:
+        """FP8 with a scale for every 128 x 128: kernels may multiply by rows in FP8 with a scale for every 128."""
+        return False
+
     def tensors(self, shape: Shape) -> dict[str, TensorSpec]:
         """The tensors that hold a weight of this logical shape, by name. ValueError if it cannot have this format."""
         return {"data": TensorSpec(shape)}

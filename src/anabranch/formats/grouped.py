@@ -55,6 +55,10 @@ class Grouped(Format):
         return self.numbers
 
     @property
+    def is_block_fp8(self) -> bool:
+        return (self.numbers, self.rows, self.group) == ("fp8", 128, 128)
+
+    @property
     def bits(self) -> int:
         return int(self.numbers[-1])
 

@@ -34,18 +34,20 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self.eps = eps
+        self.fp8 = False
+        """What reads the result may multiply its rows in FP8; known after loading."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps, self.fp8)
 
     def add(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); the first layer has no residual yet."""
         if isinstance(x, UnreducedRows):
             assert residual_TD is not None, "there are no experts before the first layer"
-            return ops.sum_add_rms_norm(*x.take(), residual_TD, self.weight, self.eps)
+            return ops.sum_add_rms_norm(*x.take(), residual_TD, self.weight, self.eps, self.fp8)
         if residual_TD is None:
             return self(x), x
-        return ops.add_rms_norm(x, residual_TD, self.weight, self.eps)
+        return ops.add_rms_norm(x, residual_TD, self.weight, self.eps, self.fp8)
 
     def add_to(
         self, residual_TD: torch.Tensor, x_TD: torch.Tensor, scale_1: torch.Tensor | None = None

@@ -26,7 +26,7 @@ from anabranch.loader.read import Progress, own_head, read_weights
 from anabranch.loader.resolve import resolve_dtype
 from anabranch.models import family
 from anabranch.models.config import ModelConfig, read_config
-from anabranch.models.decoder import Decoder
+from anabranch.models.decoder import Decoder, DecoderLayer
 from anabranch.moe.experts import Experts
 from anabranch.moe.setup import MoESetup, make_setup
 from anabranch.ops.op import Op
@@ -106,6 +106,9 @@ def settle(decoder: Decoder, platform: platforms.Platform) -> None:
         return
     for weight in dense:
         weight.set_dense()
+    for layer in decoder.layers:
+        if isinstance(layer, DecoderLayer):
+            layer.set_fp8_norms()
     if dense:
         log.info("dequantised %d weights: no kernel of this platform multiplies by their format", len(dense))
 

@@ -20,6 +20,7 @@ from anabranch.models.config import LayerConfig, ModelConfig
 from anabranch.models.family import Family
 from anabranch.moe.layer import MoELayer
 from anabranch.moe.setup import MoESetup
+from anabranch.ops.weight import Weight
 
 
 class DecoderLayer(nn.Module):
@@ -37,6 +38,13 @@ class DecoderLayer(nn.Module):
             self.mlp = MoELayer(layer.moe, width, model.activation, moe)
         else:
             self.mlp = MLP(width, layer.mlp_width, model.activation, model.mlp_bias)
+
+    def set_fp8_norms(self) -> None:
+        """After loading: norms whose rows are multiplied by weights in FP8 may quantise them."""
+        readers = (self.input_layernorm, self.mixer_name), (self.post_attention_layernorm, "mlp")
+        for norm, name in readers:
+            weights = [module for module in self.get_submodule(name).modules() if isinstance(module, Weight)]
+            norm.fp8 = any(weight.format.is_block_fp8 for weight in weights)
 
     @property
     def mixer(self) -> Mixer:

@@ -1,6 +1,9 @@
 """Root-mean-square normalisation over the last dimension, computed in fp32, and what is added before or after it.
 
 T tokens, D width, K experts per token.
+
+`fp8`: what reads the result may multiply its rows in FP8, so a kernel may attach them to it
+(kernels/triton/quantize_rows). The result itself is the same.
 """
 
 import torch
@@ -16,7 +19,7 @@ def rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
 
 
 @op(samples=rms_norm_samples)
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> torch.Tensor:
     """x / rms(x) · weight; without a weight only x / rms(x)."""
     x32 = x.float()
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
@@ -34,7 +37,7 @@ def add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Samp
 
 @op(samples=add_rms_norm_samples)
 def add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual). Writes over neither input."""
     total_TD = x_TD + residual_TD
@@ -57,7 +60,12 @@ def sum_add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> 
 
 @op(samples=sum_add_rms_norm_samples)
 def sum_add_rms_norm(
-    rows_TKD: torch.Tensor, expert_TK: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    rows_TKD: torch.Tensor,
+    expert_TK: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """add_rms_norm of x[t] = Σ_k rows[t, k], summed in fp32 and rounded: the last step of `experts(combined=False)`.
     Rows of id −1 count for nothing, whatever they hold. Writes over no input."""

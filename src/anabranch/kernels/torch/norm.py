@@ -5,24 +5,26 @@ import torch
 from anabranch import ops
 
 
-def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> bool:
+def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> bool:
     return x.dtype == torch.float32
 
 
 @ops.rms_norm.kernel("torch", on=("cpu", "fake"), accepts=accepts)
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> torch.Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     y = x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return y if weight_D is None else y.mul_(weight_D)
 
 
-def accepts_add(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> bool:
+def accepts_add(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+) -> bool:
     return x_TD.dtype == torch.float32
 
 
 @ops.add_rms_norm.kernel("torch", on=("cpu", "fake"), accepts=accepts_add)
 def add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total_TD = x_TD + residual_TD
     return rms_norm(total_TD, weight_D, eps), total_TD

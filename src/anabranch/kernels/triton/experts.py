@@ -49,7 +49,6 @@ from anabranch.kernels.tuning.experts_tiles import (
     Tiles,
     adapt,
     choose,
-    is_block_fp8,
     padded_tokens,
 )
 from anabranch.ops.experts import COMBINES, ExpertsCall, new_result
@@ -240,7 +239,7 @@ def run_hopper_fp8(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
     h_NI, h_scale = q_TD.new_empty(num_pairs, inner), x_scale.new_empty(inner // GROUP, num_pairs)
     tile, weight = tiles.gate_up, call.gate_up_EFD.tensors
     fp8.gate_up_hopper_fp8[(min(places, plan.max_tiles * cdiv(inner, tile.columns)),)](
-        q_TD, D, x_scale, tokens, gluon.descriptor(weight["data"], tile.columns, tile.depth), weight["scale"], h_NI,
+        q_TD, D, x_scale, x_scale.shape[1], gluon.descriptor(weight["data"], tile.columns, tile.depth), weight["scale"], h_NI,
         h_scale, num_pairs, plan.order_N, plan.tile_3M, plan.head, plan.max_tiles, inner,
         K=top_k, DEPTH=D, ACTIVATION=call.activation, BN=tile.columns, BK=tile.depth, STAGES=tile.stages,
         BAND=tile.group, **common,
@@ -266,7 +265,7 @@ def machine_for(call: ExpertsCall) -> Machine:
     multiples = (64, 16) if format is PLAIN else (GROUP, GROUP)
     usable = (
         machine.hopper
-        and (format is PLAIN or is_block_fp8(format))
+        and (format is PLAIN or format.is_block_fp8)
         and x_TD.dtype.itemsize == 2
         and call.gate_up_bias_EF is None
         and call.down_bias_ED is None

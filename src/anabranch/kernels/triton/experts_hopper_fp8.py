@@ -73,7 +73,9 @@ def multiply_halves(
                 fence_async_shared()  # rows were written by threads, not by the copy engine
             rows = a_ring.index(stage * SLABS + WHO)
             weights = b_ring.index(stage)
-            part = warpgroup_mma(rows, weights.slice(0, HALF, dim=0).permute([1, 0]), part, use_acc=False, is_async=True)
+            part = warpgroup_mma(
+                rows, weights.slice(0, HALF, dim=0).permute([1, 0]), part, use_acc=False, is_async=True
+            )
             part = warpgroup_mma_wait(0, deps=[part])
             left += part * by_left[:, None]
             part = warpgroup_mma(

@@ -79,7 +79,7 @@ def multiply_items(w_desc, x_desc, tile, first, P: gl.constexpr):
 def add_parts(
     part, bias_F, y_TF, tile, num_outputs, num_tokens, TILE: gl.constexpr, TP: gl.constexpr, PARTS: gl.constexpr,
 ):
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     t = gl.arange(0, TP, gl.SliceLayout(1, layout))[:, None]
     r = gl.arange(0, TILE, gl.SliceLayout(0, layout))[None, :]
     sum_TR = gl.zeros([TP, TILE], gl.float32, layout)

@@ -17,20 +17,20 @@ import triton.language as tl
 from anabranch.formats import Grouped
 from anabranch.kernels.triton.launch import (
     cdiv,
+    gluon_kernels,
     is_hopper,
     launch_options,
     next_power_of_2,
     wait_for_predecessor,
 )
-from anabranch.kernels.triton.quantize_rows import GROUP, quantize_rows
+from anabranch.kernels.triton.quantize_rows import FEW_TOKENS, GROUP, quantize_rows
 from anabranch.kernels.triton.quantized import VECTOR, decode, inputs_of, load_scale, options, scaled_product
 from anabranch.kernels.triton.stream import add_to, load_inside, store_sums
-from anabranch.kernels.tuning.experts_tiles import is_block_fp8
 from anabranch.ops.weight import Weight
 
 log = logging.getLogger(__name__)
+hopper_kernels = functools.partial(gluon_kernels, "linear_hopper_fp8")
 
-STREAM_TOKENS = 4
 LIBRARY_TOKENS = 64
 MULTIPLY_TOKENS = 256
 MAX_LOADS = 8
@@ -160,6 +160,11 @@ def run(x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, out_
     tiles = stream_tiles(tokens, weight_FD.data.shape[1])
     if tiles is not None:
         return stream(x_TD, weight_FD, bias_F, y_TF, *tiles)
+    if format.is_block_fp8:
+        hopper = hopper_kernels(x_TD.device)
+        if hopper is not None and hopper.takes(x_TD, weight_FD):
+            split_y_TF: torch.Tensor = hopper.run(x_TD, weight_FD, bias_F, out_dtype)
+            return split_y_TF
     if tokens > LIBRARY_TOKENS and library_multiplies(x_TD, weight_FD):
         return multiply_by_library(x_TD, weight_FD, bias_F, out_dtype)
     if tokens > MULTIPLY_TOKENS:
@@ -179,10 +184,10 @@ def run(x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, out_
 
 def stream_tiles(tokens: int, width: int) -> tuple[int, int, int] | None:
     """(R, W, L) for rows of `width` bytes; None: too many tokens, or more bytes than a program could hold."""
-    if tokens > STREAM_TOKENS:
+    if tokens > FEW_TOKENS:
         return None
     across = next_power_of_2(cdiv(width, 16 * NUM_LANES * MAX_LOADS))
-    return (2 if across == 1 else 1, max(1, 4 // across), NUM_LANES * across) if across <= 8 else None
+    return (2 if across == 1 and tokens > 1 else 1, max(1, 4 // across), NUM_LANES * across) if across <= 8 else None
 
 
 def stream(
@@ -212,7 +217,7 @@ def library_multiplies(x_TD: torch.Tensor, weight_FD: Weight) -> bool:
     of scales."""
     F, D = weight_FD.shape
     return (
-        is_block_fp8(weight_FD.format)
+        weight_FD.format.is_block_fp8
         and weight_FD.tensors["scale"].dtype == torch.float32
         and x_TD.dtype == torch.bfloat16
         and F % GROUP == 0
@@ -237,7 +242,7 @@ def block_scales_supported(device: torch.device) -> bool:
 
 def scaled_mm(x_TD: torch.Tensor, weight_FD: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     tokens = x_TD.shape[0]
-    q_TD, scale_GT = quantize_rows(x_TD, multiple=16)
+    q_TD, scale_GT = quantize_rows(x_TD)
     return torch._scaled_mm(q_TD, weight_FD.t(), scale_GT.t(), scale.t(), out_dtype=x_TD.dtype)[:tokens]
 
 

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import FLOATS, cdiv, launch_options, next_power_of_2, wait_for_predecessor
+from anabranch.kernels.triton.launch import (
+    FLOATS,
+    cdiv,
+    is_hopper,
+    launch_options,
+    next_power_of_2,
+    wait_for_predecessor,
+)
+from anabranch.kernels.triton.quantize_rows import FEW_TOKENS, GROUP, attach, new_rows, store_groups
 
 MAX_WIDTH = 16384
 """Above, a row would not fit in the registers of a program."""
@@ -27,10 +35,10 @@ REGISTERS = 1 << 16
 saves registers and loads two or three at a time."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "eps"])
+@triton.jit(do_not_specialize=["num_rows", "eps", "q_stride"])
 def norm_kernel(
-    x, expert, residual, weight, after, factor, y, total, num_rows,
-    x_stride, x_head_stride, residual_stride, after_stride, eps,
+    x, expert, residual, weight, after, factor, y, total, q, q_scale, num_rows,
+    x_stride, x_head_stride, residual_stride, after_stride, q_stride, eps,
     D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     K: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -38,6 +46,7 @@ def norm_kernel(
 
     With `expert`, a token has K rows, x_head_stride apart, and x is the sum of those with an expert. `residual` is
     added before the norm, and the sum stored in `total`; `after` is added after it, and the sum multiplied by `factor`.
+    With `q`, the result is also stored in FP8, with scales (see quantize_rows).
     """
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < D
@@ -69,7 +78,11 @@ def norm_kernel(
         normed = normed.to(y.dtype.element_ty).to(tl.float32) + addend
         if factor is not None:
             normed = normed.to(y.dtype.element_ty).to(tl.float32) * tl.load(factor).to(tl.float32)
-    tl.store(y + place, normed.to(y.dtype.element_ty), mask=mask)
+    rounded_y = normed.to(y.dtype.element_ty)
+    tl.store(y + place, rounded_y, mask=mask)
+    if q is not None:
+        groups = tl.reshape(rounded_y.to(tl.float32), (ROWS, BLOCK // 128, 128))
+        store_groups(groups, row_R, row_R < num_rows, 0, q, q_scale, q_stride, D)
 
 
 @triton.jit
@@ -98,6 +111,7 @@ def launch(
     expert_TK: torch.Tensor | None = None,
     after_TD: torch.Tensor | None = None,
     factor_1: torch.Tensor | None = None,
+    fp8: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """(norm, sum or None); x is [T, D] or [T, G, D] with any strides but the last. With `expert_TK` it is [T, K, D],
     and each token's rows with an expert are summed first."""
@@ -112,10 +126,15 @@ def launch(
     rows = max(1, NARROW // block)
     num_warps = num_warps or choose_warps(block)
     options = launch_options(x.device)
+    q_TD = scale_GT = None
+    if fp8 and heads == 1 and x.shape[0] > FEW_TOKENS and width % GROUP == 0 and is_hopper(x.device):
+        q_TD, scale_GT = new_rows(x.shape[0], width, x.device)
+        attach(y, (q_TD, scale_GT))
     norm_kernel[(cdiv(num_rows, rows),)](
-        x, expert_TK, residual_TD, weight_D, after_TD, factor_1, y, total_TD, num_rows,
+        x, expert_TK, residual_TD, weight_D, after_TD, factor_1, y, total_TD, q_TD, scale_GT, num_rows,
         x.stride(0), x.stride(1) if x.dim() == 3 else 0,
-        0 if residual_TD is None else residual_TD.stride(0), 0 if after_TD is None else after_TD.stride(0), eps,
+        0 if residual_TD is None else residual_TD.stride(0), 0 if after_TD is None else after_TD.stride(0),
+        0 if q_TD is None else q_TD.shape[0], eps,
         D=width, HEADS=heads, ROWS=rows, BLOCK=block, K=top_k,
         AHEAD=max(1, AHEAD_BYTES // (block * x.element_size())) if top_k else 0,
         EARLY=EARLY, num_warps=num_warps, **options,
@@ -129,29 +148,36 @@ def choose_warps(block: int) -> int:
     return min(max(block // 256, 1), 8 if block <= 8192 else 16)
 
 
-def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> bool:
+def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> bool:
     return x.dim() in (2, 3) and _fits(x) and (weight_D is None or weight_D.is_contiguous())
 
 
 @ops.rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return launch(x, None, weight_D, eps)[0]
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> torch.Tensor:
+    return launch(x, None, weight_D, eps, fp8=fp8)[0]
 
 
-def accepts_add(x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> bool:
+def accepts_add(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+) -> bool:
     same = x_TD.shape == residual_TD.shape and x_TD.dtype == residual_TD.dtype
     return x_TD.dim() == 2 and same and _fits(x_TD) and _fits(residual_TD) and weight_D.is_contiguous()
 
 
 @ops.add_rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_add)
 def add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch(x_TD, residual_TD, weight_D, eps)
+    return launch(x_TD, residual_TD, weight_D, eps, fp8=fp8)
 
 
 def accepts_sum(
-    rows_TKD: torch.Tensor, expert_TK: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    rows_TKD: torch.Tensor,
+    expert_TK: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
 ) -> bool:
     return (
         rows_TKD.dim() == 3
@@ -165,9 +191,14 @@ def accepts_sum(
 
 @ops.sum_add_rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_sum, traits=("sums_rows",))
 def sum_add_rms_norm(
-    rows_TKD: torch.Tensor, expert_TK: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    rows_TKD: torch.Tensor,
+    expert_TK: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch(rows_TKD, residual_TD, weight_D, eps, expert_TK=expert_TK)
+    return launch(rows_TKD, residual_TD, weight_D, eps, expert_TK=expert_TK, fp8=fp8)
 
 
 def accepts_norm_add(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from anabranch.formats import PLAIN, Format, Grouped, named
+from anabranch.formats import PLAIN, Grouped, named
 
 MANY = 1 << 16
 """As a group of tiles: all of them."""
@@ -120,13 +120,8 @@ MOST_SMALL_TOKENS = 64
 """Beyond, experts_small is slow."""
 HOPPER_TOKENS = 64
 """Above, experts_hopper is at least as fast as experts_grouped."""
-HOPPER_FP8_TOKENS = 48
+HOPPER_FP8_TOKENS = 8
 """Likewise experts_hopper_fp8."""
-
-
-def is_block_fp8(format: Format) -> bool:
-    """Whether experts_hopper_fp8 multiplies by weights of this format: FP8 with a scale for every 128 x 128."""
-    return isinstance(format, Grouped) and (format.numbers, format.rows, format.group) == ("fp8", 128, 128)
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -148,7 +143,7 @@ def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Mac
     if machine.hopper and combine != "fused":
         if format is PLAIN and num_tokens > HOPPER_TOKENS:
             return choose_hopper(rows_per_expert, shape.inner)
-        if is_block_fp8(format) and num_tokens > HOPPER_FP8_TOKENS:
+        if format.is_block_fp8 and num_tokens > HOPPER_FP8_TOKENS:
             return HopperTiles(2, 2, 1, Tile(128, 128, 4, 4, group=4), Tile(256, 128, 4, 4, group=4))
     if isinstance(format, Grouped):
         tiles = fit(choose_quantized(num_tokens, rows_per_expert, shape, format), shape.dtype, machine)
