@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,9 @@ from anabranch.ops.weight import Layout, Piece, Weight
 
 if TYPE_CHECKING:
     from anabranch.models.decoder import Decoder
+
+SLICE = 8 << 20
+"""Bytes of a tensor with all experts that are converted at a time: while that lasts, they take memory several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +148,28 @@ def _copies(
     for piece in pieces:
         name, shape = piece.name, stored[piece.name]
         for tensor in specs:
-            changes = source.changes(tensor, format)
-            convert = partial(source.convert, tensor, shape=shape, format=format) if changes else None
             index, part = format.part(tensor, piece.index, weight.shape), format.part(tensor, piece.part, shape)
-            yield Copy(checkpoint.tensors[names[name][tensor]], f"{path}.{tensor}", index, part, convert)
+            copy = Copy(checkpoint.tensors[names[name][tensor]], f"{path}.{tensor}", index, part)
+            changes = source.changes(tensor, format)
+            for some in _slices(copy) if len(shape) == 3 and (changes or part) else (copy,):
+                logical = (*some.source.shape[:1], *shape[1:]) if len(shape) == 3 else shape
+                convert = partial(source.convert, tensor, shape=logical, format=format) if changes else None
+                yield replace(some, convert=convert)
+
+
+def _slices(copy: Copy) -> Iterator[Copy]:
+    """A copy of a tensor that has all experts, in copies of a few experts each."""
+    source = copy.source
+    if any(experts != slice(None) for experts in (*copy.index[:1], *copy.part[:1])):
+        yield copy
+        return
+    one = source.num_bytes // source.shape[0]
+    some = max(1, SLICE // max(1, one))
+    for begin in range(0, source.shape[0], some):
+        end = min(begin + some, source.shape[0])
+        place = source.begin + begin * one, source.begin + end * one
+        experts = replace(source, shape=(end - begin, *source.shape[1:]), begin=place[0], end=place[1])
+        yield replace(copy, source=experts, index=(slice(begin, end), *copy.index[1:]))
 
 
 def _choose(checkpoint: Checkpoint, layouts: list[Layout], sources: tuple[Source, ...]) -> tuple[Source, Layout]:
