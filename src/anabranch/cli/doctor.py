@@ -66,9 +66,9 @@ def run(options: argparse.Namespace) -> int:
             order.append("reference")
         print(f"  {name:<18} {' → '.join(order)}")
     print("\nquantised weights (where no kernel multiplies by them: dequantised once, after loading)")
-    for kind in STORED:
-        found = [op.name for op in (ops.linear, ops.experts) if any(kind in kernel.traits for kernel in op.bound)]
-        print(f"  {kind:<18} {'kernels of ' + ', '.join(found) if found else 'dequantised'}")
+    for numbers in STORED:
+        found = [op.name for op in (ops.linear, ops.experts) if any(numbers in kernel.traits for kernel in op.bound)]
+        print(f"  {numbers:<18} {'kernels of ' + ', '.join(found) if found else 'dequantised'}")
     return 0
 
 
