@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anabranch import platforms
+from anabranch.formats.scaled import Scaled
 from anabranch.loader import names, read
 from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
 from anabranch.loader.load import build
@@ -203,6 +205,23 @@ def test_fused_experts_are_converted_a_few_at_a_time(
     assert max(large.sizes) >= 32 * one_expert and max(small.sizes) <= 2 * one_expert + MOST_PARTS * ALIGNMENT
     assert max(small.taken) <= 2 * one_expert < max(large.taken)
     assert all(torch.equal(sliced[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_scales_that_are_stored_as_exponents(tmp_path: Path, name: str) -> None:
+    platform, scale = platforms.make(name), torch.tensor([[2.0**-127, 0.5], [1.0, 2.0**127]])
+    save_file({"scale": scale.to(torch.float8_e8m0fnu)}, tmp_path / "model.safetensors")
+    info = read_checkpoint(tmp_path, quantized=True).tensors["scale"]
+    assert info.dtype == "F8_E8M0"
+    parameters = {
+        "scale": torch.zeros(2, 2, device=platform.device),
+        "spread": torch.zeros(4, 2, device=platform.device),
+    }
+    source = Scaled("fp8", 128, 128, "_scale_inv")
+    convert = partial(source.convert, "scale", shape=(256, 256), format=source.format((64,)))
+    read_weights(parameters, [Copy(info, "scale", ()), Copy(info, "spread", (), (), convert)], platform)
+    assert torch.equal(parameters["scale"].cpu(), scale)
+    assert torch.equal(parameters["spread"].cpu(), scale.repeat_interleave(2, 0))
 
 
 def test_large_buffers_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

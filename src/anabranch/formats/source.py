@@ -51,7 +51,8 @@ class Source:
         return shape
 
     def convert(self, tensor: str, stored: torch.Tensor, shape: Shape, format: Format) -> torch.Tensor:
-        """From the checkpoint's tensor of such a piece to the format's."""
+        """From the checkpoint's tensor of such a piece to the format's. A tensor that has all experts comes in parts of
+        a few experts, each with its shape."""
         return stored
 
     def changes(self, tensor: str, format: Format) -> bool:
