@@ -124,17 +124,21 @@ def test_throughput_counts_all_tokens_and_those_that_came_out(timed: Timed) -> N
     }
 
 
-def test_all_of_it_on_a_tiny_model(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_it_on_a_tiny_model(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Both starts, every workload, every key; then more batches into the same file."""
     for name in offline.CACHES:
         monkeypatch.setenv(name, "/nowhere")  # to be put back
     file = tmp_path / "result.json"
-    arguments = (str(tiny), "--load-format", "dummy", "--json", str(file), "--shrink", "128")
+    arguments = (str(tiny), "--load-format", "dummy", "--json", str(file), "--shrink", "128", "--quantization", "fp8")
     assert offline.run(parse(*arguments)) == 0
+    assert "           model  tiny, float32, quantization fp8\n" in capsys.readouterr().out
     found = json.loads(file.read_text())
     about = {"engine", "model", "version", "commit", "machine", "import_s", "startup_s"}
     assert about | {"import_warm_s", "startup_warm_s", "stages", "stages_warm"} <= set(found)
     assert found["engine"] == "anabranch" and found["model"] == "tiny" and found["shrink"] == 128
+    assert found["quantization"] == "fp8"
     assert set(found["ttft_ms"]) == {"1", "8", "32", "64"}
     assert set(found["decode_ms"]) == {"1", "2"}
     assert set(found["thr_8_1"]) == {"s", "out_tok_s", "total_tok_s"}

@@ -26,6 +26,11 @@ def lines(*files: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
 
 
+def test_the_head_names_the_format_of_weights(tmp_path: Path) -> None:
+    head, *_ = lines(write(tmp_path, commit="abc", quantization="fp8", decode_ms={"1": 2.0}))
+    assert head[1] == "anabranch 0 (abc) fp8"
+
+
 def test_ours_against_the_anchors(tmp_path: Path) -> None:
     file = write(
         tmp_path,

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from anabranch import kernels, ops, platforms
+from anabranch.bench.records import CONFIGS
 from anabranch.cli.main import main
+from anabranch.formats.grouped import STORED
 from tests.models import tiny
 from tools import tiny_model
 
@@ -113,14 +116,47 @@ def test_doctor_lists_every_op() -> None:
     assert "in use" in done.stdout and "never run" not in done.stdout.split("ops (")[1]
 
 
+def test_doctor_says_which_quantised_weights_are_multiplied(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", "--platform", "cpu"]) == 0
+    shown = capsys.readouterr().out.split("quantised weights (")[1].splitlines()[1:]
+    assert [line.split() for line in shown] == [[kind, "dequantised"] for kind in STORED]
+
+    @ops.linear.kernel("int4_alone", on=("cpu",), traits=("int4",))
+    def linear(x_TD, weight_FD, bias_F=None, out_dtype=None):
+        raise NotImplementedError
+
+    try:
+        monkeypatch.setattr(platforms.load("cpu"), "providers", {"int4_alone": "anabranch.kernels.torch"})
+        assert main(["doctor", "--platform", "cpu"]) == 0
+    finally:
+        ops.linear.kernels.pop("int4_alone")
+        monkeypatch.undo()
+        kernels.bind(platforms.current())
+    assert "  int4               kernels of linear\n" in capsys.readouterr().out
+
+
 def test_plan_as_json_and_text(model: Path) -> None:
     done = anabranch("plan", str(model), "--memory", "1GB", "--json")
     found = json.loads(done.stdout)
     on_disk = (model / "model.safetensors").stat().st_size
     assert sum(found["weights"].values()) == found["on_disk_bytes"] < on_disk
     assert found["memory"][0]["fits"] and found["memory"][0]["largest_context"] == 2048
+    assert found["quantization"] == "none"
     text = anabranch("plan", str(model), "--memory", "1GB").stdout
     assert "routed experts" in text and "shared experts" in text and "2,048 tokens" in text
+
+
+@pytest.mark.parametrize(("quantization", "most"), [("fp8", 33e9), ("int4", 19e9)])
+def test_plan_of_qwen3_30b_quantised(quantization: str, most: float, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(CONFIGS / "qwen3-30b-a3b")
+    assert main(["plan", folder, "--quantization", quantization, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["quantization"] == quantization
+    assert 0.8 * most < sum(found["weights"].values()) <= most
+    assert main(["plan", folder, "--quantization", quantization]) == 0
+    assert f"weights (bfloat16, {quantization})" in capsys.readouterr().out
 
 
 def test_plan_of_a_config_alone_is_quick_and_needs_no_torch(model: Path, tmp_path: Path) -> None:

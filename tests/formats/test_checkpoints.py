@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from anabranch import formats, platforms
 from anabranch.cli.main import main
@@ -19,9 +21,11 @@ from anabranch.loader import names
 from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
 from anabranch.loader.load import build, load_model
 from anabranch.loader.quantize import quantize
+from anabranch.loader.read import read_weights
 from anabranch.models.config import read_config
+from anabranch.models.decoder import Decoder
 from anabranch.models.keys import ConfigError
-from anabranch.ops.weight import Weight
+from anabranch.ops.weight import Piece, Weight
 from tests.models import tiny
 
 pytest.importorskip("compressed_tensors")
@@ -40,7 +44,7 @@ def save(case: writers.Case, folder: Path) -> tuple[Path, Path, tiny.Case]:
         "head_dim": 64 if case.inner == 128 else 48,
         "num_hidden_layers": 2,
     }
-    model = dataclasses.replace(BASE, settings=BASE.settings | sizes)
+    model = dataclasses.replace(BASE, settings=BASE.settings | sizes, experts="fused" if case.fused else "split")
     plain = tiny.save(model, folder / "plain")
     writers.quantize(plain, folder / "quantized", case)
     return folder / "quantized", plain, model
@@ -63,6 +67,7 @@ def test_the_formats_that_weights_take(tmp_path: Path) -> None:
     decoder = build(config, torch.float32)
     names.match(decoder, read_checkpoint(quantized, quantized=True))
     found = {name: module.format.name for name, module in decoder.named_modules() if isinstance(module, Weight)}
+    assert config.quantization == "fp8"
     assert found["layers.0.mlp.experts.gate_up_EFD"] == "fp8_64x128"
     assert found["layers.0.mlp.experts.down_EDI"] == "fp8_128x128"
     assert found["layers.0.mlp.router.weight"] == found["embed_tokens.weight"] == "plain"
@@ -74,6 +79,34 @@ def test_transformers_reads_the_blocks_as_they_are(tmp_path: Path) -> None:
     prompt = tiny.prompt(model)
     found = SingleSequence(load_model(quantized, dtype="float32"), 64).forward(prompt)
     torch.testing.assert_close(found, tiny.Judge(quantized, model.model_type).logits(prompt), rtol=0, atol=1e-4)
+
+
+def test_gpt_oss_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
+    """Its gate and up rows alternate; no family has such a layout yet, so experts get it here."""
+    case = next(case for case in writers.CASES if case.name == "mxfp4 fused")
+    quantized, _, _ = save(case, tmp_path)
+    decoder = build(read_config(quantized), torch.float32)
+    experts = decoder.layers[0].mlp.experts
+    inner, every = case.inner, slice(None)
+    experts.gate_up_EFD.layouts = (
+        (
+            Piece("experts.gate_up_proj", (every, slice(0, inner)), (every, slice(0, None, 2))),
+            Piece("experts.gate_up_proj", (every, slice(inner, None)), (every, slice(1, None, 2))),
+        ),
+    )
+    copies = names.match(decoder, read_checkpoint(quantized, quantized=True))
+    decoder.to_empty(device="cpu")
+    read_weights(dict(decoder.named_parameters()), copies, platforms.current())
+    stored = load_file(next(quantized.glob("*.safetensors")))
+
+    def unpacked(name: str) -> torch.Tensor:
+        tensors = (stored[f"model.layers.0.mlp.experts.{name}_{end}"] for end in ("blocks", "scales"))
+        return convert_moe_packed_tensors(*tensors, dtype=torch.float32).transpose(1, 2)
+
+    gate_up = unpacked("gate_up_proj")
+    assert experts.gate_up_EFD.format.name == "fp4_1x32_e8m0"
+    assert torch.equal(experts.gate_up_EFD.dense(), torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), 1))
+    assert torch.equal(experts.down_EDI.dense(), unpacked("down_proj"))
 
 
 def test_awq_is_what_its_converter_unpacks() -> None:
@@ -112,6 +145,17 @@ DAMAGES: list[tuple[str, str, Callable[[dict[str, torch.Tensor], str], None], st
     ("fp8 blocks", "weight_scale_inv", lambda t, n: t.update({n: t[n][:1].clone()}), "_scale_inv' has shape"),
     ("fp8 blocks", "weight_scale_inv", lambda t, n: t.update({n: t[n] * torch.nan}), "not a finite number"),
     ("fp8 blocks", "weight_scale_inv", lambda t, n: t.update({n: t[n].int()}), "is I32, where floating-point"),
+    ("fp8 blocks", "weight", lambda t, n: t.update({n: t[n].view(torch.uint8)}), "is U8, where float8_e4m3fn"),
+    ("fp8 ue8m0 bytes", "weight_scale_inv", lambda t, n: t[n].view(torch.uint8).fill_(255), "not a finite number"),
+    ("fp8 blocks fused", "down_proj_scale_inv", remove, "down_proj_scale_inv' is missing"),
+    ("fp8 blocks fused", "down_proj_scale_inv", lambda t, n: t.update({n: t[n][1:].clone()}), "_inv' has shape"),
+    ("fp8 blocks fused", "down_proj_scale_inv", lambda t, n: t[n][3].fill_(torch.inf), "not a finite number"),
+    ("mxfp4 fused", "down_proj_scales", remove, "down_proj_scales' is missing"),
+    ("mxfp4 fused", "down_proj_scales", lambda t, n: t[n][2].fill_(255), "down_proj_scales' has a scale that is not"),
+    ("mxfp4 fused", "down_proj_blocks", lambda t, n: t.update({n: t[n].flatten(2)}), "down_proj_blocks' has shape"),
+    ("ct int4 32", "weight_scale", lambda t, n: t[n].fill_(torch.nan), "weight_scale' has a scale that is not"),
+    ("gptq", "qweight", lambda t, n: t.update({n: t[n].T.contiguous()}), "qweight' has shape"),
+    ("awq", "qweight", lambda t, n: t.update({n: t[n].view(torch.uint8)}), "is U8, where int32 should be"),
     ("ct int4 32", "weight_packed", lambda t, n: t.update({n: t[n][:, :-1].clone()}), "weight_packed' has shape"),
     ("ct int4 32", "weight_packed", lambda t, n: t.update({n: t[n].long()}), "is I64, where int32 should be"),
     ("ct int4 32", "weight_scale", remove, "weight_scale' is missing"),
@@ -129,9 +173,30 @@ def test_damage_is_refused_by_name(
     quantized, _, _ = save(case, tmp_path)
     file = next(quantized.glob("*.safetensors"))
     tensors = load_file(file)
-    damage(tensors, next(name for name in tensors if name.endswith(f"down_proj.{tensor}")))
+    name = next(name for name in tensors if name.endswith((f"down_proj.{tensor}", f"experts.{tensor}")))
+    damage(tensors, name)
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model(quantized, dtype="float32")
+    assert str(caught.value).startswith(f"{file}: tensor {name!r} ")
+
+
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:
+    quantized, _, _ = save(writers.CASES[0], tmp_path)
+    file = next(quantized.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(CheckpointError, match="truncated, expected .*; tensor '.*' is the first to be cut off"):
+        load_model(quantized, dtype="float32")
+
+
+def test_what_headers_show_is_refused_before_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized, _, _ = save(writers.CASES[0], tmp_path)
+    file = next(quantized.glob("*.safetensors"))
+    tensors = load_file(file)
+    remove(tensors, next(name for name in tensors if name.endswith("weight_scale_inv")))
+    save_file(tensors, file)
+    monkeypatch.setattr(Decoder, "to_empty", lambda *_, **__: pytest.fail("memory was taken"))
+    with pytest.raises(CheckpointError, match="_scale_inv' is missing"):
         load_model(quantized, dtype="float32")
 
 
@@ -150,6 +215,7 @@ REFUSED = [
         },
         "config_groups.g: format 'nvfp4-pack-quantized'",
     ),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt' (NVFP4) is not supported"),
     ([], "must be an object"),
 ]
 
@@ -169,7 +235,7 @@ def test_a_group_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     raw = json.loads((quantized / "config.json").read_text())
     raw["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 128
     (quantized / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="weight_scale' has shape|no multiple of the group size"):
+    with pytest.raises(CheckpointError, match=r"tensor '.*_packed': 160 inputs are no multiple of the group size 128"):
         load_model(quantized, dtype="float32")
 
 

@@ -17,6 +17,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 Tensors = dict[str, torch.Tensor]
 Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -35,6 +36,8 @@ class Case:
     inner: int = 96
     skipped: tuple[str, ...] = field(default=())
     """Parts of the names of further weights that stay plain."""
+    fused: bool = False
+    """All experts of a layer are in one tensor."""
 
 
 def blocks(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -56,6 +59,30 @@ def fp8_block(scale_dtype: torch.dtype) -> Pack:
         return {"weight": q, "weight_scale_inv": scale}, q.float() * whole
 
     return pack
+
+
+def fp8_ue8m0(scale_dtype: torch.dtype) -> Pack:
+    """Scales that are powers of two."""
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scale = torch.exp2(torch.ceil(torch.log2(blocks(weight, 128, 128) / 448)))
+        whole = spread(scale, weight, 128, 128)
+        q = (weight / whole).to(torch.float8_e4m3fn)
+        return {"weight": q, "weight_scale_inv": scale.to(scale_dtype)}, q.float() * whole
+
+    return pack
+
+
+def mxfp4_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As gpt-oss keeps them; transformers says what they stand for."""
+    grouped = weight.unflatten(1, (-1, 32))
+    exponent = torch.floor(torch.log2(grouped.abs().amax(2))) - 2
+    levels = torch.tensor(FP4_VALUES)
+    q = (grouped / torch.exp2(exponent)[..., None])[..., None] - levels
+    code = q.abs().argmin(-1).to(torch.uint8)
+    packed, scale = code[..., ::2] | (code[..., 1::2] << 4), (exponent + 127).to(torch.uint8)
+    twin = convert_moe_packed_tensors(packed[None], scale[None], dtype=torch.float32)[0].T
+    return {"weight_blocks": packed, "weight_scales": scale}, twin
 
 
 def compressed(format: str, **args: Any) -> tuple[dict[str, Any], Pack]:
@@ -154,6 +181,12 @@ CASES = [
     Case("fp8 blocks, bf16 scales", FP8, fp8_block(torch.bfloat16)),
     Case("fp8 blocks, 704", FP8, fp8_block(torch.float32), inner=704),
     Case("fp8 blocks, attention plain", FP8, fp8_block(torch.float32), skipped=("self_attn", "layers.1.")),
+    Case("fp8 ue8m0", FP8 | {"scale_fmt": "ue8m0"}, fp8_ue8m0(torch.float32)),
+    Case("fp8 ue8m0 bytes", FP8 | {"scale_fmt": "ue8m0"}, fp8_ue8m0(torch.float8_e8m0fnu)),
+    Case("fp8 ue8m0 bytes, 704", FP8 | {"scale_fmt": "ue8m0"}, fp8_ue8m0(torch.float8_e8m0fnu), inner=704),
+    Case("fp8 blocks fused", FP8, fp8_block(torch.float32), fused=True),
+    Case("fp8 blocks fused, 704", FP8, fp8_block(torch.bfloat16), inner=704, fused=True),
+    Case("mxfp4 fused", {"quant_method": "mxfp4"}, mxfp4_blocks, skipped=("self_attn",), fused=True),
     Case("ct fp8 channel", *compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
     Case("ct fp8 tensor", *compressed("float-quantized", num_bits=8, type="float", strategy="tensor")),
     Case(
@@ -192,9 +225,15 @@ def quantize(plain: Path, quantized: Path, case: Case) -> None:
             if any(part in name for part in (*PLAIN, *case.skipped)):
                 packed[name] = twins[name] = tensor
                 continue
-            made, twin = case.pack(tensor.float())
-            packed |= {f"{name.removesuffix('.weight')}.{end}": value.contiguous() for end, value in made.items()}
-            twins[name] = twin.to(tensor.dtype).contiguous()
+            matrices = [case.pack(matrix) for matrix in (tensor.float() if tensor.dim() == 3 else tensor.float()[None])]
+            for end in matrices[0][0]:
+                values = [made[end].contiguous() for made, _ in matrices]
+                # `experts.down_proj` and `experts.down_proj_scale_inv`; `down_proj.weight`, `down_proj.qweight`
+                full = (
+                    name + end.removeprefix("weight") if tensor.dim() == 3 else f"{name.removesuffix('.weight')}.{end}"
+                )
+                packed[full] = torch.stack(values) if tensor.dim() == 3 else values[0]
+            twins[name] = torch.stack([twin for _, twin in matrices]).view(tensor.shape).to(tensor.dtype)
         save_file(packed, quantized / file.name)
         save_file(twins, file)
     for folder in (plain, quantized):

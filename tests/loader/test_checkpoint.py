@@ -474,8 +474,8 @@ def test_quantised_dtypes(tmp_path: Path, dtype: torch.dtype, name: str) -> None
     packed = torch.zeros(4, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.zeros(4, dtype=dtype)
     save_file({"norm": torch.ones(2), "experts.0.qweight": packed}, tmp_path / SINGLE)
     assert refusal(tmp_path) == (
-        f"{SINGLE}: tensor 'experts.0.qweight' is {name}, only F64, F32, F16, BF16 can be loaded: quantised"
-        " checkpoints are not supported yet; use the unquantised checkpoint"
+        f"{SINGLE}: tensor 'experts.0.qweight' is {name}, only F64, F32, F16, BF16 can be loaded:"
+        " config.json has no quantization_config that could say what it means; use the unquantised checkpoint"
     )
 
 

@@ -98,7 +98,7 @@ def test_wrong_shape(folder: Path) -> None:
         load_model(folder)
     assert str(caught.value) == (
         f"{folder / 'model.safetensors'}: tensor {name!r} has shape [{shape[0] + 1}, {shape[1]}], "
-        f"config.json asks for [{shape[0]}, {shape[1]}]"
+        f"config.json asks for [{shape[0]}, {shape[1]}]; do the two belong together?"
     )
 
 

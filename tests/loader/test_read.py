@@ -1,9 +1,13 @@
 """Bytes get where they belong, whatever their place in the file, their size, dtype and target; files that shrink are
 refused; the host holds little."""
 
+import dataclasses
+import gc
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anabranch import platforms
+from anabranch.formats.scaled import Scaled
+from anabranch.loader import names, read
 from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
+from anabranch.loader.load import build
 from anabranch.loader.names import Copy
-from anabranch.loader.read import MOST_PARTS, Reader, cut, read_weights
-from anabranch.platforms import Platform
+from anabranch.loader.read import ALIGNMENT, MOST_PARTS, Reader, cut, read_weights
+from anabranch.models.config import read_config
+from anabranch.platforms import Platform, Take
 from anabranch.platforms.fake import FakePlatform, FakeStaging
+from tests.models import tiny
 
 PLATFORMS = ["cpu", "fake", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -140,10 +149,23 @@ class CountingPlatform(FakePlatform):
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
+        self.taken: list[int] = []
+        """Bytes of tensors that were converted or taken apart."""
 
     def make_staging(self, num_bytes: int) -> FakeStaging:
         self.sizes.append(num_bytes)
-        return super().make_staging(num_bytes)
+        return CountingStaging(num_bytes, self.taken)
+
+
+class CountingStaging(FakeStaging):
+    def __init__(self, num_bytes: int, taken: list[int]) -> None:
+        super().__init__(num_bytes)
+        self.taken = taken
+
+    def put(self, source: torch.Tensor, places: Sequence[tuple[torch.Tensor, Take | None]]) -> None:
+        if any(take is not None for _, take in places):
+            self.taken.append(source.nbytes)
+        super().put(source, places)
 
 
 def test_the_host_holds_two_small_buffers_a_thread(tmp_path: Path) -> None:
@@ -156,6 +178,98 @@ def test_the_host_holds_two_small_buffers_a_thread(tmp_path: Path) -> None:
     assert len(platform.sizes) <= 4 and max(platform.sizes) < 11_000
     expected = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_fused_experts_are_converted_a_few_at_a_time(
+    tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host and the device hold besides the weights does not grow with the number of experts."""
+    case = next(case for case in tiny.CASES if case.model_type == "qwen3_moe" and case.experts == "fused")
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 32, "head_dim": 32}
+    folder = tiny.save(dataclasses.replace(case, settings=case.settings | sizes, sharded=False), tmp_path)
+    checkpoint = read_checkpoint(folder)
+    one_expert = 4 * 2 * 128 * 128
+
+    def load(limit: int) -> tuple[dict[str, torch.Tensor], CountingPlatform]:
+        monkeypatch.setattr(names, "SLICE", limit)
+        decoder = build(read_config(folder), torch.float32)
+        copies = names.match(decoder, checkpoint, quantization)
+        decoder.to_empty(device="cpu")
+        platform, parameters = CountingPlatform(), dict(decoder.named_parameters())
+        total = read_weights(parameters, copies, platform, threads=2, limit=limit)
+        assert total == checkpoint.num_bytes
+        return parameters, platform
+
+    whole, large = load(1 << 30)
+    sliced, small = load(2 * one_expert)
+    assert max(large.sizes) >= 32 * one_expert and max(small.sizes) <= 2 * one_expert + MOST_PARTS * ALIGNMENT
+    assert max(small.taken) <= 2 * one_expert < max(large.taken)
+    assert all(torch.equal(sliced[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's")
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in tiny.CASES if case.model_type == "qwen3_moe" and case.experts == "fused")
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 1}
+    settings = case.settings | sizes | {"decoder_sparse_step": 1}
+    folder = tiny.save(dataclasses.replace(case, settings=settings, sharded=False), tmp_path)
+    checkpoint = read_checkpoint(folder)
+
+    def peak() -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) << 10
+
+    def growth(limit: int) -> int:
+        """Bytes of memory, besides the weights, at the highest point."""
+        monkeypatch.setattr(names, "SLICE", limit)
+        decoder = build(read_config(folder), torch.float32)
+        copies = names.match(decoder, checkpoint, "fp8")
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak()
+        decoder.to_empty(device="cpu")
+        parameters = dict(decoder.named_parameters())
+        read_weights(parameters, copies, platforms.make("cpu"), threads=2, limit=limit)
+        return peak() - before - sum(parameter.nbytes for parameter in parameters.values())
+
+    fused = max(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    assert fused == 32 * 2 * 512 * 512 * 4
+    assert growth(2 << 20) < fused // 2, "a few experts at a time"
+    assert growth(1 << 30) > fused, "what it is without slices, so that the measure is one"
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_scales_that_are_stored_as_exponents(tmp_path: Path, name: str) -> None:
+    platform, scale = platforms.make(name), torch.tensor([[2.0**-127, 0.5], [1.0, 2.0**127]])
+    save_file({"scale": scale.to(torch.float8_e8m0fnu)}, tmp_path / "model.safetensors")
+    info = read_checkpoint(tmp_path, quantized=True).tensors["scale"]
+    assert info.dtype == "F8_E8M0"
+    parameters = {
+        "scale": torch.zeros(2, 2, device=platform.device),
+        "spread": torch.zeros(4, 2, device=platform.device),
+    }
+    source = Scaled("fp8", 128, 128, "_scale_inv")
+    convert = partial(source.convert, "scale", shape=(256, 256), format=source.format((64,)))
+    read_weights(parameters, [Copy(info, "scale", ()), Copy(info, "spread", (), (), convert)], platform)
+    assert torch.equal(parameters["scale"].cpu(), scale)
+    assert torch.equal(parameters["spread"].cpu(), scale.repeat_interleave(2, 0))
+
+
+def test_large_buffers_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread has two; tensors that are taken in parts are read whole."""
+    tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = read_checkpoint(tmp_path)
+    parameters = {name: torch.zeros(64, 32) for name in tensors}
+    part = slice(None), slice(0, 32)
+    copies = [Copy(info, name, (), part) for name, info in checkpoint.tensors.items()]
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(read, "BUFFERS", 4 * 64 * 64 * 4)
+    platform = CountingPlatform()
+    read_weights(parameters, copies, platform, limit=1000)
+    assert len(platform.sizes) <= 4
+    assert all(torch.equal(parameters[name], tensor[part]) for name, tensor in tensors.items())
 
 
 def test_a_read_that_stops_early_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

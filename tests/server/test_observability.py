@@ -19,6 +19,7 @@ SECRET = "xyzzy-the-secret-word"
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Running]:
     flags = ("--metrics-compat", "vllm", "--log-format", "json", "--expert-load-interval", "2", "--num-pages", "300")
+    flags += ("--quantization", "fp8")
     with running(model, *flags) as server:
         for number in range(3):
             server.complete(f"{SECRET} {number}", max_tokens=20)
@@ -61,6 +62,13 @@ def test_metrics(server: Running) -> None:
     assert found["anabranch:http_responses_total|route=/v1/completions|status=400"] == 2
     assert found["anabranch:http_responses_total|route=unknown|status=404"] == 1
     assert found[f"anabranch:ready{label}"] == 1
+    assert found[f"anabranch:model_info{label}|quantization=fp8"] == 1
+
+
+def test_the_format_of_the_weights_is_named(server: Running) -> None:
+    (card,) = server.get("/v1/models").json()["data"]
+    assert card["quantization"] == "fp8"
+    assert re.search(r"ready after [\d.]+ s; context 2048 tokens, quantization fp8", server.log())
 
 
 def test_counts_go_up_by_what_was_done(server: Running) -> None:

@@ -65,7 +65,7 @@ def expected(model: Path) -> str:
 
 def test_models(client: Any) -> None:
     (found,) = client.models.list().data
-    assert found.id == NAME and found.max_model_len == 2048
+    assert found.id == NAME and found.max_model_len == 2048 and found.quantization == "none"
     assert client.models.retrieve(NAME).id == NAME
     with pytest.raises(openai.NotFoundError) as error:
         client.models.retrieve("gpt-5")

@@ -32,6 +32,7 @@ from typing import Any, Self
 
 from anabranch import __version__
 from anabranch.bench.records import bundled, commit
+from anabranch.engine import plan
 from anabranch.engine.progress import Line
 from anabranch.kernels.compiling import compile_server
 from anabranch.llm import LLM
@@ -216,6 +217,9 @@ def run(options: argparse.Namespace) -> int:
             result.save()
         llm, start = open_llm(options, folder, stages)
         result.set_machine(llm.engine.runner.platform.describe())
+        quantization = plan.quantized(llm.engine.model, options.quantization).quantization
+        result.values["quantization"] = quantization
+        print(f"{'model':>16}  {Path(folder).name}, {llm.engine.config.dtype}, quantization {quantization}", flush=True)
         result.values["max_num_batched_tokens"] = llm.engine.config.max_num_batched_tokens
         print(f"{'start':>16}  {start['import_s']:.1f} + {start['startup_s']:.1f} s", flush=True)
         if "startup" in kinds:

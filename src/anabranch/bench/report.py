@@ -43,7 +43,9 @@ class ResultFile:
     def title(self) -> str:
         commit = f" ({self.values['commit']})" if self.is_ours and "commit" in self.values else ""
         shrink = f" SHRUNK {self.values['shrink']}×" if "shrink" in self.values else ""
-        return f"{self.values['engine']} {self.values.get('version', '')}{commit}{shrink}".strip()
+        kept = self.values.get("quantization", "none")
+        quantized = "" if kept == "none" else f" {kept}"
+        return f"{self.values['engine']} {self.values.get('version', '')}{commit}{quantized}{shrink}".strip()
 
     def get(self, path: str) -> float | None:
         if not path.startswith("start_"):

@@ -34,6 +34,7 @@ def find_platform(name: str | None) -> tuple[Platform, str]:
 
 def run(options: argparse.Namespace) -> int:
     from anabranch import kernels, ops, platforms
+    from anabranch.formats.grouped import STORED
 
     platform, device = find_platform(options.platform)
     print(f"anabranch {__version__}, Python {host.python_version()}, {host.system()} {host.machine()}")
@@ -64,6 +65,10 @@ def run(options: argparse.Namespace) -> int:
         if not op.bound or op.bound[-1].accepts is not None:
             order.append("reference")
         print(f"  {name:<18} {' → '.join(order)}")
+    print("\nquantised weights (where no kernel multiplies by them: dequantised once, after loading)")
+    for numbers in STORED:
+        found = [op.name for op in (ops.linear, ops.experts) if any(numbers in kernel.traits for kernel in op.bound)]
+        print(f"  {numbers:<18} {'kernels of ' + ', '.join(found) if found else 'dequantised'}")
     return 0
 
 

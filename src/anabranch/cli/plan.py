@@ -85,7 +85,8 @@ def _as_text(
     moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
     experts = f", {moe.num_experts} experts, {moe.top_k} per token" if moe else ""
     lines = [f"{config.model_type}: {len(config.layers)} layers, hidden size {config.hidden_size}{experts}", ""]
-    lines += [f"{'weights (' + dtype + ')':<24}{'parameters':>16}{'GB':>10}{'share':>9}"]
+    numbers = dtype if config.quantization == "none" else f"{dtype}, {config.quantization}"
+    lines += [f"{'weights (' + numbers + ')':<24}{'parameters':>16}{'GB':>10}{'share':>9}"]
     for kind, count in counts.items():
         if count:
             lines.append(f"  {kind:<22}{count:>16,}{num_bytes[kind] / 1e9:>10.3f}{count / total:>9.1%}")
@@ -123,6 +124,7 @@ def _as_json(
     return {
         "model_type": config.model_type,
         "dtype": dtype,
+        "quantization": config.quantization,
         "weights": planning.weight_bytes(config, dtype),
         "active_parameters": planning.count_active(config),
         "on_disk_bytes": on_disk[0] if on_disk else None,

@@ -134,7 +134,8 @@ class Grouped(Format):
         self.tensors(tuple(dense.shape))
         dense, group = dense.float(), self.group or inputs
         pad = (0, -inputs % group, 0, -outputs % self.rows)
-        blocks = torch.nn.functional.pad(dense, pad).unflatten(-1, (-1, group)).unflatten(-3, (-1, self.rows))
+        padded = torch.nn.functional.pad(dense, pad) if any(pad) else dense  # pad copies in any case
+        blocks = padded.unflatten(-1, (-1, group)).unflatten(-3, (-1, self.rows))
         low, high = blocks.amin((-3, -1)), blocks.amax((-3, -1))
         most = torch.maximum(high, -low).clamp_min(1e-20)
         if self.numbers == "fp8":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from anabranch.formats.format import Format, Shape, TensorSpec
-from anabranch.formats.grouped import Grouped, pack
+from anabranch.formats.grouped import SCALES, Grouped, pack
 from anabranch.formats.source import Source, stem
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class Packed4(Source):
         return {tensor: f"{layer}.{end}" for tensor, end in zip(tensors, ends)}
 
     def format(self, starts: tuple[int, ...] = (), dtypes: Mapping[str, str] = {}) -> Format:
-        return Grouped("int4", 1, self.group, dtypes.get("scale", "float16"), self.zero)
+        scale = dtypes.get("scale", "float16")
+        return Grouped("int4", 1, self.group, scale if scale in SCALES else "float32", self.zero)
 
     def stored(self, tensor: str, shape: Shape) -> tuple[TensorSpec, ...]:
         outputs, inputs = shape[-2:]

@@ -13,6 +13,9 @@ from anabranch.formats.source import Source, common_rows
 if TYPE_CHECKING:
     import torch
 
+UE8M0 = "float8_e8m0fnu"
+"""Scales that are powers of two, where they are stored as their exponents."""
+
 
 @dataclass(frozen=True)
 class Scaled(Source):
@@ -39,16 +42,17 @@ class Scaled(Source):
         groups = -(-inputs // self.group) if self.group else 1
         if self.rows:
             blocks = -(-outputs // self.rows)
-            flat = (TensorSpec((*lead, blocks)),) if groups == 1 else ()
-            return (TensorSpec((*lead, blocks, groups)), *flat)
-        return tuple(TensorSpec((*lead, *one)) for one in ((1,), (), (1, 1)))
+            shapes: tuple[Shape, ...] = ((blocks, groups), (blocks,))[: 2 if groups == 1 else 1]
+        else:
+            shapes = ((1,), (), (1, 1))
+        return tuple(TensorSpec((*lead, *shape), dtype) for dtype in ("", UE8M0) for shape in shapes)
 
     def convert(self, tensor: str, stored: torch.Tensor, shape: Shape, format: Format) -> torch.Tensor:
         if tensor == "data":
             return stored
         assert isinstance(format, Grouped)
         *lead, outputs, inputs = shape
-        groups = format.num_groups(inputs)
+        groups, stored = format.num_groups(inputs), stored.float()  # torch rearranges few dtypes of 8 bits
         if not self.rows:
             return stored.reshape(*lead, 1, 1).expand(*lead, outputs, groups)
         stored = stored.reshape(*lead, -1, groups)

@@ -51,7 +51,8 @@ class Source:
         return shape
 
     def convert(self, tensor: str, stored: torch.Tensor, shape: Shape, format: Format) -> torch.Tensor:
-        """From the checkpoint's tensor of such a piece to the format's."""
+        """From the checkpoint's tensor of such a piece to the format's. A tensor that has all experts comes in parts of
+        a few experts, each with its shape."""
         return stored
 
     def changes(self, tensor: str, format: Format) -> bool:
@@ -104,7 +105,10 @@ def sources_of(quantization_config: Mapping[str, Any]) -> tuple[Source, ...]:
     if name is None:
         raise ValueError("it has no quant_method; weights that mlx_lm packed are for platform mlx alone")
     if method is None:
-        raise ValueError(f"quant_method {name!r} is not supported (supported: {', '.join(sorted(methods()))})")
+        what = f"quant_method {name!r}" + (
+            f" ({algorithm})" if (algorithm := quantization_config.get("quant_algo")) else ""
+        )
+        raise ValueError(f"{what} is not supported (supported: {', '.join(sorted(methods()))})")
     return method(quantization_config)
 
 

@@ -25,8 +25,11 @@ _LENGTH_BYTES = 8  # a file begins with the length of its header: little-endian,
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What plain weights are stored as: safetensors' names and torch's."""
-DTYPES = FLOATS | {"F8_E4M3": "float8_e4m3fn", "I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8"}
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+_FLOATS_8 = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
+DTYPES = FLOATS | _FLOATS_8 | {"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8"}
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1} | dict.fromkeys(
+    _FLOATS_8, 1
+)
 _OTHER_DTYPE = re.compile(r"BOOL|[IU](8|16|32|64)|C64|F[468](_\w+)?")
 
 
@@ -188,8 +191,9 @@ def _parse_tensor(file: Path, name: str, entry: Any, data_begin: int, quantized:
             raise _broken(where, "corrupt header, dtype, shape or data_offsets is missing or malformed")
     if _OTHER_DTYPE.fullmatch(dtype) and not (quantized and dtype in DTYPES):
         raise CheckpointError(
-            f"{where} is {dtype}, only {', '.join(FLOATS)} can be loaded: quantised checkpoints are not supported"
-            " yet; use the unquantised checkpoint"
+            f"{where} is {dtype}, only {', '.join(DTYPES if quantized else FLOATS)} can be loaded"
+            + ("" if quantized else ": config.json has no quantization_config that could say what it means")
+            + "; use the unquantised checkpoint"
         )
     if dtype not in _ITEM_BYTES:
         raise _broken(where, f"corrupt header, unknown dtype {dtype!r}")

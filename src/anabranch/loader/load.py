@@ -7,7 +7,7 @@ here), and only then memory and weights.
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -73,23 +73,26 @@ def load_model(
             count(sum(parameter.nbytes for parameter in parameters.values()))
         else:
             count(read_weights(parameters, copies, platform, progress))
-        settle(decoder, platform)
+        settle(decoder, platform, copies)
         lay_out(decoder, platform)
     keep_attributes(decoder)
     return decoder
 
 
-def settle(decoder: Decoder, platform: platforms.Platform) -> None:
-    """After loading: refuse scales that are no numbers; replace quantised weights by dense ones where no kernel of this
-    platform multiplies by them, if there is memory for that. If not, they are dequantised in every call."""
+def settle(decoder: Decoder, platform: platforms.Platform, copies: Sequence[names.Copy]) -> None:
+    """After loading: refuse scales that are no numbers, by the names that `copies` has; replace quantised weights by
+    dense ones where no kernel of this platform multiplies by them, if there is memory for that. If not, they are
+    dequantised in every call."""
     quantized = {name: w for name, w in decoder.named_modules() if isinstance(w, Weight) and _is_quantized(w)}
     if not quantized:
         return
-    scales = {name: weight.tensors["scale"] for name, weight in quantized.items() if "scale" in weight.tensors}
-    finite = torch.stack([scale.isfinite().all() for scale in scales.values()]).tolist() if scales else []
-    for name, good in zip(scales, finite):
-        if not good:
-            raise CheckpointError(f"weight {name!r} has a scale that is not a finite number; download the model again")
+    scales = {f"{name}.scale": w.tensors["scale"] for name, w in quantized.items() if "scale" in w.tensors}
+    finite = torch.stack([_is_finite(scale) for scale in scales.values()]).tolist() if scales else []
+    bad = {name: scales[name] for name, good in zip(scales, finite) if not good}
+    for copy in copies:
+        if copy.parameter in bad and not _is_finite(bad[copy.parameter][copy.index]):
+            where = f"{copy.source.file}: tensor {copy.source.name!r}"
+            raise CheckpointError(f"{where} has a scale that is not a finite number; download it again")
     op_of: dict[type, Op[..., torch.Tensor]] = {Linear: ops.linear, PackedLinear: ops.linear, Experts: ops.experts}
     multiplied = {id(w): op_of[type(m)] for m in decoder.modules() if type(m) in op_of for w in m.children()}
     dense = [
@@ -111,6 +114,11 @@ def settle(decoder: Decoder, platform: platforms.Platform) -> None:
             layer.set_fp8_norms()
     if dense:
         log.info("dequantised %d weights: no kernel of this platform multiplies by their format", len(dense))
+
+
+def _is_finite(scale: torch.Tensor) -> torch.Tensor:
+    """Whether all are; 255 is the exponent that stands for no number."""
+    return (scale.isfinite() if scale.is_floating_point() else scale != 255).all()
 
 
 def keep_attributes(decoder: Decoder) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,9 @@ from anabranch.ops.weight import Layout, Piece, Weight
 if TYPE_CHECKING:
     from anabranch.models.decoder import Decoder
 
+SLICE = 8 << 20
+"""Bytes of a tensor with all experts that are converted at a time: while that lasts, they take memory several times."""
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -32,7 +35,7 @@ class Copy:
     parameter: str
     index: Index
     part: Index = ()
-    convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+    convert: Callable[..., torch.Tensor] | None = None
 
 
 def match(model: Decoder, checkpoint: Checkpoint, quantization: str = "none") -> list[Copy]:
@@ -116,8 +119,18 @@ def _copies(
     stored: dict[str, Shape] = {}
     """The logical shape of each checkpoint tensor."""
     taken_of = Counter[str]()
+    found = {name: {tensor: _find(checkpoint, n) for tensor, n in theirs.items()} for name, theirs in names.items()}
+    infos = found[layout[0].name]
+    pieces = [*weight.shard.pieces(layout, weight.full_shape)]
+    starts = {start for piece in (*layout, *pieces) for start in _starts(piece, whole)}
+    try:
+        format = source.format(tuple(starts), {tensor: DTYPES[info.dtype] for tensor, info in infos.items()})
+        specs = format.tensors(weight.full_shape)
+    except ValueError as error:
+        where = f"{infos['data'].file}: tensor {infos['data'].name!r}"
+        raise CheckpointError(f"{where}: {error}; do config.json and the weights belong together?") from None
     for piece in layout:
-        infos = {tensor: _find(checkpoint, name) for tensor, name in names[piece.name].items()}
+        infos = found[piece.name]
         wanted = tuple(whole[piece.index].shape)
         shape = stored[piece.name] = source.logical(infos["data"].shape) if piece.part else wanted
         if _shape_of(shape, piece.part) != wanted:
@@ -127,28 +140,35 @@ def _copies(
         taken_of[piece.name] += math.prod(wanted)
     for name, count in taken_of.items():
         if count != math.prod(stored[name]):
-            info = checkpoint.tensors[names[name]["data"]]
-            raise CheckpointError(
-                f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, config.json asks for {count} elements"
-            )
-    dtypes = {tensor: DTYPES[info.dtype] for tensor, info in infos.items()}
-    pieces = [*weight.shard.pieces(layout, weight.full_shape)]
-    starts = {start for piece in (*layout, *pieces) for start in _starts(piece, whole)}
-    try:
-        format = source.format(tuple(starts), dtypes)
-        specs = format.tensors(weight.full_shape)
-    except ValueError as error:
-        raise CheckpointError(f"{infos['data'].file}: tensor {infos['data'].name!r}: {error}") from None
+            raise _misshapen(found[name]["data"], f"{count} elements")
     if weight.format is not format:
         with torch.device("meta"):
             weight.set_format(format)
     for piece in pieces:
         name, shape = piece.name, stored[piece.name]
         for tensor in specs:
-            changes = source.changes(tensor, format)
-            convert = partial(source.convert, tensor, shape=shape, format=format) if changes else None
             index, part = format.part(tensor, piece.index, weight.shape), format.part(tensor, piece.part, shape)
-            yield Copy(checkpoint.tensors[names[name][tensor]], f"{path}.{tensor}", index, part, convert)
+            info, changes = found[name][tensor], source.changes(tensor, format)
+            convert = partial(source.convert, tensor, shape=shape, format=format) if changes else None
+            copy = Copy(info, f"{path}.{tensor}", index, part, convert)
+            yield from _slices(copy, shape) if len(shape) == 3 and (changes or part) else (copy,)
+
+
+def _slices(copy: Copy, shape: Shape) -> Iterator[Copy]:
+    """A copy from a tensor that has all experts, of this logical shape, as copies of a few experts each."""
+    source, convert = copy.source, copy.convert
+    if any(experts != slice(None) for experts in (*copy.index[:1], *copy.part[:1])):
+        yield copy
+        return
+    one = source.num_bytes // shape[0]
+    some = max(1, SLICE // max(1, one))
+    for first in range(0, shape[0], some):
+        end = min(first + some, shape[0])
+        begin, count = source.begin + first * one, end - first
+        experts = replace(source, shape=(count, *source.shape[1:]), begin=begin, end=begin + count * one)
+        if convert is not None:
+            convert = partial(convert, shape=(count, *shape[1:]))
+        yield replace(copy, source=experts, index=(slice(first, end), *copy.index[1:]), convert=convert)
 
 
 def _choose(checkpoint: Checkpoint, layouts: list[Layout], sources: tuple[Source, ...]) -> tuple[Source, Layout]:
@@ -196,9 +216,11 @@ def _check(info: TensorInfo, allowed: tuple[TensorSpec, ...]) -> None:
         raise _misshapen(info, allowed[0].shape)
 
 
-def _misshapen(info: TensorInfo, wanted: Shape) -> CheckpointError:
+def _misshapen(info: TensorInfo, wanted: Shape | str) -> CheckpointError:
+    asked = wanted if isinstance(wanted, str) else list(wanted)
     return CheckpointError(
-        f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, config.json asks for {list(wanted)}"
+        f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, config.json asks for {asked}; do the two "
+        "belong together?"
     )
 
 

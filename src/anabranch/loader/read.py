@@ -36,6 +36,8 @@ SPAN = (16 << 20) - MOST_PARTS * ALIGNMENT
 """Bytes of a read: large enough that Python does not matter, small enough that buffers stay in the host's cache. A
 buffer is then 16 MB, no more: page-locked memory comes in powers of two."""
 THREADS = 12
+BUFFERS = 512 << 20
+"""Bytes of all buffers: tensors that are converted whole may be larger than SPAN, and then fewer threads read."""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, ours) for name, ours in checkpoint.DTYPES.items()}
 
 Place = tuple[torch.Tensor, Take | None]
@@ -123,7 +125,8 @@ def read_weights(
     reader = Reader(spans, platform)
     platform.synchronize()  # memory that was just taken may have been in use by work that is still on its way
     done = 0
-    pool = ThreadPoolExecutor(threads or max(2, min(THREADS, os.cpu_count() or 1)), "weights")
+    most = min(THREADS, os.cpu_count() or 1, BUFFERS // (2 * reader.room))
+    pool = ThreadPoolExecutor(threads or max(2, most), "weights")
     try:
         for future in as_completed([pool.submit(reader.read, span) for span in spans]):
             done += future.result()

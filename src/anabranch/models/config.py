@@ -66,6 +66,12 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     @property
+    def quantization(self) -> str:
+        """The numbers that quantised weights are kept in, in words of --quantization: fp8, int8, int4, fp4; or mlx."""
+        kinds = dict.fromkeys(source.format().kind for source in self.sources)
+        return "+".join(kinds) or ("mlx" if self.packed else "none")
+
+    @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         members: dict[CacheSpec, list[int]] = {}
         for layer_id, layer in enumerate(self.layers):

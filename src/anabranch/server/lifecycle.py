@@ -201,7 +201,8 @@ class Server:
         limits = f"body {self.service.max_body_bytes} bytes, headers {self.settings.max_header_bytes} bytes, "
         limits += f"{self.engine.max_num_seqs} sequences running and {self.settings.max_queue} waiting"
         log.info("limits: %s, %d connections", limits, self.max_connections)
-        log.info("ready after %.2f s; context %d tokens", total, self.service.max_model_len)
+        about = f"context {self.service.max_model_len} tokens, quantization {self.service.quantization}"
+        log.info("ready after %.2f s; %s", total, about)
         log.info("open %s in a browser, or: %s", self.address, self._example())
 
     def _example(self) -> str:

@@ -92,6 +92,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "root": service.names[0],
         "parent": None,
         "max_model_len": service.max_model_len,
+        "quantization": service.quantization,
     }
 
 

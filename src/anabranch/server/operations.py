@@ -128,6 +128,9 @@ class Metrics(Collector):
             yield from self._of_engine(f"{compat}:")
         yield from self._simple(GaugeMetricFamily, "anabranch:", OWN_GAUGES)
         yield from self._simple(CounterMetricFamily, "anabranch:", OWN_COUNTERS)
+        about = "1; says what the model's weights are kept in."
+        info = {(self.model, kept): 1 for kept in (self.service.quantization,) if kept}
+        yield family(GaugeMetricFamily, "anabranch:model_info", about, info, "model_name", "quantization")
         responses = {(route, str(status)): count for (route, status), count in sorted(self.responses.items())}
         about = "HTTP responses; 499: the client disconnected."
         yield family(CounterMetricFamily, "anabranch:http_responses", about, responses, "route", "status")

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from anabranch.config import EngineConfig
+from anabranch.engine import plan
 from anabranch.engine.client import EngineBusy, EngineClient, EngineDead
 from anabranch.models.config import ModelConfig
 from anabranch.request import Request, Update
@@ -128,6 +129,12 @@ class Service:
     @property
     def max_model_len(self) -> int:
         return int(self.client.ready_stats["max_model_len"])
+
+    @property
+    def quantization(self) -> str:
+        """What the weights are kept in; "" while the model is loading."""
+        model = self._model
+        return "" if model is None else plan.quantized(model.config, self.engine.quantization).quantization
 
     @property
     def max_body_bytes(self) -> int:

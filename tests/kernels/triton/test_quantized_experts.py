@@ -89,6 +89,47 @@ def test_rows_and_inputs_that_are_no_whole_blocks_in_the_interpreter(poison: Non
         check(draw(4, 3, 2, 160, 96), Grouped("fp8", 32, 128), tiles)
 
 
+def check_rows(
+    tokens: int, dims: tuple[int, ...], format: Grouped, tiles: Tiles | None = None, rows: Any = (0,), **place: Any
+) -> None:
+    """A token's row has the same bits whatever the other tokens are and wherever it is among them, with the same
+    tiles."""
+    arguments, _ = quantize(draw(tokens, *dims, **place), format)
+    others = draw(tokens, *dims, **place)
+    of_token = "x_TD", "weight_TK", "expert_TK"
+
+    def run(given: Arguments) -> torch.Tensor:
+        call = ExpertsCall(**given)
+        return kernel.run(call, kernel.tiles_for(call) if tiles is None else tiles)
+
+    first = run(arguments)
+    for t in rows:
+        mixed = {name: others[name].clone() for name in of_token}
+        for name in of_token:
+            mixed[name][tokens - 1 - t] = arguments[name][t]
+        assert torch.equal(run(arguments | mixed)[tokens - 1 - t], first[t]), f"{tokens} tokens, row {t} among others"
+
+
+weight_only = pytest.mark.parametrize("format", [FORMATS[0], FORMATS[5], FORMATS[7]], ids=lambda format: format.name)
+
+
+@interpreter
+@weight_only
+@pytest.mark.parametrize("second", [False, True])
+def test_rows_do_not_depend_on_each_other_in_the_interpreter(format: Grouped, second: bool) -> None:
+    tiles = SmallTiles(4, 4, 8, 4, by_token=not second, share=second, ahead=1)
+    check_rows(3, (2, 2, 64, 64), format, tiles)
+    check_rows(4, (2, 2, 64, 64), format, grouped(format, swap=second, match=not second))
+
+
+@pytest.mark.gpu
+@formats
+def test_rows_do_not_depend_on_each_other_on_a_gpu(format: Grouped) -> None:
+    for tokens in (2, 8, 16, 40, 64, 100, 300):
+        rows = (0, 1, tokens - 1)
+        check_rows(tokens, (16, 4, 512, 768), format, rows=rows, dtype=torch.bfloat16, device="cuda")
+
+
 @formats
 @pytest.mark.parametrize("tokens", [1, 8, 16, 64, 256, 4096])
 def test_a_step_in_depth_has_one_scale(format: Grouped, tokens: int) -> None:

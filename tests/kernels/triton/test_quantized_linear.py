@@ -35,6 +35,21 @@ def test_products(format: Grouped, device: str, poison: None, monkeypatch: pytes
 
 
 @everywhere
+@formats
+def test_rows_do_not_depend_on_each_other(format: Grouped, device: str) -> None:
+    """With as many tokens, so that the kernel is the same."""
+    dtype = dtypes(device)[-1]
+    weight = quantized(Weight.of(torch.randn(64, 128, device=device)), format)
+    for tokens in (2, 17, 70) if device == "cpu" else (2, 17, 70, 200):
+        x_TD, others_TD = (torch.randn(tokens, 128, device=device).to(dtype) for _ in range(2))
+        first, order = kernel.linear(x_TD, weight), torch.randperm(tokens, device=device)
+        assert torch.equal(kernel.linear(x_TD[order], weight), first[order])
+        for t in (0, tokens // 2, tokens - 1):
+            others_TD[t] = x_TD[t]
+            assert torch.equal(kernel.linear(others_TD, weight)[t], first[t]), (tokens, t)
+
+
+@everywhere
 def test_inputs_that_are_no_whole_block(device: str, poison: None) -> None:
     x_TD = torch.randn(3, 160, device=device)
     weight = quantized(Weight.of(torch.randn(96, 160, device=device)), Grouped("fp8", 32, 128))
