@@ -1,6 +1,6 @@
 """The experts' kernels against an exact reference: in Triton's interpreter, on a GPU, ahead of time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -84,17 +84,17 @@ def draw(
     }
 
 
-def exact(arguments: Arguments) -> torch.Tensor:
-    """fp64, expert by expert."""
+def exact(arguments: Arguments, rounded: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.double) -> torch.Tensor:
+    """fp64, expert by expert; `rounded`: inputs of both products."""
     given = ExpertsCall(**arguments)
     (tokens, top_k), width = given.expert_TK.shape, given.x_TD.shape[1]
     y_TKD = torch.zeros(tokens, top_k, width, dtype=torch.float64, device=given.x_TD.device)
     for e in range(given.down_EDI.shape[0]):
         token, slot = (given.expert_TK == e).nonzero(as_tuple=True)
-        h = given.x_TD[token].double() @ given.gate_up_EFD.data[e].double().T
+        h = rounded(given.x_TD[token]) @ given.gate_up_EFD.data[e].double().T
         if given.gate_up_bias_EF is not None:
             h = h + given.gate_up_bias_EF[e].double()
-        y = ops.gated_activation.reference(h, given.activation) @ given.down_EDI.data[e].double().T
+        y = rounded(ops.gated_activation.reference(h, given.activation)) @ given.down_EDI.data[e].double().T
         if given.down_bias_ED is not None:
             y = y + given.down_bias_ED[e].double()
         y_TKD[token, slot] = y * given.weight_TK[token, slot, None].double() * given.scaling
@@ -460,6 +460,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 

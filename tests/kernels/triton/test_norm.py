@@ -12,6 +12,7 @@ from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import experts
 from anabranch.kernels.triton import norm as kernel
 from anabranch.kernels.triton.launch import launch_options
+from anabranch.kernels.triton.quantize_rows import ATTACHED, quantize_rows
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
@@ -193,3 +194,30 @@ def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.Monk
         before, after = ahead_of_time.loads_around_wait(compiled)
         assert before >= 1, "the weight is a parameter"
         assert after >= num_rows + add
+
+
+@everywhere
+def test_rows_in_fp8(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a norm attaches are those of a kernel of their own; the result is the same as without."""
+    monkeypatch.setattr(kernel, "is_hopper", lambda device: True)
+    for dtype in dtypes(device):
+        for tokens, D in ((5, 128), (6, 384), (17, 2048)):
+            rows_TKD = torch.randn(tokens, 3, D, device=device).to(dtype)
+            expert_TK = torch.zeros(tokens, 3, dtype=torch.int32, device=device)
+            x_TD, weight_D = torch.randn(tokens, D, device=device).to(dtype), torch.rand(D, device=device).to(dtype)
+            for norm, given in (
+                (kernel.rms_norm, (x_TD,)),
+                (kernel.add_rms_norm, (x_TD, rows_TKD[:, 0].contiguous())),
+                (kernel.sum_add_rms_norm, (rows_TKD, expert_TK, x_TD)),
+            ):
+                found, plain = norm(*given, weight_D, 1e-6, True), norm(*given, weight_D, 1e-6)
+                y_TD = found if isinstance(found, torch.Tensor) else found[0]
+                assert torch.equal(y_TD, plain if isinstance(plain, torch.Tensor) else plain[0])
+                q_TD, scale_GT = quantize_rows(y_TD.clone())
+                attached_q_TD, attached_scale_GT = quantize_rows(y_TD)
+                assert attached_q_TD is getattr(y_TD, ATTACHED)[0]
+                assert torch.equal(attached_q_TD[:tokens].float(), q_TD[:tokens].float())
+                assert torch.equal(attached_scale_GT[:, :tokens], scale_GT[:, :tokens])
+                judged = q_TD[:tokens].double().unflatten(1, (-1, 128)) * scale_GT.T[:tokens, :, None].double()
+                error = (judged.flatten(1) - y_TD.double()).norm() / y_TD.double().norm()
+                assert error < (0.06 if device == "cpu" else 0.03), error  # the interpreter rounds towards zero

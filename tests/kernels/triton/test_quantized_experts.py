@@ -1,5 +1,6 @@
 """The experts' kernels with quantised weights, against the same numbers in fp64: in the interpreter, and on a GPU."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,14 +10,32 @@ from anabranch.formats import Grouped
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
-from anabranch.kernels.tuning.experts_tiles import GroupedTiles, SmallTiles, Tile, Tiles, choose
+from anabranch.kernels.tuning.experts_tiles import (
+    GroupedTiles,
+    HopperTiles,
+    Machine,
+    SmallTiles,
+    Tile,
+    Tiles,
+    choose,
+)
 from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
 from tests.kernels.triton.places import interpreter
-from tests.kernels.triton.test_experts import TOLERANCE, Arguments, distance, draw, exact, poison
+from tests.kernels.triton.test_experts import (
+    TOLERANCE,
+    Arguments,
+    Recorder,
+    compile_launch,
+    distance,
+    draw,
+    exact,
+    launches,
+    poison,
+)
 
-__all__ = ["poison"]
+__all__ = ["launches", "poison"]
 
 FORMATS = [
     Grouped("fp8", 128, 128),
@@ -47,12 +66,20 @@ def quantize(arguments: Arguments, format: Grouped) -> tuple[Arguments, Argument
     return arguments | made, arguments | dense
 
 
+def in_fp8(x_TD: torch.Tensor) -> torch.Tensor:
+    """What rows stand for after they were quantised, with a scale for every 128 inputs."""
+    groups = torch.nn.functional.pad(x_TD.double(), (0, -x_TD.shape[1] % 128)).unflatten(1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448
+    return ((groups / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(1)[:, : x_TD.shape[1]]
+
+
 def check(arguments: Arguments, format: Grouped, tiles: Tiles | None = None) -> None:
     given, dense = quantize(arguments, format)
     call = ExpertsCall(**given)
     assert kernel.accepts(call)
-    found = kernel.experts(call) if tiles is None else kernel.run(call, tiles)
-    error = distance(found, exact(dense))
+    tiles = tiles or kernel.tiles_for(call)
+    found = kernel.run(call, tiles)
+    error = distance(found, exact(dense, in_fp8) if isinstance(tiles, HopperTiles) else exact(dense))
     assert error <= TOLERANCE[found.dtype], f"{tiles}: off by {error:.1e}"
 
 
@@ -148,3 +175,49 @@ def test_on_a_gpu(format: Grouped, inner: int, poison: None) -> None:
         pytest.skip("groups do not divide the inputs")
     for tokens in (1, 3, 8, 9, 16, 40, 100, 300):
         check(draw(tokens, 8, 2, 512, inner, torch.bfloat16, "cuda"), format)
+
+
+FP8_TILES = choose(
+    300, TileShape(128, 2048, 768, 8, torch.bfloat16, FORMATS[0].name), machine=Machine(wgmma=True, hopper=True)
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", ["float32", "bfloat16"])
+def test_fp8_by_fp8_on_a_gpu(scale: str, poison: None) -> None:
+    """Shapes of Qwen3-30B-A3B and others, also numbers of tokens for which other kernels are faster."""
+    assert isinstance(FP8_TILES, HopperTiles)
+    for tokens, E, K, D, inner in (
+        (1, 4, 2, 256, 128),
+        (7, 8, 2, 384, 256),
+        (200, 128, 8, 2048, 768),
+        (900, 3, 2, 512, 1408),
+    ):
+        arguments = draw(tokens, E, K, D, inner, torch.bfloat16, "cuda")
+        arguments["expert_TK"][0] = -1
+        for groups in (1, 2):
+            check(arguments, Grouped("fp8", 128, 128, scale), replace(FP8_TILES, groups=groups, slabs=groups))
+
+
+@pytest.mark.slow
+def test_fp8_by_fp8_compiles_ahead_of_time(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from anabranch.kernels.triton import experts_hopper, experts_hopper_fp8, quantize_rows
+
+    for module, name in (
+        (experts_hopper_fp8, "gate_up_hopper_fp8"),
+        (experts_hopper_fp8, "down_hopper_fp8"),
+        (quantize_rows, "quantize_groups"),
+    ):
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
+    monkeypatch.setattr(kernel, "hopper_kernels", lambda device: experts_hopper)
+    monkeypatch.setattr(kernel, "fp8_kernels", lambda device: experts_hopper_fp8)
+    monkeypatch.setattr(kernel, "num_processors", lambda device: 132)
+    arguments, _ = quantize(draw(30, 4, 2, 512, 256, torch.bfloat16), FORMATS[0])
+    kernel.run(ExpertsCall(**arguments), FP8_TILES)
+    products = [launch for launch in launches if "fp8" in launch[0].__name__ or "quantize" in launch[0].__name__]
+    assert len(products) == 3
+    for function, args, kwargs in products:
+        compiled = compile_launch(function, args, kwargs, "sm_90")
+        assert compiled.metadata.shared <= 227 << 10
+        if "fp8" in function.__name__:
+            assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in compiled.asm["ptx"]

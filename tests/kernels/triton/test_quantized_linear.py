@@ -11,9 +11,14 @@ from anabranch.kernels.triton import linear_quantized
 from anabranch.ops.weight import Weight
 from tests.kernels.triton.places import dtypes, everywhere
 from tests.kernels.triton.test_experts import TOLERANCE, distance, poison
-from tests.kernels.triton.test_quantized_experts import formats, quantized
+from tests.kernels.triton.test_quantized_experts import FORMATS, formats, in_fp8, quantized
 
 __all__ = ["poison"]
+
+
+def expected_of(x_TD: torch.Tensor, weight: Weight) -> torch.Tensor:
+    fp8 = linear_quantized.find_fp8_product(x_TD, weight) is not None
+    return (in_fp8(x_TD) if fp8 else x_TD.double()) @ weight.dense(torch.float64).T
 
 
 @everywhere
@@ -27,7 +32,7 @@ def test_products(format: Grouped, device: str, poison: None, monkeypatch: pytes
             bias_F = torch.randn(F, device=device).to(dtype) if bias else None
             assert kernel.accepts(x_TD, weight, bias_F)
             found = kernel.linear(x_TD, weight, bias_F)
-            expected = x_TD.double() @ weight.dense(torch.float64).T
+            expected = expected_of(x_TD, weight)
             if bias_F is not None:
                 expected += bias_F.double()
             assert found.dtype == dtype
@@ -64,3 +69,22 @@ def test_sums_in_fp32(device: str, poison: None) -> None:
     found = kernel.linear(x_TD, weight, None, torch.float32)
     assert found.dtype == torch.float32
     assert distance(found, x_TD.double() @ weight.dense(torch.float64).T) <= 1e-5
+
+
+@pytest.mark.gpu
+def test_fp8_by_fp8_on_a_gpu(poison: None) -> None:
+    """The projections of Qwen3-30B-A3B and odd shapes, by our kernel and by the vendor's library."""
+    ways = set()
+    for D, F in ((2048, 5120), (4096, 2048), (1024, 640), (640, 1000), (384, 72)):
+        weight = quantized(Weight.of(torch.randn(F, D, device="cuda") * D**-0.5), FORMATS[0])
+        bias_F = torch.randn(F, device="cuda").bfloat16()
+        for tokens in (5, 16, 17, 33, 64, 100, 129, 257, 1001):
+            x_TD = torch.randn(tokens, D, device="cuda").bfloat16()
+            way = linear_quantized.find_fp8_product(x_TD, weight)
+            ways.add(None if way is None else way.__name__)
+            for bias in (None, bias_F):
+                found = kernel.linear(x_TD, weight, bias)
+                expected = expected_of(x_TD, weight) + (0.0 if bias is None else bias.double())
+                assert distance(found, expected) <= TOLERANCE[torch.bfloat16], (D, F, tokens, way)
+                assert torch.equal(kernel.linear(x_TD, weight, bias), found), "sums depend on who is last"
+    assert ways == {"run", "multiply_by_library", None}

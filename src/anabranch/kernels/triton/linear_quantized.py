@@ -8,6 +8,7 @@ in one pass, and the vendor's library multiplies.
 import functools
 import logging
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as functional
@@ -31,7 +32,9 @@ from anabranch.ops.weight import Weight
 log = logging.getLogger(__name__)
 hopper_kernels = functools.partial(gluon_kernels, "linear_hopper_fp8")
 
+Product = Callable[[torch.Tensor, Weight, torch.Tensor | None, torch.dtype], torch.Tensor]
 LIBRARY_TOKENS = 64
+"""Above, where linear_hopper_fp8 does not multiply, the vendor's library does."""
 MULTIPLY_TOKENS = 256
 MAX_LOADS = 8
 """16-byte loads of weights that a thread of `stream_scaled` may have under way for each output."""
@@ -160,13 +163,9 @@ def run(x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, out_
     tiles = stream_tiles(tokens, weight_FD.data.shape[1])
     if tiles is not None:
         return stream(x_TD, weight_FD, bias_F, y_TF, *tiles)
-    if format.is_block_fp8:
-        hopper = hopper_kernels(x_TD.device)
-        if hopper is not None and hopper.takes(x_TD, weight_FD):
-            split_y_TF: torch.Tensor = hopper.run(x_TD, weight_FD, bias_F, out_dtype)
-            return split_y_TF
-    if tokens > LIBRARY_TOKENS and library_multiplies(x_TD, weight_FD):
-        return multiply_by_library(x_TD, weight_FD, bias_F, out_dtype)
+    fp8_product = find_fp8_product(x_TD, weight_FD)
+    if fp8_product is not None:
+        return fp8_product(x_TD, weight_FD, bias_F, out_dtype)
     if tokens > MULTIPLY_TOKENS:
         return multiply_dense(x_TD, dequantize(weight_FD, x_TD.dtype), bias_F, out_dtype)
     rows = min(64, max(16, next_power_of_2(tokens)))
@@ -212,13 +211,24 @@ def dequantize(weight_FD: Weight, dtype: torch.dtype) -> torch.Tensor:
     return dense_FD
 
 
+def find_fp8_product(x_TD: torch.Tensor, weight_FD: Weight) -> Product | None:
+    """What multiplies these tensors with x in FP8 too; None: x is not quantised."""
+    tokens, device = x_TD.shape[0], x_TD.device
+    if not weight_FD.format.is_block_fp8 or tokens <= FEW_TOKENS:
+        return None
+    hopper = hopper_kernels(device)
+    if hopper is not None and hopper.takes(x_TD, weight_FD):
+        product: Product = hopper.run
+        return product
+    return multiply_by_library if tokens > LIBRARY_TOKENS and library_multiplies(x_TD, weight_FD) else None
+
+
 def library_multiplies(x_TD: torch.Tensor, weight_FD: Weight) -> bool:
     """Whether the vendor's library multiplies FP8 by FP8 with these scales: in whole blocks, and in blocks of 16 bytes
     of scales."""
     F, D = weight_FD.shape
     return (
-        weight_FD.format.is_block_fp8
-        and weight_FD.tensors["scale"].dtype == torch.float32
+        weight_FD.tensors["scale"].dtype == torch.float32
         and x_TD.dtype == torch.bfloat16
         and F % GROUP == 0
         and D % (4 * GROUP) == 0
