@@ -66,6 +66,10 @@ def quantize(arguments: Arguments, format: Grouped) -> tuple[Arguments, Argument
     return arguments | made, arguments | dense
 
 
+FP8_TOLERANCE = 2e-2
+"""Numbers between two of FP8 that differ in the last bits of fp32 may be rounded apart, by a sixteenth."""
+
+
 def in_fp8(x_TD: torch.Tensor) -> torch.Tensor:
     """What rows stand for after they were quantised, with a scale for every 128 inputs."""
     groups = torch.nn.functional.pad(x_TD.double(), (0, -x_TD.shape[1] % 128)).unflatten(1, (-1, 128))
@@ -79,8 +83,9 @@ def check(arguments: Arguments, format: Grouped, tiles: Tiles | None = None) -> 
     assert kernel.accepts(call)
     tiles = tiles or kernel.tiles_for(call)
     found = kernel.run(call, tiles)
-    error = distance(found, exact(dense, in_fp8) if isinstance(tiles, HopperTiles) else exact(dense))
-    assert error <= TOLERANCE[found.dtype], f"{tiles}: off by {error:.1e}"
+    in_fp8_too = isinstance(tiles, HopperTiles)
+    error = distance(found, exact(dense, in_fp8) if in_fp8_too else exact(dense))
+    assert error <= (FP8_TOLERANCE if in_fp8_too else TOLERANCE[found.dtype]), f"{tiles}: off by {error:.1e}"
 
 
 def grouped(format: Grouped, **options: Any) -> GroupedTiles:

@@ -239,8 +239,8 @@ def run_hopper_fp8(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
     h_NI, h_scale = q_TD.new_empty(num_pairs, inner), x_scale.new_empty(inner // GROUP, num_pairs)
     tile, weight = tiles.gate_up, call.gate_up_EFD.tensors
     fp8.gate_up_hopper_fp8[(min(places, plan.max_tiles * cdiv(inner, tile.columns)),)](
-        q_TD, D, x_scale, x_scale.shape[1], gluon.descriptor(weight["data"], tile.columns, tile.depth), weight["scale"], h_NI,
-        h_scale, num_pairs, plan.order_N, plan.tile_3M, plan.head, plan.max_tiles, inner,
+        q_TD, D, x_scale, x_scale.shape[1], gluon.descriptor(weight["data"], tile.columns, tile.depth), weight["scale"],
+        h_NI, h_scale, num_pairs, plan.order_N, plan.tile_3M, plan.head, plan.max_tiles, inner,
         K=top_k, DEPTH=D, ACTIVATION=call.activation, BN=tile.columns, BK=tile.depth, STAGES=tile.stages,
         BAND=tile.group, **common,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from anabranch.kernels.triton.gated import activate
 from anabranch.kernels.triton.launch import wait_for_predecessor
-from anabranch.kernels.triton.quantized import VECTOR, add_products
+from anabranch.kernels.triton.quantized import VECTOR, add_products, load_scales
 
 
 @triton.jit
@@ -61,16 +61,19 @@ def gate_up_small(
         for c in tl.static_range(NUM_CHUNKS):
             inside = c * CHUNK + d < D
             w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
+        s = ()
+        z = ()
+        if KIND != "":
+            first = (e.to(tl.int64) * tl.cdiv(2 * inner, OUTPUTS) + row // OUTPUTS) * num_groups
+            s = load_scales(s, scale, first, e >= 0, D, CHUNK, NUM_CHUNKS, KIND, SPAN, INPUTS)
+            if zero is not None:
+                first = (e.to(tl.int64) * (2 * inner) + row) * num_groups
+                z = load_scales(z, zero, first, e >= 0, D, CHUNK, NUM_CHUNKS, KIND, SPAN, INPUTS, True)
         # Issue all weight loads before the first is used; without this the assembler saves registers instead.
         tl.debug_barrier()
         if KIND != "":
             acc = tl.zeros([2 * ROWS, CHUNK // VECTOR], tl.float32)
-            scale_row = (e.to(tl.int64) * tl.cdiv(2 * inner, OUTPUTS) + row // OUTPUTS) * num_groups
-            zero_row = (e.to(tl.int64) * (2 * inner) + row) * num_groups
-            acc = add_products(
-                acc, w, x_row, scale, zero, scale_row, zero_row, 1.0, D,
-                2 * ROWS, CHUNK, 0, NUM_CHUNKS, KIND, SPAN, INPUTS,
-            )  # fmt: skip
+            acc = add_products(acc, w, s, z, x_row, 1.0, D, 2 * ROWS, CHUNK, 0, NUM_CHUNKS, KIND, SPAN)
         else:
             for c in tl.static_range(NUM_CHUNKS):
                 x = x + (tl.load(x_ptr + c * CHUNK, mask=(c * CHUNK + d < D)[None, :], other=0.0),)
@@ -109,6 +112,16 @@ def down_token(
         for c in tl.static_range(NUM_CHUNKS):
             inside = (e >= 0) & (c * CHUNK + i < width)
             w = w + (tl.load(down_EDI + e * (D * width) + within + c * CHUNK, mask=inside[None, :], other=0.0),)
+    s = ()
+    z = ()
+    if KIND != "":
+        for k in tl.static_range(K):
+            e = tl.load(expert_TK + t * K + k).to(tl.int64)
+            first = (e * tl.cdiv(D, OUTPUTS) + row // OUTPUTS) * num_groups
+            s = load_scales(s, scale, first, e >= 0, width, CHUNK, NUM_CHUNKS, KIND, SPAN, INPUTS)
+            if zero is not None:
+                first = (e * D + row) * num_groups
+                z = load_scales(z, zero, first, e >= 0, width, CHUNK, NUM_CHUNKS, KIND, SPAN, INPUTS, True)
     wait_for_predecessor(DEPENDENT)
     for k in tl.static_range(AHEAD, K):
         e = tl.load(expert_TK + t * K + k).to(tl.int64)
@@ -126,13 +139,10 @@ def down_token(
         e = tl.load(expert_TK + t * K + k)
         weight = tl.load(weight_TK + t * K + k) * scaling
         if KIND != "":
-            there = tl.maximum(e, 0).to(tl.int64)
-            scale_row = (there * tl.cdiv(D, OUTPUTS) + row // OUTPUTS) * num_groups
-            zero_row = (there * D + row) * num_groups
             # An expert that is elsewhere: no inputs, since its h was not written.
             acc = add_products(
-                acc, w, h_NI + (t * K + k) * inner, scale, zero, scale_row, zero_row, weight,
-                tl.where(e >= 0, width, 0), COLUMNS, CHUNK, k * NUM_CHUNKS, NUM_CHUNKS, KIND, SPAN, INPUTS,
+                acc, w, s, z, h_NI + (t * K + k) * inner, weight, tl.where(e >= 0, width, 0),
+                COLUMNS, CHUNK, k * NUM_CHUNKS, NUM_CHUNKS, KIND, SPAN,
             )  # fmt: skip
         else:
             for c in tl.static_range(NUM_CHUNKS):
@@ -165,16 +175,22 @@ def down_pair(
     for c in tl.static_range(NUM_CHUNKS):
         inside = own & (c * CHUNK + i < width)
         w = w + (tl.load(w_ptr + c * CHUNK, mask=inside[None, :], other=0.0),)
+    s = ()
+    z = ()
+    if KIND != "":
+        first = tl.maximum(e, 0).to(tl.int64) * tl.cdiv(D, OUTPUTS) + tl.minimum(column, D - 1) // OUTPUTS
+        s = load_scales(s, scale, first * num_groups, own, width, CHUNK, NUM_CHUNKS, KIND, SPAN, INPUTS)
+        if zero is not None:
+            z = load_scales(z, zero, row * num_groups, own, width, CHUNK, NUM_CHUNKS, KIND, SPAN, INPUTS, True)
     wait_for_predecessor(DEPENDENT)
     if own:
         h_ptr = h_NI + i[None, :] + tl.zeros([COLUMNS, 1], tl.int32)
         while pair < num_pairs:
             weight = tl.load(weight_N + pair) * scaling
             if KIND != "":
-                first = tl.maximum(e, 0).to(tl.int64) * tl.cdiv(D, OUTPUTS) + tl.minimum(column, D - 1) // OUTPUTS
                 acc = add_products(
-                    tl.zeros([COLUMNS, CHUNK // VECTOR], tl.float32), w, h_NI + pair * inner, scale, zero,
-                    first * num_groups, row * num_groups, 1.0, width, COLUMNS, CHUNK, 0, NUM_CHUNKS, KIND, SPAN, INPUTS,
+                    tl.zeros([COLUMNS, CHUNK // VECTOR], tl.float32), w, s, z, h_NI + pair * inner, 1.0, width,
+                    COLUMNS, CHUNK, 0, NUM_CHUNKS, KIND, SPAN,
                 )  # fmt: skip
             else:
                 acc = tl.zeros([COLUMNS, CHUNK], tl.float32)

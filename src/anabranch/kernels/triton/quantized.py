@@ -101,20 +101,40 @@ def load_scale(scale, place, mask):
 
 
 @triton.jit
+def load_scales(
+    scales, scale, row, there, width, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, KIND: tl.constexpr,
+    SPAN: tl.constexpr, INPUTS: tl.constexpr, ZERO: tl.constexpr = False,
+):  # fmt: skip
+    """`scales` and those of NUM_CHUNKS more tiles for `add_products`; with ZERO, zero points. `row`: where those of
+    each row of weights begin. Nothing is loaded unless `there`."""
+    lane = tl.arange(0, CHUNK // VECTOR) * VECTOR
+    for c in tl.static_range(NUM_CHUNKS):
+        inside = (there & (lane + c * CHUNK < width))[None, :]
+        if INPUTS:
+            group = inputs_of(lane + c * CHUNK, KIND, SPAN)[None, :] // INPUTS
+        else:
+            group = (lane * 0)[None, :]
+        if ZERO:
+            scales = scales + (tl.load(scale + row[:, None] + group, mask=inside, other=0).to(tl.float32),)
+        else:
+            scales = scales + (load_scale(scale, row[:, None] + group, inside),)
+    return scales
+
+
+@triton.jit
 def add_products(
-    acc, w, x_row, scale, zero, scale_row, zero_row, weight, width,
+    acc, w, scales, zeros, x_row, weight, width,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, NUM_CHUNKS: tl.constexpr, KIND: tl.constexpr,
-    SPAN: tl.constexpr, INPUTS: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
     """Add to acc[m, lane] the lane's share of weight · Σ_k w[m, k] · x[k].
 
-    w[FIRST], w[FIRST + 1], ... are consecutive tiles of bytes of the same rows; a lane has VECTOR bytes of each.
-    `scale_row` and `zero_row`: where the rows' scales and zero points begin.
+    w[FIRST], w[FIRST + 1], ... are consecutive tiles of bytes of the same rows, of which a lane has VECTOR bytes each,
+    with scales and, unless `zeros` is empty, zero points (see load_scales).
     """
     LANES: tl.constexpr = CHUNK // VECTOR
-    OFFSET: tl.constexpr = 8 if KIND == "int4" and zero is None else 0
+    OFFSET: tl.constexpr = 8 if KIND == "int4" and len(zeros) == 0 else 0
     d = tl.arange(0, CHUNK)
-    lane = tl.arange(0, LANES) * VECTOR  # its first byte
     for c in tl.static_range(NUM_CHUNKS):
         inside = (d + c * CHUNK < width)[None, :]
         # A copy of x for every row, so that it is loaded by the threads that hold the weights.
@@ -126,15 +146,9 @@ def add_products(
             products += decode(w[FIRST + c], KIND, 1, OFFSET) * x_upper
             x += x_upper
         sums = tl.sum(tl.reshape(products, (ROWS, LANES, VECTOR)), 2)
-        there = (lane + c * CHUNK < width)[None, :]
-        if INPUTS:
-            group = inputs_of(lane + c * CHUNK, KIND, SPAN)[None, :] // INPUTS
-        else:
-            group = tl.zeros([1, LANES], tl.int32)
-        if zero is not None:
-            x_sums = tl.sum(tl.reshape(x, (ROWS, LANES, VECTOR)), 2)
-            sums -= tl.load(zero + zero_row[:, None] + group, mask=there, other=0).to(tl.float32) * x_sums
-        acc += sums * (load_scale(scale, scale_row[:, None] + group, there) * weight)
+        if len(zeros) > 0:
+            sums -= zeros[FIRST + c] * tl.sum(tl.reshape(x, (ROWS, LANES, VECTOR)), 2)
+        acc += sums * (scales[FIRST + c] * weight)
     return acc
 
 
