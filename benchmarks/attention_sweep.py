@@ -3,6 +3,7 @@
     PYTHONPATH=src python3 benchmarks/attention_sweep.py --json FILE                  all of it, some minutes
     PYTHONPATH=src python3 benchmarks/attention_sweep.py --only decode --shapes qwen3-30b-a3b --sizes 1x128 64x1024
     PYTHONPATH=src python3 benchmarks/attention_sweep.py --chosen                     the shipped choice only
+    PYTHONPATH=src python3 benchmarks/attention_sweep.py --fp8                        with pages in FP8
     TRITON_INTERPRET=1 PYTHONPATH=src python benchmarks/attention_sweep.py            tiny, without a GPU: does it run?
 
 Sizes are REQUESTSxCONTEXT for decode, `skewed` being 64 requests of which one is long, and NEWxCONTEXT for prefill of
@@ -35,6 +36,7 @@ from anabranch.kernels.compiling.precompile import precompile, recording
 from anabranch.kernels.triton import attention, attention_tiles
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, PrefillTile
 from anabranch.kernels.tuning.timing import microseconds
+from anabranch.ops.attention import take
 
 TINY = not torch.cuda.is_available()
 DEVICE, DTYPE = ("cpu", torch.float32) if TINY else ("cuda", torch.bfloat16)
@@ -53,7 +55,10 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         DecodeTile(64, 4, 4, swap=True, programs=1),
         DecodeTile(64, 4, 2, swap=True, programs=3),
         DecodeTile(128, 4, 2, swap=True, programs=1),
+        DecodeTile(128, 4, 3, programs=1),
+        DecodeTile(128, 8, 3),
         DecodeTile(64, 4, 3),
+        DecodeTile(64, 4, 4),
         DecodeTile(64, 4, 4, fetch=True),
         DecodeTile(32, 4, 4),
         DecodeTile(32, 4, 3, fetch=True),
@@ -112,13 +117,15 @@ def requests_of(what: str, size: str) -> list[tuple[int, int]]:
     return [(1, context)] * first if what == "decode" else [(first, context)]
 
 
-def draw(shape: Shape, requests: list[tuple[int, int]], page_size: int) -> list[Row]:
+def draw(shape: Shape, requests: list[tuple[int, int]], page_size: int, fp8: bool) -> list[Row]:
     """The arguments of calls that differ in their pages; the longest table has room to spare, as a captured one."""
     pages = [-(-length // page_size) for _, length in requests]
-    token_bytes = 2 * shape.kv_heads * shape.dim * DTYPE.itemsize
+    token_bytes = 2 * shape.kv_heads * shape.dim * (1 if fp8 else DTYPE.itemsize)
     seen = sum(min(length, new + shape.window if shape.window else length) for new, length in requests)
     num_sets = min(16, max(1, -(-COLD_BYTES // (seen * token_bytes))))
     cache = torch.randn(2, num_sets * sum(pages), page_size, shape.kv_heads, shape.dim, dtype=DTYPE, device=DEVICE)
+    if fp8:
+        cache = cache.to(torch.float8_e4m3fn)
     order = torch.randperm(cache.shape[1], dtype=torch.int32).split(sum(pages))
     start = torch.tensor([0] + [new for new, _ in requests]).cumsum(0).int()
     calls = []
@@ -151,8 +158,8 @@ def reference(call: Row, requests: list[tuple[int, int]]) -> torch.Tensor:
             pages = call["page_table_RM"][r].long()
             given = call | {
                 "q_THD": call["q_THD"][row + begin : row + end].float(),
-                "k_PSGD": call["k_PSGD"][pages].float(),
-                "v_PSGE": call["v_PSGE"][pages].float(),
+                "k_PSGD": take(call["k_PSGD"], pages).float(),
+                "v_PSGE": take(call["v_PSGE"], pages).float(),
                 "page_table_RM": torch.arange(len(pages), dtype=torch.int32, device=DEVICE)[None],
                 "query_start_R": torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE),
                 "context_len_R": torch.tensor([length - new + end], dtype=torch.int32, device=DEVICE),
@@ -162,30 +169,36 @@ def reference(call: Row, requests: list[tuple[int, int]]) -> torch.Tensor:
     return torch.cat(out)
 
 
-def floor_us(shape: Shape, requests: list[tuple[int, int]]) -> float:
+def floor_us(shape: Shape, requests: list[tuple[int, int]], fp8: bool) -> float:
     num_bytes, flops = 0.0, 0.0
     for new, length in requests:
         seen = min(length, new + shape.window) if shape.window else length
-        num_bytes += (2 * shape.kv_heads * seen + 2 * shape.heads * new) * shape.dim * DTYPE.itemsize
+        num_bytes += 2 * shape.kv_heads * seen * shape.dim * (1 if fp8 else DTYPE.itemsize)
+        num_bytes += 2 * shape.heads * new * shape.dim * DTYPE.itemsize
         scores = sum(min(i, shape.window or i) for i in range(length - new + 1, length + 1))
         flops += 4 * scores * shape.heads * shape.dim
     return 1e6 * max(num_bytes / BANDWIDTH, flops / FLOPS)
 
 
-def chosen(what: str, shape: Shape, requests: list[tuple[int, int]]) -> Tile:
+def chosen(what: str, shape: Shape, requests: list[tuple[int, int]], options: argparse.Namespace) -> Tile:
     machine = attention.machine_of(platforms.current().device)
     if what == "decode":
-        return attention_tiles.choose_decode(len(requests) * shape.kv_heads, shape.dim, DTYPE, machine)
+        pairs = len(requests) * shape.kv_heads
+        return attention_tiles.choose_decode(pairs, shape.dim, DTYPE, machine, options.fp8)
     tokens = sum(new for new, _ in requests)
-    return attention_tiles.choose_prefill(tokens * shape.heads, shape.dim, DTYPE, machine)
+    page = 0 if options.fp8 else options.page_size
+    return attention_tiles.choose_prefill(tokens * shape.heads, shape.dim, DTYPE, machine, page)
 
 
-def tiles_of(what: str, shape: Shape, requests: list[tuple[int, int]], only_chosen: bool) -> list[Tile]:
-    usual, machine = chosen(what, shape, requests), attention.machine_of(platforms.current().device)
+def tiles_of(what: str, shape: Shape, requests: list[tuple[int, int]], options: argparse.Namespace) -> list[Tile]:
+    usual, machine = chosen(what, shape, requests, options), attention.machine_of(platforms.current().device)
+    page = 0 if options.fp8 else options.page_size
     fitting = [
-        tile for tile in CANDIDATES[what] if tile != usual and attention_tiles.fits(tile, shape.dim, DTYPE, machine)
+        tile
+        for tile in CANDIDATES[what]
+        if tile != usual and attention_tiles.fits(tile, shape.dim, DTYPE, machine, page)
     ]
-    return [usual] if only_chosen else [usual, *fitting]
+    return [usual] if options.chosen else [usual, *fitting]
 
 
 @contextmanager
@@ -199,15 +212,15 @@ def override(what: str, tile: Tile) -> Iterator[None]:
 
 def measure(what: str, shape: Shape, size: str, options: argparse.Namespace) -> Iterator[Row]:
     requests = requests_of(what, size)
-    calls = draw(shape, requests, options.page_size)
-    expected, floor = reference(calls[0], requests), floor_us(shape, requests)
-    for place, tile in enumerate(tiles_of(what, shape, requests, options.chosen)):
+    calls = draw(shape, requests, options.page_size, options.fp8)
+    expected, floor = reference(calls[0], requests), floor_us(shape, requests, options.fp8)
+    for place, tile in enumerate(tiles_of(what, shape, requests, options)):
         row = {"part": what, "shape": shape.name, "size": size, "tile": short(tile), "chosen": place == 0}
         with override(what, tile):
             try:
                 found = attention.attention(ops.AttentionCall(**calls[0]))
                 error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
-                timed = [partial(attention.attention, **call) for call in calls]
+                timed = [partial(attention.attention, ops.AttentionCall(**call)) for call in calls]
                 us = microseconds(platforms.current(), timed, repeats=1 if TINY else 7)
             except Exception as fault:  # a tile that does not run must not end the sweep
                 yield {**row, "us": None, "right": False, "fault": f"{type(fault).__name__}: {fault}"[:200]}
@@ -221,11 +234,12 @@ def compile_all(cases: list[tuple[str, Shape, str]], options: argparse.Namespace
     with recording() as jobs:
         for what, shape, size in cases:
             requests = requests_of(what, size)
-            call = draw(shape, [(new, min(length, new + 16)) for new, length in requests], options.page_size)[0]
+            brief = [(new, min(length, new + 16)) for new, length in requests]
+            call = draw(shape, brief, options.page_size, options.fp8)[0]
             # Whether work is split depends on the width of the table.
             wide = -(-2 * max(length for _, length in requests) // options.page_size)
             call["page_table_RM"] = call["page_table_RM"].new_zeros(len(requests), wide)
-            for tile in tiles_of(what, shape, requests, options.chosen):
+            for tile in tiles_of(what, shape, requests, options):
                 with override(what, tile):
                     attention.attention(ops.AttentionCall(**call))
     failed = precompile(jobs)
@@ -279,6 +293,7 @@ def main() -> int:
     parser.add_argument("--chosen", action="store_true", help="no other candidates")
     parser.add_argument("--best", type=int, default=3, help="tiles to print of each case; * is the chosen one")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--fp8", action="store_true", help="pages in FP8")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     cases = [

@@ -1,7 +1,10 @@
-"""What quantising weights costs in quality: mean loss of a model on text, with plain and with quantised weights.
+"""What quantising weights and the KV cache costs in quality: mean loss of a model on text.
 
     python benchmarks/perplexity.py MODEL --text README.md docs/serving.md
     python benchmarks/perplexity.py MODEL --samples 40          text that the model itself samples, at temperature 1
+    python benchmarks/perplexity.py MODEL --samples 40 --quantizations none none+kv8
+
+A quantisation is one of --quantization of `anabranch serve`; +kv8 adds --kv-cache-dtype fp8_e4m3.
 
 On its own samples, the difference of two losses is the divergence of the two distributions. CPU, fp32.
 """
@@ -33,7 +36,9 @@ def sampled(model: str, count: int) -> list[list[int]]:
 
 def loss(model: str, quantization: str, pieces: list[list[int]]) -> tuple[float, int]:
     """(mean nats a token, tokens)"""
-    loaded = load_model(model, dtype="float32", quantization=quantization)
+    weights, _, cache = quantization.partition("+")
+    kv_cache_dtype = {"": "auto", "kv8": "fp8_e4m3"}[cache]
+    loaded = load_model(model, dtype="float32", quantization=weights, kv_cache_dtype=kv_cache_dtype)
     total, count = 0.0, 0
     for piece in pieces:
         with torch.inference_mode():
@@ -48,7 +53,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, nargs="+", default=[])
     parser.add_argument("--samples", type=int, default=0)
-    parser.add_argument("--quantizations", nargs="+", default=["none", "fp8", "int4"])
+    parser.add_argument("--quantizations", nargs="+", default=["none", "fp8", "int4", "none+kv8", "fp8+kv8"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     folder = locate(options.model, weights=True)
@@ -61,7 +66,7 @@ def main() -> None:
         nats, count = loss(str(folder), quantization, [piece for piece in pieces if len(piece) > 1])
         results[quantization] = {"loss": nats, "perplexity": math.exp(nats), "tokens": count}
         print(
-            f"{quantization:>6}  {nats:.4f} nats a token, perplexity {math.exp(nats):.3f}, {count} tokens", flush=True
+            f"{quantization:>9}  {nats:.4f} nats a token, perplexity {math.exp(nats):.3f}, {count} tokens", flush=True
         )
     if options.json:
         options.json.write_text(json.dumps({"model": options.model, **results}, indent=1))

@@ -21,6 +21,7 @@ CHOICES = {
     "shared_expert": ("auto", "stream", "inline"),
     "tune": ("off", "fast", "full"),
     "quantization": ("none", "fp8", "int4"),
+    "kv_cache_dtype": ("auto", "model", "fp8_e4m3"),
     "generation_config": ("auto", "model", "none"),
 }
 """Fields of EngineConfig that have one of a few values."""
@@ -73,6 +74,9 @@ class EngineConfig:
     """Quantise the matrices of the layers while a plain checkpoint is loaded. fp8: E4M3 in blocks of 128 × 128; int4:
     in groups of 128 inputs. Embedding, head and routers stay as they are, as does a checkpoint that is quantised
     already."""
+    kv_cache_dtype: str = "auto"
+    """What keys and values are kept in. model: the dtype that is computed in; fp8_e4m3: a byte each, with the scales
+    that the checkpoint has for them, or 1. Auto: model."""
     expert_load_interval: int = 16
     """Steps between two copies of the expert histogram, which counts every token, to the host; 0: no histogram."""
     generation_config: str = "auto"

@@ -13,7 +13,7 @@ from anabranch.config import AUTO, CHOICES, DTYPES, EngineConfig
 
 Number = TypeVar("Number", int, float)
 
-FLAGS = ("graphs", "moe_combine", "shared_expert", "tune", "quantization")
+FLAGS = ("graphs", "moe_combine", "shared_expert", "tune", "quantization", "kv_cache_dtype")
 """Fields of EngineConfig that are options of every command that runs an engine."""
 HELP = {
     "dtype": "what to compute in (default: the model's own)",
@@ -31,6 +31,7 @@ HELP = {
     "shared_expert": "where a shared expert runs",
     "tune": "measure the experts' tiles at start if no table fits",
     "quantization": "quantise the weights of a plain checkpoint while loading it",
+    "kv_cache_dtype": "what keys and values are kept in; auto, model: what is computed in",
 }
 """Help of options, by field of EngineConfig."""
 FIELD_CHOICES = CHOICES | {"dtype": ("auto", *DTYPES), "load_format": ("safetensors", "dummy")}

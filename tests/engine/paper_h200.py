@@ -50,6 +50,8 @@ H200 = experts_tiles.Machine(SHARED_BYTES, PROCESSORS, wgmma=True, hopper=True)
 class PaperPlatform(CudaPlatform):
     """A capture is its work, done once; a replay is none."""
 
+    fp8_cache = True
+
     @property
     def device(self) -> torch.device:
         return torch.device("meta")

@@ -91,6 +91,7 @@ def test_packed_weights_keep_their_16_bits(packed: Path) -> None:
         ({"shared_expert": "stream"}, "shared_expert stream: mlx_lm runs a shared expert after .*; use auto or inline"),
         ({"tune": "full"}, "tune full: none of our kernels run in MLX"),
         ({"graphs": "full"}, "graphs full: platform 'mlx' captures no graphs"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype fp8_e4m3: platform 'mlx' .* use auto"),
         ({"dtype": "bfloat16"}, "dtype bfloat16: MLX's CPU backend multiplies experts in float32 alone"),
         ({"dtype": "int8"}, "dtype 'int8' is not one of auto, float32, float16, bfloat16"),
         ({"max_model_len": 4096}, "more than the model's own limit of 2048"),

@@ -33,6 +33,36 @@ def test_logits_and_greedy_tokens(model_type: str, tmp_path: Path) -> None:
     assert outputs[0].token_ids == outputs[2].token_ids == expected
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gemma4_text"])
+def test_an_fp8_cache(model_type: str, tmp_path: Path) -> None:
+    """The CPU's logits, and answers that do not depend on the batch. A key between two numbers of FP8 may go to either,
+    which moves an element of it by a sixteenth."""
+    from anabranch import platforms
+    from anabranch.engine.single import SingleSequence
+    from anabranch.llm import LLM, SamplingParams
+    from anabranch.loader.load import load_model
+
+    case = CASES[model_type]
+    folder = tiny.save(case, tmp_path / "model")
+    prompt = tiny.prompt(case)
+    expected, found = (
+        SingleSequence(load_model(folder, dtype="float32", kv_cache_dtype="fp8_e4m3", platform=platform), 256).forward(
+            prompt
+        )
+        for platform in (platforms.make("cpu"), platforms.current())
+    )
+    assert found.device.type == "cuda"
+    assert (found.cpu() - expected).norm() < 2e-2 * expected.norm()
+
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    options = {"num_pages": 256, "max_num_batched_tokens": 32, "tune": "off", "kv_cache_dtype": "fp8_e4m3"}
+    with LLM(str(folder), dtype="float32", **options) as llm:
+        outputs = llm.generate([prompt, prompt[:9], prompt], params)
+        again = llm.generate([prompt], params)
+    assert outputs[0].token_ids == outputs[2].token_ids == again[0].token_ids
+    assert outputs[0].token_ids[0] == int(expected[-1].argmax())
+
+
 def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     from anabranch.engine.single import SingleSequence
     from anabranch.loader.load import load_model

@@ -144,6 +144,11 @@ def test_judge_sees(fault: str, double: Op[..., Any]) -> None:
 def test_judge_sees_wrong_integers_and_wrong_writes() -> None:
     assert not list(differences("n", torch.tensor([1, 2]), torch.tensor([1, 2]), torch.tensor([1, 2]), 1.0))
     assert list(differences("n", torch.tensor([1, 2]), torch.tensor([1, 3]), torch.tensor([1, 3]), 1.0))
+    numbers = torch.linspace(-440, 440, 200).to(torch.float8_e4m3fn)
+    for changed, step, good in ((0, 0, True), (1, 1, True), (1, 2, False), (100, 1, False)):
+        found = numbers.clone()
+        found.view(torch.uint8)[:changed] -= step
+        assert (not list(differences("x", found, numbers, numbers, 1.0))) == good
     _, arguments = next(ops.rope_store.samples(torch.float32, torch.Generator().manual_seed(0)))
     on_a_copy = faults(
         ops.rope_store, lambda **given: ops.rope_store.reference(**copy(given)), arguments, torch.float32

@@ -62,6 +62,8 @@ def test_steps_are_captured_in_pieces(tmp_path: Path) -> None:
     assert resolve(EngineConfig(model="", graphs="none"), model, platform).graphs == "none"
     with pytest.raises(ValueError, match="graphs full: platform 'npu' captures only what is between attentions"):
         resolve(EngineConfig(model="", graphs="full"), model, platform)
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8_e4m3: platform 'npu' .* use auto"):
+        resolve(EngineConfig(model="", kv_cache_dtype="fp8_e4m3"), model, platform)
 
 
 def test_it_keeps_the_contract() -> None:

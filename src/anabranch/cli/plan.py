@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", nargs="?", help=f"{bundled.HELP}; a config.json is enough")
     add("--memory", metavar="SIZE", help="device memory, such as 141GB or 80GiB")
     add("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share to use (default 0.85)")
-    add_engine_options(parser, "dtype", "quantization")
+    add_engine_options(parser, "dtype", "quantization", "kv_cache_dtype")
     add("--page-size", type=at_least(1), default=16, metavar="N", help="tokens in a KV page (default 16)")
     add("--json", action="store_true", help="print JSON")
 
@@ -43,7 +43,7 @@ def parse_size(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     sizes = [gb * 10**9 for gb in COMMON_MEMORY] if options.memory is None else [parse_size(options.memory)]
     folder = locate(bundled.folder() if options.model is None else options.model, weights=False)
-    config = planning.quantized(read_config(folder), options.quantization)
+    config = planning.quantized(read_config(folder, kv_cache_dtype=options.kv_cache_dtype), options.quantization)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
     plans = [
         planning.plan_memory(
@@ -100,7 +100,8 @@ def _as_text(
         per, kept = ("token" if group.policy.per_token else "request"), group.policy.num_kept(config.max_position)
         window = f", the last {kept:,} tokens" if group.policy.slides else ""
         size = group.num_values * ITEM_BYTES[group.spec.dtype or dtype]
-        lines.append(f"  {size:,} bytes per {per}: {len(group.layers)} layers × ({sizes}){window}")
+        stored = f", {group.spec.dtype}" if group.spec.dtype else ""
+        lines.append(f"  {size:,} bytes per {per}: {len(group.layers)} layers × ({sizes}){stored}{window}")
     lines += ["", f"{'memory':>10}{'for KV':>12}" + "".join(f"{f'{n:,} tokens':>16}" for n in contexts(config))]
     for plan in plans:
         cells = "".join(f"{f'{plan.concurrency(n):,}':>16}" for n in contexts(config))

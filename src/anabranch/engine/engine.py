@@ -366,7 +366,7 @@ def make_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     with stage("config"):
         folder = locate(config.model, weights=config.load_format != "dummy")
         platform = platforms.current()
-        model = read_config(folder, quantized=platform.reads_quantized)
+        model = read_config(folder, quantized=platform.reads_quantized, kv_cache_dtype=config.kv_cache_dtype)
         read_sampling_defaults(folder, config.generation_config)  # refused before weights are read
         config = resolve(replace(config, model=str(folder)), model, platform)
     runner = load_runner(config, platform, progress)

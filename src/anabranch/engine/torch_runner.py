@@ -62,7 +62,7 @@ class TorchRunner(Runner):
         self.config = config
         memory = platform.memory()
         plan.check_memory(  # before the weights take memory
-            read_config(config.model),
+            read_config(config.model, kv_cache_dtype=config.kv_cache_dtype),
             config,
             config.dtype,
             free=memory.free + memory.cached,
@@ -74,6 +74,7 @@ class TorchRunner(Runner):
             dtype=config.dtype,
             load_format=config.load_format,  # type: ignore[arg-type]
             quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
             platform=platform,
             progress=progress,
             moe_combine=config.moe_combine,

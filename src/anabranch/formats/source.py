@@ -26,11 +26,10 @@ IGNORED = (
     ".g_idx",
     ".qzeros",
     ".input_zero_point",
-    ".k_scale",
-    ".v_scale",
-    ".kv_scale",
 )
 """Ends of the names of tensors that quantised checkpoints have and that weight-only products do not need."""
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Ends of the names of the scales of an FP8 cache, which no other cache needs."""
 
 
 class Source:

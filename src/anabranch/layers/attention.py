@@ -29,6 +29,7 @@ class Attention(nn.Module):
         self.eps = eps
         self.cache_group = cache_group
         self.written_shape = self.mixed_shape = config.num_heads, config.head_dim
+        self.set_cache_scales()
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q, "k_proj": kv} if config.value_is_key else {"q_proj": q, "k_proj": kv, "v_proj": kv}
         self.qkv_proj = PackedLinear(width, parts, config.qkv_bias)
@@ -37,6 +38,11 @@ class Attention(nn.Module):
             per_head = config.qk_norm == "head"
             self.q_norm = RMSNorm(config.head_dim if per_head else q, eps)
             self.k_norm = RMSNorm(config.head_dim if per_head else kv, eps)
+
+    def set_cache_scales(self, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+        """Keys and values are these times what an FP8 cache holds."""
+        self.k_scale, self.v_scale = k_scale, v_scale
+        self.score_scale = self.config.scale * k_scale
 
     def project(self, x_TW: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The heads of queries, keys and (unless they are the keys) values, in one tensor."""
@@ -55,8 +61,9 @@ class Attention(nn.Module):
             q, k = (norm(x.flatten(1)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
             q, k, v = (x.clamp(-config.clip, config.clip) for x in (q, k, v))
             q_weight = k_weight = None
+        scales = self.k_scale, self.v_scale
         call = ops.RopeStoreCall(
-            q, k, v, rope[0], rope[1], q_weight, k_weight, config.v_norm, self.eps, k_pages, v_pages, slot_T
+            q, k, v, rope[0], rope[1], q_weight, k_weight, config.v_norm, self.eps, k_pages, v_pages, slot_T, *scales
         )
         return ops.rope_store(call)
 
@@ -68,9 +75,10 @@ class Attention(nn.Module):
             step.page_tables[self.cache_group],
             step.query_start_R,
             step.context_len_R,
-            self.config.scale,
+            self.score_scale,
             self.config.window,
             step.max_query,
+            self.v_scale,
         )
         return ops.attention(call)
 

@@ -66,11 +66,13 @@ class AttentionConfig:
     """No value projection: the raw key projection serves as value."""
     clip: float = 0.0
     """Queries, keys and values are clamped to ±clip; 0: not."""
+    cache_dtype: str | None = None
+    """What keys and values are kept in; None: the model's dtype."""
 
     @property
     def cache(self) -> CacheSpec:
         heads = self.num_kv_heads, self.head_dim
-        return CacheSpec((heads, heads), KeepWindow(self.window) if self.window else KeepAll())
+        return CacheSpec((heads, heads), KeepWindow(self.window) if self.window else KeepAll(), self.cache_dtype)
 
     @property
     def values_per_row(self) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 from anabranch import kernels, ops, platforms
 from anabranch.formats import PLAIN
 from anabranch.layers.linear import Linear, PackedLinear
-from anabranch.loader import names
+from anabranch.loader import cache_scales, names
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.loader.read import Progress, own_head, read_weights
@@ -48,12 +48,14 @@ def load_model(
     moe_combine: str = "fastest",
     shared_expert: str = "auto",
     quantization: str = "none",
+    kv_cache_dtype: str = "auto",
 ) -> Decoder:
     """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it.
-    `quantization`: a format of formats.rounded for the plain matrices of the layers."""
+    `quantization`: a format of formats.rounded for the plain matrices of the layers. `kv_cache_dtype`: as in
+    EngineConfig; the model holds the scales of its cache."""
     with stage("config"):
         folder = locate(str(model), weights=load_format != "dummy")
-        config = read_config(folder)
+        config = read_config(folder, kv_cache_dtype=kv_cache_dtype)
         checkpoint = None if load_format == "dummy" else read_checkpoint(folder, quantized=bool(config.sources))
         if config.tie_embeddings and checkpoint is not None:
             config = _untie(config, checkpoint)
@@ -64,6 +66,8 @@ def load_model(
         if checkpoint is None:
             names.set_formats(decoder, quantization)
         copies = [] if checkpoint is None else names.match(decoder, checkpoint, quantization)
+        if checkpoint is not None:
+            cache_scales.read(decoder, checkpoint)
     with stage("weights"):
         decoder.to_empty(device=platform.device)
         parameters = dict(decoder.named_parameters())

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from anabranch.formats import IGNORED, PLAIN_SOURCE, Index, Shape, Source, TensorSpec, rounded
+from anabranch.formats import CACHE_SCALES, IGNORED, PLAIN_SOURCE, Index, Shape, Source, TensorSpec, rounded
+from anabranch.loader import cache_scales
 from anabranch.loader.checkpoint import DTYPES, FLOATS, Checkpoint, CheckpointError, TensorInfo
 from anabranch.ops.weight import Layout, Piece, Weight
 
@@ -50,7 +51,8 @@ def match(model: Decoder, checkpoint: Checkpoint, quantization: str = "none") ->
             source = _find(checkpoint, _best(checkpoint, layouts, PLAIN_SOURCE)[0].name)
             _check(source, (TensorSpec(tuple(target.shape)),))
             copies.append(Copy(source, name, ()))
-    _refuse_surplus(model, checkpoint, {copy.source.name for copy in copies})
+    scales = {info.name for _, *found in cache_scales.find(model, checkpoint) for info in found}
+    _refuse_surplus(model, checkpoint, {copy.source.name for copy in copies} | scales)
     return sorted(copies, key=lambda copy: (copy.source.file, copy.source.begin))
 
 
@@ -246,6 +248,8 @@ def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> N
     ignored = model.family.ignored
     if model.config.sources:
         ignored = (*ignored, *IGNORED)
+    if not any(group.spec.dtype == cache_scales.FP8 for group in model.config.cache_groups):
+        ignored = (*ignored, *CACHE_SCALES)
     used = used | ({"lm_head.weight"} if model.config.tie_embeddings else set())
     surplus = [
         tensor

@@ -24,6 +24,11 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
             raise ValueError(f"{refused} captures no graphs; use auto or none")
         if platform.graph_mode == "pieces" and config.graphs in ("full", "decode"):
             raise ValueError(f"{refused} captures only what is between attentions; use auto, pieces or compiled")
+    if config.kv_cache_dtype == "fp8_e4m3" and not platform.fp8_cache:
+        raise ValueError(
+            f"kv_cache_dtype fp8_e4m3: platform {platform.name!r} ({platform.describe()}) keeps keys and values in the "
+            "dtype it computes in; use auto"
+        )
     values = {
         "dtype": resolve_dtype(config.dtype, model, platform),
         "max_model_len": model.max_position,
@@ -34,6 +39,7 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
         "moe_combine": "fastest",
         "shared_expert": "stream" if platform.has("streams") else "inline",
         "generation_config": "model",
+        "kv_cache_dtype": "model",
     }
     chosen: dict[str, Any] = {name: value for name, value in values.items() if getattr(config, name) in ("auto", AUTO)}
     for name, value in chosen.items():

@@ -12,7 +12,7 @@ name; `tests/models/test_config_fuzz.py` compares the two.
 import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from anabranch.formats import Source, sources_of
 from anabranch.layers.cache import CacheGroup, CacheSpec
@@ -23,6 +23,8 @@ from anabranch.moe.config import MoEConfig
 
 MAX_EXPERTS = 1 << 17
 """Experts of all layers together."""
+CACHE_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
+"""Values of EngineConfig.kv_cache_dtype that are not the model's own dtype, as torch names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +81,9 @@ class ModelConfig:
         return tuple(CacheGroup(tuple(layers), spec) for spec, layers in members.items())
 
 
-def read_config(folder: str | Path, *, quantized: bool = False) -> ModelConfig:
+def read_config(folder: str | Path, *, quantized: bool = False, kv_cache_dtype: str = "auto") -> ModelConfig:
     """Read `config.json` (and end-of-text ids from `generation_config.json`) in a model folder. `quantized`: the caller
-    reads quantised weights itself, of any format."""
+    reads quantised weights itself, of any format. `kv_cache_dtype`: as in EngineConfig."""
     path = Path(folder) / "config.json"
     keys = Keys(read_json(path), path)
     sources = () if quantized else _sources(keys)
@@ -98,21 +100,44 @@ def read_config(folder: str | Path, *, quantized: bool = False) -> ModelConfig:
             raise keys.fail(f"'architectures' = {shown(architecture)}: only models that generate text are supported")
     config = families[model_type].read(keys)
     _check(keys, config)
+    if kv_cache_dtype in CACHE_DTYPES:
+        _check_cache_scheme(keys)
+        layers = (_with_cache(layer, CACHE_DTYPES[kv_cache_dtype]) for layer in config.layers)
+        config = replace(config, layers=tuple(layers))
     return replace(config, eos_ids=_eos_ids(keys), sources=sources, packed="quantization" in keys.raw)
 
 
-def _sources(keys: Keys) -> tuple[Source, ...]:
+def _check_cache_scheme(keys: Keys) -> None:
+    scheme = (_quantization_config(keys) or {}).get("kv_cache_scheme")
+    if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+        raise keys.fail(
+            f"'kv_cache_scheme' = {shown(scheme)} is not FP8, so the checkpoint's scales do not fit an FP8 cache; "
+            "use kv_cache_dtype auto"
+        )
+
+
+def _with_cache(layer: LayerConfig, dtype: str) -> LayerConfig:
+    """With keys and values in this dtype, if the layer keeps any."""
+    mixer = layer.mixer
+    return replace(layer, mixer=replace(mixer, cache_dtype=dtype)) if isinstance(mixer, AttentionConfig) else layer
+
+
+def _quantization_config(keys: Keys) -> dict[str, Any] | None:
     for where in (keys.raw, keys.mapping("text_config")):
         found = where.get("quantization_config")
-        if found is None:
-            continue
-        if not isinstance(found, dict):
+        if found is not None and not isinstance(found, dict):
             raise keys.fail(f"'quantization_config' must be an object, not {shown(found)}")
-        try:
-            return sources_of(found)
-        except ValueError as error:
-            raise keys.fail(f"'quantization_config': {error}; use the original weights") from None
-    return ()
+        if found is not None:
+            return found
+    return None
+
+
+def _sources(keys: Keys) -> tuple[Source, ...]:
+    found = _quantization_config(keys)
+    try:
+        return () if found is None else sources_of(found)
+    except ValueError as error:
+        raise keys.fail(f"'quantization_config': {error}; use the original weights") from None
 
 
 def _eos_ids(keys: Keys) -> tuple[int, ...]:

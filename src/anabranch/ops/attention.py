@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from anabranch.ops.op import Samples, op
+from anabranch.ops.rope_store import as_bytes
 
 
 class AttentionCall(NamedTuple):
@@ -28,6 +29,8 @@ class AttentionCall(NamedTuple):
     max_query: int = 0
     """At least the most rows of a request (0: not known), so that a kernel can tell a decode step without asking the
     device."""
+    v_scale: float = 1.0
+    """Values are this times what the pages hold, which may be FP8. The factor of keys is part of `scale`."""
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
@@ -42,6 +45,8 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         ("narrow values", [(3, 9), (1, 5), (1, 12)], 0, 4, 2, 16),
         ("pages of 128", [(3, 150), (1, 5), (2, 128)], 0, 4, 2, 64),
         ("pages of 128, window", [(4, 140), (1, 300)], 9, 2, 1, 64),
+        ("FP8 cache", [(3, 9), (1, 12), (6, 6), (1, 4)], 0, 4, 2, 32),
+        ("FP8 cache, decode, window", [(1, 5), (1, 1), (1, 16)], 6, 4, 1, 24),
     ):
         page_size, pages = (128, 7) if label.startswith("pages of 128") else (4, 17)
         tokens = sum(n for n, _ in requests) + (3 if label.startswith("padding") else 0)
@@ -52,6 +57,8 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         table = torch.zeros(len(requests), 5, dtype=torch.int32)
         # Page 0 belongs to no request and holds NaN: table entries past a request's pages point there.
         cache[:, 0] = float("nan")
+        if label.startswith("FP8"):
+            cache = cache.to(torch.float8_e4m3fn)
         free = (1 + torch.randperm(pages - 1, generator=generator)).tolist()
         for r, (_, length) in enumerate(requests):
             for j in range(-(-length // page_size)):
@@ -66,6 +73,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
             scale=dim**-0.5,
             window=window,
             max_query=0 if "chunked" in label else max(n for n, _ in requests),
+            v_scale=0.3 if label.startswith("FP8") else 1.0,
         )
         yield label, {"call": call}
 
@@ -88,8 +96,8 @@ def attention(call: AttentionCall) -> torch.Tensor:
         first_page = first_key // page_size
         pages = call.page_table_RM[r, first_page : -(-length // page_size)].long()
         keys = slice(first_key - first_page * page_size, length - first_page * page_size)
-        k_LHD = k_PSGD[pages].flatten(0, 1)[keys].float().repeat_interleave(heads_per_kv, dim=1)
-        v_LHE = v_PSGE[pages].flatten(0, 1)[keys].float().repeat_interleave(heads_per_kv, dim=1)
+        k_LHD = take(k_PSGD, pages).flatten(0, 1)[keys].float().repeat_interleave(heads_per_kv, dim=1)
+        v_LHE = take(v_PSGE, pages).flatten(0, 1)[keys].float().repeat_interleave(heads_per_kv, dim=1)
 
         query = torch.arange(first_query, length, device=q_THD.device)[:, None]
         key = torch.arange(first_key, length, device=q_THD.device)[None, :]
@@ -98,5 +106,10 @@ def attention(call: AttentionCall) -> torch.Tensor:
             visible &= key > query - window
         scores_HQL = torch.einsum("qhd,lhd->hql", q_THD[rows].float(), k_LHD) * call.scale
         weights_HQL = scores_HQL.masked_fill(~visible, float("-inf")).softmax(-1)
-        out_THE[rows] = torch.einsum("hql,lhe->qhe", weights_HQL, v_LHE).to(q_THD.dtype)
+        out_THE[rows] = torch.einsum("hql,lhe->qhe", weights_HQL, v_LHE * call.v_scale).to(q_THD.dtype)
     return out_THE
+
+
+def take(pages_PSGD: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
+    """Some pages, in one piece."""
+    return as_bytes(pages_PSGD).index_select(0, page).view(pages_PSGD.dtype)

@@ -31,6 +31,9 @@ class RopeStoreCall(NamedTuple):
     v_PSGD: torch.Tensor
     slot_T: torch.Tensor
     """Token t goes to slot_T[t] = page · S + offset; −1 (a padding row) is not written."""
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    """Of pages in FP8, which hold keys and values divided by these; other pages hold them as they are."""
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
@@ -44,6 +47,8 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         ("norm over all heads", 4, 6, 2, 8, 4, "all", False),
         ("no padding, pages in one piece", 1, 4, 1, 32, 16, "head", False),
         ("no tokens", 0, 2, 1, 8, 4, "head", False),
+        ("FP8 cache", 5, 4, 2, 32, 16, "head", True),
+        ("FP8 cache, pages in one piece", 6, 3, 1, 24, 4, None, False),
     ):
         angle = 100 * torch.rand(tokens, pairs, generator=generator)
         angle[:, pairs // 2 :] *= 0 if label == "no norm" else 1  # proportional rope has zero frequencies
@@ -54,6 +59,8 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         slot[1::3] = -1
         # Keys and values next to each other in each page, as slices of one tensor, or each in one piece.
         pages = torch.randn(4, 2, 4, kv_heads, dim, generator=generator).to(dtype)
+        if fp8 := label.startswith("FP8"):
+            pages = pages.to(torch.float8_e4m3fn)
         k_PSGD, v_PSGD = pages.unbind(1) if not label.endswith("one piece") else pages.transpose(0, 1).contiguous()
         k_TGD, v_TGD = qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         call = RopeStoreCall(
@@ -69,6 +76,8 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
             k_PSGD=k_PSGD,
             v_PSGD=v_PSGD,
             slot_T=slot.int() if label == "head norm" else slot,
+            k_scale=0.004 if fp8 else 1.0,  # some keys are out of range
+            v_scale=0.3 if fp8 else 1.0,
         )
         yield label, {"call": call}
 
@@ -109,5 +118,17 @@ def write(k_TGD: torch.Tensor, v_TGD: torch.Tensor, call: RopeStoreCall) -> None
     kept = call.slot_T >= 0
     slot = call.slot_T[kept].long()
     page, offset = slot // call.k_PSGD.shape[1], slot % call.k_PSGD.shape[1]
-    call.k_PSGD[page, offset] = k_TGD[kept]
-    call.v_PSGD[page, offset] = v_TGD[kept]
+    for pages, x_TGD, scale in ((call.k_PSGD, k_TGD, call.k_scale), (call.v_PSGD, v_TGD, call.v_scale)):
+        as_bytes(pages)[page, offset] = as_bytes(to_cache(x_TGD[kept], scale, pages.dtype))
+
+
+def to_cache(x_TGD: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values as pages of this dtype hold them. FP8 has no infinity: what is out of range becomes ±448."""
+    if dtype != torch.float8_e4m3fn:
+        return x_TGD
+    return (x_TGD.float() * (1 / scale)).clamp(-448, 448).to(dtype)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes, for torch's indexing; other tensors as they are."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

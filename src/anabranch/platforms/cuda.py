@@ -20,6 +20,10 @@ class CudaPlatform(AcceleratorPlatform):
     def batch_tokens(self) -> int:  # type: ignore[override]
         return batch_tokens(self.memory().total)
 
+    @property
+    def fp8_cache(self) -> bool:  # type: ignore[override]
+        return torch.cuda.get_device_capability(self.device) >= (8, 9)
+
     @classmethod
     def available(cls) -> bool:
         return torch.version.cuda is not None and torch.cuda.is_available()

@@ -25,6 +25,7 @@ class MlxPlatform(HostPlatform):
     name = "mlx"
     runner = "anabranch.mlx.runner:MlxRunner"
     reads_quantized = True
+    fp8_cache = False
     memory_fraction = 0.8
     proven = "tests/mlx, with MLX's CPU backend on Linux"
     unproven = "never run on Apple silicon: speed, Metal's kernels and memory"

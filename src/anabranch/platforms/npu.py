@@ -25,6 +25,7 @@ class NpuPlatform(AcceleratorPlatform):
     collective_backend = "hccl"
     providers = {"torch_npu": "anabranch.kernels.vendor.torch_npu", "torch": "anabranch.kernels.torch"}
     page_size = 128
+    fp8_cache = False
     graph_mode = "pieces"
     proven = "calls, shapes, stream order and whole tiny models, by torch_npu over a stub runtime"
     unproven = "never run on Ascend hardware: speed, rounding, captured graphs, the FRACTAL_NZ layout, collectives"

@@ -94,6 +94,8 @@ class Platform(abc.ABC):
     is between attentions."""
     memory_fraction: float = 0.9
     """Share of the device's memory the engine takes by default. An instance may set its own, as of batch_tokens."""
+    fp8_cache: bool = True
+    """Whether keys and values can be kept in FP8."""
     proven: ClassVar[str] = ""
     """What tests show of it on this commit, and where they ran; empty: nothing."""
     unproven: ClassVar[str] = ""

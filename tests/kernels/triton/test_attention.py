@@ -38,9 +38,10 @@ def draw(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     spare: int = 3,
+    fp8: bool = False,
 ) -> Arguments:
     """Each request: (tokens in this step, context after it). Slots and pages that no query sees hold NaN, queries are
-    slices of a packed projection, and page-table entries that may not be read point nowhere."""
+    slices of a packed projection, and page-table entries that may not be read point nowhere. `fp8`: the pages are."""
     counts = [-(-length // page_size) for _, length in requests]
     free = list(range(sum(counts) + 5))
     random.Random(len(requests)).shuffle(free)
@@ -53,6 +54,8 @@ def draw(
             table[r, i] = page
             begin, end = max(first_key - i * page_size, 0), min(length - i * page_size, page_size)
             cache[:, page, begin:end] = torch.randn(2, end - begin, kv_heads, dim, device=device).to(dtype)
+    if fp8:
+        cache = cache.to(torch.float8_e4m3fn)
     start = torch.tensor([0] + [n for n, _ in requests]).cumsum(0)
     tokens = int(start[-1]) + padding
     packed = torch.full((tokens, heads + 2, dim), NAN, dtype=dtype, device=device)
@@ -67,6 +70,7 @@ def draw(
         "scale": dim**-0.5,
         "window": window,
         "max_query": max((n for n, _ in requests), default=1) if max_query is None else max_query,
+        "v_scale": 0.3 if fp8 else 1.0,
     }
 
 
@@ -116,14 +120,19 @@ CASES: dict[str, Arguments] = {
 }
 
 
+PAGES = {"plain": False, "fp8": True}
+
+
 @interpreter
+@pytest.mark.parametrize("pages", PAGES)
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("case", CASES)
-def test_meaning(case: str, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meaning(case: str, tiles: str, pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A small machine: the interpreter takes its time for programs without work too.
     monkeypatch.setattr(kernel, "machine_of", lambda device: Machine(processors=4))
     choose(monkeypatch, TILES[tiles])
-    judge(draw(**CASES[case], dtype=torch.float32 if tiles == "rows are heads" else torch.float16))
+    dtype = torch.float32 if tiles == "rows are heads" else torch.float16
+    judge(draw(**CASES[case], dtype=dtype, fp8=PAGES[pages]))
 
 
 @interpreter
@@ -236,6 +245,7 @@ def test_what_it_does_not_accept() -> None:
         ("page_table_RM", arguments["page_table_RM"].long()),
         ("page_table_RM", arguments["page_table_RM"].expand(1024, 2, -1).reshape(2048, -1)),
         ("scale", -1.0),
+        ("v_PSGE", arguments["v_PSGE"].to(torch.float8_e4m3fn)),
     ):
         assert not kernel.accepts(AttentionCall(**arguments | {name: value})), name
 
@@ -279,27 +289,33 @@ def judge_all(monkeypatch: pytest.MonkeyPatch, cases: list[tuple[tuple[Any, Any]
 
 
 @pytest.mark.gpu
-def test_meaning_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pages", PAGES)
+def test_meaning_on_a_gpu(pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(tiles, case, dtype) for tiles in TILES.values() for case in CASES.values() for dtype in dtypes("cuda")]
-    judge_all(monkeypatch, [(tiles, draw(**case, dtype=dtype, device="cuda")) for tiles, case, dtype in cases])
+    place = {"device": "cuda", "fp8": PAGES[pages]}
+    judge_all(monkeypatch, [(tiles, draw(**case, dtype=dtype, **place)) for tiles, case, dtype in cases])
 
 
 @pytest.mark.gpu
 @any_model
-def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pages", PAGES)
+def test_models(pages: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     seeded = random.Random(1)
     cases = []
+
+    def add(requests: list[tuple[int, int]], **options: Any) -> None:
+        cases.append(draw_model(model, requests, fp8=PAGES[pages], **options))
+
     for dtype in dtypes("cuda"):
-        cases.append(draw_model(model, [(1, 129)], dtype=dtype))
-        cases.append(draw_model(model, [(1, seeded.randrange(1, 3000)) for _ in range(70)], dtype=dtype, padding=3))
-        mixed = [(1500, 1500), (1, 3000), (200, 2500), (1, 77), (17, 17)]
-        cases.append(draw_model(model, mixed, dtype=dtype, padding=9))
+        add([(1, 129)], dtype=dtype)
+        add([(1, seeded.randrange(1, 3000)) for _ in range(70)], dtype=dtype, padding=3)
+        add([(1500, 1500), (1, 3000), (200, 2500), (1, 77), (17, 17)], dtype=dtype, padding=9)
     for page_size in (32, 64, 128):
-        cases.append(draw_model(model, [(1, 5000), (300, 1300), (1, 64), (1, 65)], page_size=page_size))
-    cases.append(draw_model(model, [(1, 9000)] + [(1, 20)] * 40))
-    cases.append(draw_model(model, [(1, 50)] * 300))
-    cases.append(draw_model(model, [(3, 50), (1, 40)] * 150))
+        add([(1, 5000), (300, 1300), (1, 64), (1, 65)], page_size=page_size)
+    add([(1, 9000)] + [(1, 20)] * 40)
+    add([(1, 50)] * 300)
+    add([(3, 50), (1, 40)] * 150)
     judge_all(monkeypatch, [((None, None), case) for case in cases])
 
 
@@ -434,7 +450,13 @@ LAUNCHES = ("attend_rows", "attend_pieces")
 
 
 def launches_of(
-    model: str, tokens: int, num_requests: int, dtype: torch.dtype, target: str, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    tokens: int,
+    num_requests: int,
+    dtype: torch.dtype,
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+    fp8: bool = False,
 ) -> list[ahead_of_time.Launch]:
     heads, kv_heads, dim, window = MODELS[model]
     monkeypatch.setattr(kernel, "machine_of", lambda device: MACHINES[target])
@@ -443,7 +465,7 @@ def launches_of(
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device="meta")
 
-    pages = empty(4000, 16, kv_heads, dim, dtype=dtype)
+    pages = empty(4000, 16, kv_heads, dim, dtype=torch.float8_e4m3fn if fp8 else dtype)
     with recorded(kernel, *LAUNCHES) as launches:
         kernel.attention(
             AttentionCall(
@@ -468,6 +490,12 @@ AHEAD = {  # model, dtype, tokens, requests
     "gemma, sliding, mixed": ("gemma, sliding", torch.float16, 300, 4),
     "gemma, global, prefill": ("gemma, global", torch.bfloat16, 8192, 1),
     "gemma, global, decode in fp32": ("gemma, global", torch.float32, 4, 4),
+}
+FP8_AHEAD = {
+    **{case: AHEAD[case] for case in ("qwen3, decode", "qwen3, decode of few", "qwen3, prefill")},
+    "qwen3 in fp16, mixed": ("qwen3", torch.float16, 300, 4),
+    "gemma, sliding, mixed": ("gemma, sliding", torch.bfloat16, 300, 4),
+    "gemma, global, mixed": ("gemma, global", torch.bfloat16, 300, 4),
 }
 
 
@@ -503,6 +531,23 @@ def test_compiles_ahead_of_time(case: str, target: str, monkeypatch: pytest.Monk
         assert added.count("ld.global") == added.count("ld.global.cg"), "L1 may hold what was there before"
         wide = added.count("ld.global.cg.v4") + added.count("ld.global.cg.v2.b64")
         assert wide >= 16, "64 registers full of pieces are asked for at once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [target for target in ahead_of_time.TARGETS if target != "sm_80"])
+@pytest.mark.parametrize("case", FP8_AHEAD)
+def test_fp8_pages_compile_ahead_of_time(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for sm_80, for which Triton does not convert. Prompts of any length have the portable kernel."""
+    model, dtype, tokens, num_requests = FP8_AHEAD[case]
+    launches = launches_of(model, tokens, num_requests, dtype, target, monkeypatch, fp8=True)
+    assert len(launches) == (num_requests < tokens) + (num_requests > 1)
+    for launch in launches:
+        compiled, name = compile_for(target, launch), launch.function.__name__
+        assert compiled.metadata.shared <= MACHINES[target].shared_bytes, name
+        if target == "sm_90":
+            used = ahead_of_time.resources(compiled)
+            assert used["STACK"] == used["LOCAL"] == 0, f"{name}: registers are spilled"
+            assert compiled.asm["ptx"].count("cp.async.c") >= 8, "keys are loaded ahead"
 
 
 @pytest.mark.slow
@@ -542,7 +587,11 @@ def test_chosen_tiles_fit(target: str) -> None:
     machine = MACHINES[target]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for dim in (16, 64, 80, 128, 256, 512):
-            tiles: list[Any] = [attention_tiles.choose_decode(pairs, dim, dtype, machine) for pairs in (1, 1000)]
+            tiles: list[Any] = [
+                attention_tiles.choose_decode(pairs, dim, dtype, machine, fp8)
+                for pairs in (1, 1000)
+                for fp8 in (False, True)
+            ]
             tiles += [attention_tiles.choose_prefill(rows, dim, dtype, machine) for rows in (16, 10**6)]
             for tile in tiles:
                 assert tile.stages == 1 or attention_tiles.fits(tile, dim, dtype, machine)

@@ -47,6 +47,7 @@ def draw(
     norm: str = "none",
     v_norm: bool = False,
     value_is_key: bool = False,
+    pages: torch.dtype | None = None,
 ) -> dict[str, Any]:
     angle = 100 * torch.rand(tokens, F)
     qkv = torch.randn(tokens, H + 2 * G, D).to(dtype)
@@ -66,9 +67,11 @@ def draw(
         "k_weight": weights[1],
         "v_norm": v_norm,
         "eps": 0.1,
-        "k_PSGD": torch.randn(PAGES, PAGE_SIZE, G, D).to(dtype),
-        "v_PSGD": torch.randn(PAGES, PAGE_SIZE, G, D).to(dtype),
+        "k_PSGD": torch.randn(PAGES, PAGE_SIZE, G, D).to(pages or dtype),
+        "v_PSGD": torch.randn(PAGES, PAGE_SIZE, G, D).to(pages or dtype),
         "slot_T": slot_T,
+        "k_scale": 1.0 if pages is None else 0.004,  # some are out of range
+        "v_scale": 1.0 if pages is None else 0.3,
     }
 
 
@@ -86,12 +89,13 @@ def test_samples(device: str) -> None:
 
 
 @everywhere
+@pytest.mark.parametrize("pages", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_geometries(geometry: str, device: str) -> None:
+def test_geometries(geometry: str, pages: torch.dtype | None, device: str) -> None:
     # The interpreter takes milliseconds for each program.
     for dtype in (torch.float32,) if device == "cpu" else dtypes(device):
         for tokens in (2,) if device == "cpu" else (1, 3, 64, 65, 300):
-            judge(draw(tokens, dtype, **GEOMETRIES[geometry]), dtype, device)
+            judge(draw(tokens, dtype, **GEOMETRIES[geometry], pages=pages), dtype, device)
 
 
 def draw_many(tokens: int, dtype: torch.dtype, geometry: str) -> dict[str, Any]:
@@ -151,6 +155,19 @@ def test_heads_are_rounded_before_they_turn(device: str) -> None:
     assert same.float().mean() > 0.97
 
 
+@everywhere
+def test_what_fp8_cannot_hold(device: str) -> None:
+    """Infinities and what is out of range become ±448; NaN stays, so that the request ends with an error."""
+    arguments = draw(2, torch.float32, **GEOMETRIES["small"] | {"v_norm": False}, pages=torch.float8_e4m3fn)
+    arguments["v_TGD"][0, 0, :6] = torch.tensor([float("inf"), -float("inf"), 448 * 0.3, 1e10, float("nan"), -135.0])
+    arguments["slot_T"][0] = 0
+    arguments = copy(arguments, torch.device(device))
+    kernel.rope_store(RopeStoreCall(**arguments))
+    found = arguments["v_PSGD"][0, 0, 0, :6].float().tolist()
+    assert found[:4] + found[5:] == [448, -448, 448, 448, -448] and found[4] != found[4]
+    assert arguments["k_PSGD"].float().isfinite().all()
+
+
 def test_what_it_does_not_accept() -> None:
     arguments = draw(4, torch.float32, **GEOMETRIES["qwen3"])
     assert kernel.accepts(RopeStoreCall(**arguments))
@@ -160,6 +177,8 @@ def test_what_it_does_not_accept() -> None:
         ("q_THD", torch.randn(4, 128, 32).transpose(1, 2)),
         ("cos_TF", arguments["cos_TF"].half()),
         ("k_weight", None),
+        ("k_PSGD", arguments["k_PSGD"].half()),
+        ("k_PSGD", arguments["k_PSGD"].to(torch.float8_e4m3fn)),
         ("v_PSGD", torch.zeros(PAGES, 2, PAGE_SIZE, 4, 128)[:, 0]),
     ):
         assert not kernel.accepts(RopeStoreCall(**arguments | {name: value})), name
@@ -204,6 +223,19 @@ def test_a_graph_follows_its_inputs() -> None:
                 (arguments["v_PSGD"], expected["v_PSGD"]),
             ):
                 assert (found.double() - wanted.double()).norm() <= 1e-2 * wanted.double().norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", ["qwen3", "gemma, full", "partial"])
+def test_fp8_pages_compile_ahead_of_time(geometry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: True)
+    for tokens in (1, 100):
+        with recorded(kernel, "rope_store_kernel") as launches:
+            drawn = draw(tokens, torch.bfloat16, **GEOMETRIES[geometry], pages=torch.float8_e4m3fn)
+            kernel.rope_store(RopeStoreCall(**drawn))
+        compiled = compile_for("sm_90", launches[0])
+        assert ahead_of_time.resources(compiled)["LOCAL"] == 0
+        assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ NAME = "compressed-tensors"
 
 def sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
     groups = config.get("config_groups")
+    if not groups and isinstance(config.get("kv_cache_scheme"), Mapping):
+        return ()  # only the cache is quantised
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError("compressed-tensors without config_groups is not supported")
     found = []

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from anabranch import ops
-from anabranch.ops.attention import AttentionCall
+from anabranch.ops.attention import AttentionCall, take
 
 MAX_PADDING = 1.25
 """A group's keys, padded to its longest row, over those that are needed."""
@@ -46,11 +46,11 @@ def attention(call: AttentionCall) -> torch.Tensor:
         out_THE[rows] = _prefill(q_THD[rows], call, r, lengths[r])
     for group in groups:
         out_THE[group.row_B] = _decode(q_THD[group.row_B], call, group)
-    return out_THE
+    return out_THE if call.v_scale == 1 else out_THE.mul_(call.v_scale)
 
 
 def _decode(q_BHD: torch.Tensor, call: AttentionCall, group: Group) -> torch.Tensor:
-    k_LGD, v_LGE = (x.index_select(0, group.pages).flatten(0, 1) for x in (call.k_PSGD, call.v_PSGE))
+    k_LGD, v_LGE = (_gathered(x, group.pages, q_BHD.dtype) for x in (call.k_PSGD, call.v_PSGE))
     if group.stale is not None:  # a weight of 0 does not cancel NaN
         k_LGD.index_fill_(0, group.stale, 0.0)
         v_LGE.index_fill_(0, group.stale, 0.0)
@@ -59,6 +59,11 @@ def _decode(q_BHD: torch.Tensor, call: AttentionCall, group: Group) -> torch.Ten
     q_BGQD = q_BHD.unflatten(1, (k_BGLD.shape[1], -1))
     out = F.scaled_dot_product_attention(q_BGQD, k_BGLD, v_BGLE, attn_mask=group.visible, scale=call.scale)
     return out.flatten(1, 2)
+
+
+def _gathered(pages_PSGD: torch.Tensor, page: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The slots of these pages, one after the other, as numbers to compute with."""
+    return take(pages_PSGD, page).flatten(0, 1).to(dtype)
 
 
 @functools.lru_cache(maxsize=1)  # the layers of a step pass the same tensor; a tensor's hash is its identity
@@ -126,7 +131,7 @@ def _prefill(q_QHD: torch.Tensor, call: AttentionCall, r: int, length: int) -> t
     window, page_size, first_query = call.window, call.k_PSGD.shape[1], length - q_QHD.shape[0]
     first_key = max(0, first_query - window + 1) // page_size * page_size if window else 0
     pages = call.page_table_RM[r, first_key // page_size : -(-length // page_size)].long()
-    k_GLD, v_GLE = (x[pages].flatten(0, 1)[: length - first_key].transpose(0, 1) for x in (call.k_PSGD, call.v_PSGE))
+    k_LGD, v_LGE = (_gathered(x, pages, q_QHD.dtype)[: length - first_key] for x in (call.k_PSGD, call.v_PSGE))
     mask = None
     if first_query or window:
         query = torch.arange(first_query, length, device=q_QHD.device)[:, None]
@@ -136,8 +141,8 @@ def _prefill(q_QHD: torch.Tensor, call: AttentionCall, r: int, length: int) -> t
             mask &= key > query - window
     out = F.scaled_dot_product_attention(
         q_QHD.transpose(0, 1)[None],
-        k_GLD[None],
-        v_GLE[None],
+        k_LGD.transpose(0, 1)[None],
+        v_LGE.transpose(0, 1)[None],
         attn_mask=mask,
         is_causal=mask is None,
         scale=call.scale,

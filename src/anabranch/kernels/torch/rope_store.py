@@ -3,7 +3,7 @@
 import torch
 
 from anabranch import ops
-from anabranch.ops.rope_store import RopeStoreCall, head_norm, rotate, write
+from anabranch.ops.rope_store import RopeStoreCall, as_bytes, head_norm, rotate, to_cache, write
 
 
 @ops.rope_store.kernel("torch", on=("cpu", "fake"))
@@ -21,8 +21,8 @@ def rope_store(call: RopeStoreCall) -> torch.Tensor:
     k_PSGD, v_PSGD, slot_T = call.k_PSGD, call.v_PSGD, call.slot_T
     whole = k_PSGD.is_contiguous() and v_PSGD.is_contiguous()
     if whole and not (slot_T.numel() and int(slot_T.min()) < 0):  # padding; reading a value is cheap on the host
-        k_PSGD.flatten(0, 1).index_copy_(0, slot_T, k_TGD)
-        v_PSGD.flatten(0, 1).index_copy_(0, slot_T, v_TGD)
+        for pages, x_TGD, scale in ((k_PSGD, k_TGD, call.k_scale), (v_PSGD, v_TGD, call.v_scale)):
+            as_bytes(pages).flatten(0, 1).index_copy_(0, slot_T, as_bytes(to_cache(x_TGD, scale, pages.dtype)))
     else:
         write(k_TGD, v_TGD, call)
     return q_THD

@@ -21,7 +21,16 @@ from anabranch.kernels.triton import attention_tiles
 from anabranch.kernels.triton.attention_decode import attend_pieces
 from anabranch.kernels.triton.attention_prefill import attend_rows
 from anabranch.kernels.triton.attention_tiles import DecodeTile, HopperTile, PrefillTile
-from anabranch.kernels.triton.launch import FLOATS, cdiv, dependent_launch, lasting_zeros, machine_of, next_power_of_2
+from anabranch.kernels.triton.launch import (
+    FLOATS,
+    FP8,
+    cdiv,
+    converts_fp8,
+    dependent_launch,
+    lasting_zeros,
+    machine_of,
+    next_power_of_2,
+)
 from anabranch.kernels.tuning.experts_tiles import Machine
 from anabranch.ops.attention import AttentionCall
 
@@ -42,7 +51,8 @@ def accepts(call: AttentionCall) -> bool:
     q_THD, k_PSGD, v_PSGE, page_table_RM = call.q_THD, call.k_PSGD, call.v_PSGE, call.page_table_RM
     integers = page_table_RM, call.query_start_R, call.context_len_R
     return (
-        q_THD.dtype == k_PSGD.dtype == v_PSGE.dtype
+        (k_PSGD.dtype == q_THD.dtype or (k_PSGD.dtype == FP8 and converts_fp8(q_THD.device)))
+        and v_PSGE.dtype == k_PSGD.dtype
         and q_THD.dtype in FLOATS
         and q_THD.stride(2) == k_PSGD.stride(3) == 1
         and k_PSGD.shape == v_PSGE.shape
@@ -65,16 +75,18 @@ def attention(call: AttentionCall) -> torch.Tensor:
         return out_THD
     (_, S, G, _), (R, M), device = k_PSGD.shape, page_table_RM.shape, q_THD.device
     whole = k_PSGD.is_contiguous() and (k_PSGD.data_ptr() | v_PSGD.data_ptr()) % 16 == 0
-    shape = Shape(T, R, M, H, G, D, S, q_THD.dtype, window, call.max_query, whole)
+    fp8 = k_PSGD.dtype == FP8
+    shape = Shape(T, R, M, H, G, D, S, q_THD.dtype, window, call.max_query, whole, fp8)
+    v_scale = call.v_scale if fp8 else None
     overrides = attention_tiles.prefill_override, attention_tiles.decode_override
     plan = make_plan(shape, machine_of(device), dependent_launch(device), *overrides)
     tensors = q_THD, k_PSGD, v_PSGD, page_table_RM, call.query_start_R, call.context_len_R, out_THD
     strides = *q_THD.stride()[:2], *k_PSGD.stride()[:3], page_table_RM.stride(0)
     numbers = R, call.scale * math.log2(math.e), window, *strides
     if plan.many is not None:
-        attend_many(plan.many, *tensors, T, *numbers, plan.many.trigger, plan.alone)
+        attend_many(plan.many, v_scale, *tensors, T, *numbers, plan.many.trigger, plan.alone)
     if plan.single is not None:
-        attend_single(plan.single, shape, tensors, T if plan.pad else 0, numbers)
+        attend_single(plan.single, shape, tensors, T if plan.pad else 0, numbers, v_scale)
     return out_THD
 
 
@@ -93,6 +105,8 @@ class Shape(NamedTuple):
     max_query: int
     whole: bool = True
     """Keys, and values, lie in one piece, as the copy engine wants them."""
+    fp8: bool = False
+    """The pages are FP8, which attention_hopper does not read."""
 
     def padded_dim(self) -> int:
         return max(16, next_power_of_2(self.D))
@@ -136,12 +150,13 @@ def make_plan(
     decoding = apart and shape.R > 0 and (shape.max_query == 1 or shape.T == 1)
     many = None
     if not decoding:
-        page = shape.S if shape.whole else 0
+        page = shape.S if shape.whole and not shape.fp8 else 0
         tile = prefill_tile or attention_tiles.choose_prefill(shape.T * shape.H, shape.D, shape.dtype, machine, page)
         many = plan_many(shape, machine, dependent, tile)
     if not decoding and (shape.R < 2 or not apart):
         return AttentionPlan(many, None, alone=1)
-    chosen = decode_tile or attention_tiles.choose_decode(shape.R * shape.G, shape.D, shape.dtype, machine)
+    pairs = shape.R * shape.G
+    chosen = decode_tile or attention_tiles.choose_decode(pairs, shape.D, shape.dtype, machine, shape.fp8)
     return AttentionPlan(many, plan_single(shape, machine, dependent, chosen), pad=decoding)
 
 
@@ -170,7 +185,7 @@ def plan_single(shape: Shape, machine: Machine, dependent: bool, tile: DecodeTil
         "HEADS": heads,
         "AT_ONCE": max(1, min(MOST_AT_ONCE, ELEMENTS_AT_ONCE * tile.warps // (heads * shape.padded_dim()))),
         "SWAP": tile.swap,
-        "FETCH": tile.fetch and dependent and shape.D * shape.dtype.itemsize >= 128,
+        "FETCH": tile.fetch and dependent and shape.D * (1 if shape.fp8 else shape.dtype.itemsize) >= 128,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
@@ -202,19 +217,24 @@ def most_pieces(R: int, G: int, most_keys: int, tile: DecodeTile, machine: Machi
     return R if blocks < 2 else R + min(max(1, tile.programs * machine.processors // G), R * blocks)
 
 
-def attend_many(launch: Launch, *arguments: Any) -> None:
+def attend_many(launch: Launch, v_scale: float | None, *arguments: Any) -> None:
     if "STAGES" in launch.options:
         # Gluon is imported only where it is used: it changes from one Triton to the next.
         gluon = importlib.import_module("anabranch.kernels.triton.attention_hopper")
         attend = gluon.attend_rows_hopper
         arguments += tuple(gluon.descriptor(pages) for pages in arguments[1:3])
     else:
-        attend = attend_rows
+        attend, arguments = attend_rows, (*arguments, v_scale)
     attend[launch.grid](*arguments, **launch.options)
 
 
 def attend_single(
-    launch: Launch, shape: Shape, tensors: tuple[torch.Tensor, ...], num_tokens: int, numbers: tuple[int | float, ...]
+    launch: Launch,
+    shape: Shape,
+    tensors: tuple[torch.Tensor, ...],
+    num_tokens: int,
+    numbers: tuple[int | float, ...],
+    v_scale: float | None,
 ) -> None:
     """`tensors` and `numbers` are the kernel's, in its order, but for those that are made here."""
     (num_groups, num_pieces), options, trigger = launch
@@ -225,7 +245,8 @@ def attend_single(
         piece_WHD = torch.empty(num_pieces, shape.H, shape.D, dtype=torch.float32, device=device)
         weight_WH = torch.empty(num_pieces, shape.H, dtype=torch.float32, device=device)
         count_RG = counts_of(num_groups, device)
-    attend_pieces[launch.grid](*tensors, piece_WHD, weight_WH, count_RG, num_tokens, *numbers, trigger, **options)
+    made = piece_WHD, weight_WH, count_RG
+    attend_pieces[launch.grid](*tensors, *made, num_tokens, *numbers, trigger, v_scale, **options)
 
 
 @functools.cache

@@ -143,13 +143,14 @@ def add_up(
 def attend_pieces(
     q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD, piece_WHD, weight_WH, count_RG,
     num_tokens, num_requests, scale, window,
-    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, v_scale,
     HG: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
     RP: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr, SWAP: tl.constexpr,
     WINDOWED: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Scores times `scale` are base-2 logarithms. Not SPLIT: piece w is all of request w. SWAP: keys are the rows of
-    the products. FETCH: prefetch the first keys and values to L2 before the wait. HEADS, AT_ONCE: see `add_up`."""
+    the products. FETCH: prefetch the first keys and values to L2 before the wait. HEADS, AT_ONCE: see `add_up`. With a
+    `v_scale`, pages are FP8, and values are this times what they hold."""
     KEY: tl.constexpr = 0 if SWAP else 1  # the axis of keys; the other is that of heads
     HEAD: tl.constexpr = 1 - KEY
     g, w = tl.program_id(0), tl.program_id(1)
@@ -217,8 +218,8 @@ def attend_pieces(
         offset = (page.to(tl.int64) * page_stride + (inside % S) * slot_stride)[:, None]
         # One block ahead: the page must be known before its keys can be loaded.
         page = tl.load(table + tl.minimum(tl.maximum(key + BN, first_key), length - 1) // S)
-        k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0)
-        v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0)
+        k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0).to(q.dtype)
         if SWAP:
             score = tl.dot(k, tl.trans(q), input_precision="ieee")
         else:
@@ -237,6 +238,8 @@ def attend_pieces(
 
     sum_H = tl.sum(total, KEY)
     acc /= tl.expand_dims(tl.where(sum_H == 0, 1.0, sum_H), KEY)  # without context: zeros
+    if v_scale is not None:
+        acc *= v_scale
     if SWAP:
         acc = tl.trans(acc)
     out_HD = out_THD + row.to(tl.int64) * (num_heads * D)

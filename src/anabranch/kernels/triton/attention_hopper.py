@@ -9,8 +9,8 @@ computes exponentials, the matrix unit multiplies for the other. A warpgroup iss
 block together with that of the keys of the next block.
 
 Rows, masks and what may be read before the wait: as in attention_prefill. Not supported: fp32, head dims that are not a
-power of two or are above 256, pages that do not divide a block into whole groups of 8 rows (the swizzle's period) or
-are not contiguous.
+power of two or are above 256, pages that do not divide a block into whole groups of 8 rows (the swizzle's period), are
+not contiguous or are FP8.
 """
 
 import torch

@@ -40,11 +40,12 @@ def find_rows(
 def attend_rows(
     q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD,
     num_tokens, num_requests, scale, window,
-    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone, v_scale,
     HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RP: tl.constexpr, WINDOWED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Scores times `scale` are base-2 logarithms. Requests with one new token are skipped unless `alone`."""
+    """Scores times `scale` are base-2 logarithms. Requests with one new token are skipped unless `alone`. With
+    a `v_scale`, pages are FP8, and values are this times what they hold."""
     g, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     num_heads = tl.num_programs(0) * HG
     r, begin, num_queries, num_rows, length, first_row = find_rows(
@@ -83,7 +84,7 @@ def attend_rows(
         offset = (page.to(tl.int64) * page_stride + (inside % S) * slot_stride)[:, None]
         # One block ahead: the page must be known before its keys can be loaded.
         page = tl.load(table + tl.minimum(key + BN, last_position) // S)
-        k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0)
+        k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0).to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         cut = block * BN + BN - 1 > first_position
         if WINDOWED:
@@ -98,11 +99,13 @@ def attend_rows(
         fade = tl.exp2(peak - higher)
         total = total * fade + tl.sum(p, 1)
         acc *= fade[:, None]
-        v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0)
+        v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0).to(q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         peak = higher
 
     acc /= tl.where(total == 0, 1.0, total)[:, None]  # rows that see nothing: zeros
+    if v_scale is not None:
+        acc *= v_scale
     # Computed again from a value that is loaded again: kept, it would take registers from the loop.
     row = (b - r - tl.load(query_start_R + r, volatile=True) * HG // BM) * BM + tl.arange(0, BM)
     token, head = (begin + row // HG).to(tl.int64), g * HG + row % HG

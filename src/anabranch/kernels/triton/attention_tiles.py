@@ -59,14 +59,16 @@ decode_override: DecodeTile | None = None
 prefill_override: PrefillTile | HopperTile | None = None
 
 
-def choose_decode(num_pairs: int, D: int, dtype: torch.dtype, machine: Machine) -> DecodeTile:
-    """`num_pairs`: requests × key-value heads."""
+def choose_decode(num_pairs: int, D: int, dtype: torch.dtype, machine: Machine, fp8: bool = False) -> DecodeTile:
+    """`num_pairs`: requests × key-value heads; `fp8`: pages in FP8. The matrix unit takes these, converted, from
+    registers: with keys as its rows, values would be loaded to registers too, and not ahead of their use."""
+    swap = machine.wgmma and not fp8
     if dtype == torch.float32:  # exact products do not use the matrix unit
         tile = DecodeTile(16, 4, 2)
     elif D <= 128 and machine.wgmma and num_pairs <= FEW_PAIRS:
-        tile = DecodeTile(128, 4, 2, swap=True, programs=1)
+        tile = DecodeTile(128, 4, 2 if swap else 3, swap=swap, programs=1)
     elif D <= 128:
-        tile = DecodeTile(128 if D <= 64 else 64, 4, 3, swap=machine.wgmma)
+        tile = DecodeTile(128 if D <= 64 else 64, 4, 4 if fp8 else 3, swap=swap)
     elif D <= 256:
         tile = DecodeTile(32, 4, 4)
     else:

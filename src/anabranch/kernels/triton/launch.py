@@ -21,6 +21,7 @@ from anabranch.kernels.tuning.experts_tiles import Machine
 log = logging.getLogger(__name__)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
 
 
 @functools.cache
@@ -28,6 +29,13 @@ def dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may be launched before its predecessor is done (it waits on the device): Hopper and later."""
     nvidia = device.type == "cuda" and torch.version.cuda is not None
     return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def converts_fp8(device: torch.device) -> bool:
+    """Whether Triton converts from and to FP8 there: on NVIDIA GPUs from compute capability 8.9 on."""
+    nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return not nvidia or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:

@@ -5,7 +5,8 @@ B rows of a program.
 
 A row is a head of a token. A program's rows are all queries, all keys or all values: of one token where tokens are few
 or a norm goes over all heads, else of as many as fill it. A head lies in two tiles of F columns, whose pairs meet in
-the same lane, and a third for what is not rotated. What the reference rounds between norm and rope is rounded here too.
+the same lane, and a third for what is not rotated. What the reference rounds between norm and rope is rounded here too,
+and so is what it rounds before it divides by the scale of an FP8 cache.
 
 Norm weights are parameters: with dependent launch they are fetched before the wait. The next kernel may start after it,
 so that attention reads what is older than the projection (lengths, page tables) before its own wait.
@@ -18,7 +19,15 @@ import triton
 import triton.language as tl
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import FLOATS, cdiv, launch_options, next_power_of_2, wait_for_predecessor
+from anabranch.kernels.triton.launch import (
+    FLOATS,
+    FP8,
+    cdiv,
+    converts_fp8,
+    launch_options,
+    next_power_of_2,
+    wait_for_predecessor,
+)
 from anabranch.ops.rope_store import RopeStoreCall
 
 MAX_TILE = 16384
@@ -37,8 +46,17 @@ def load_weight(weight, column_BC, is_there_BC, head_B, D: tl.constexpr, PER_HEA
 
 
 @triton.jit
+def to_store(x, dtype: tl.constexpr, factor, stored: tl.constexpr):
+    """fp32 as it is stored: in the model's dtype, or (with a factor, which is 1 / scale) in FP8, within its range."""
+    x = x.to(dtype)
+    if factor is not None:
+        x = tl.clamp(x.to(tl.float32) * factor, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(stored)
+    return x
+
+
+@triton.jit
 def do_heads(
-    x, weight, cos, sin, out, slot_T, num_tokens, x_stride, out_stride, slot_stride, t, part, first, eps,
+    x, weight, cos, sin, out, factor, slot_T, num_tokens, x_stride, out_stride, slot_stride, t, part, first, eps,
     HEADS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, S: tl.constexpr,
     B: tl.constexpr, ROWS: tl.constexpr, FP: tl.constexpr, RP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +114,8 @@ def do_heads(
     if RP:
         rest = tl.load(x + start_B1 + rest_1R, mask=is_rest_BR, other=0.0).to(tl.float32)
         square_B += tl.sum(rest * rest, 1)
-    element = out.dtype.element_ty
+    element: tl.constexpr = x.dtype.element_ty
+    stored: tl.constexpr = out.dtype.element_ty
     if NORM != "none":
         if PER_HEAD:
             scale = tl.rsqrt(square_B * (1.0 / D) + eps)[:, None]
@@ -113,16 +132,16 @@ def do_heads(
                 rest = rest * weight_rest
     if F:
         first_half, second_half = a * cos - b * sin, b * cos + a * sin
-        tl.store(out + start_B1 + pair_1F, first_half.to(element), mask=is_pair_BF & kept)
-        tl.store(out + start_B1 + F + pair_1F, second_half.to(element), mask=is_pair_BF & kept)
+        tl.store(out + start_B1 + pair_1F, to_store(first_half, element, factor, stored), mask=is_pair_BF & kept)
+        tl.store(out + start_B1 + F + pair_1F, to_store(second_half, element, factor, stored), mask=is_pair_BF & kept)
     if RP:
-        tl.store(out + start_B1 + rest_1R, rest.to(element), mask=is_rest_BR & kept)
+        tl.store(out + start_B1 + rest_1R, to_store(rest, element, factor, stored), mask=is_rest_BR & kept)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "eps"])
 def rope_store_kernel(
     q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, rotated_THD, k_PSGD, v_PSGD, slot_T, num_tokens,
-    q_stride, k_stride, v_stride, page_stride, slot_stride, eps,
+    q_stride, k_stride, v_stride, page_stride, slot_stride, eps, k_factor, v_factor,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, F: tl.constexpr, S: tl.constexpr,
     NORM: tl.constexpr, V_NORM: tl.constexpr, B: tl.constexpr, Q_ROWS: tl.constexpr, KV_ROWS: tl.constexpr,
     FP: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -137,21 +156,21 @@ def rope_store_kernel(
     cos, sin = cos_TF + t * F, sin_TF + t * F
     if program < Q_PROGRAMS:
         do_heads(
-            q_THD + t * q_stride, q_weight, cos, sin, rotated_THD + t * (H * D), None,
+            q_THD + t * q_stride, q_weight, cos, sin, rotated_THD + t * (H * D), None, None,
             num_tokens, q_stride, H * D, 0, t, program % Q_PARTS, program // Q_PARTS * B, eps,
             H, D, F, NORM, S, B, Q_ROWS, FP, RP, DEPENDENT,
         )  # fmt: skip
     elif program < Q_PROGRAMS + KV_PROGRAMS:
         program -= Q_PROGRAMS
         do_heads(
-            k_TGD + t * k_stride, k_weight, cos, sin, k_PSGD, slot_T,
+            k_TGD + t * k_stride, k_weight, cos, sin, k_PSGD, k_factor, slot_T,
             num_tokens, k_stride, page_stride, slot_stride, t, program % KV_PARTS, program // KV_PARTS * B, eps,
             G, D, F, NORM, S, B, KV_ROWS, FP, RP, DEPENDENT,
         )  # fmt: skip
     else:
         program -= Q_PROGRAMS + KV_PROGRAMS
         do_heads(
-            v_TGD + t * v_stride, None, cos, sin, v_PSGD, slot_T,
+            v_TGD + t * v_stride, None, cos, sin, v_PSGD, v_factor, slot_T,
             num_tokens, v_stride, page_stride, slot_stride, t, program % KV_PARTS, program // KV_PARTS * B, eps,
             G, D, 0, V_NORM, S, B, KV_ROWS, FP, DP, DEPENDENT,
         )  # fmt: skip
@@ -162,7 +181,9 @@ def accepts(call: RopeStoreCall) -> bool:
     H, D = q_THD.shape[1:]
     return (
         q_THD.dtype in FLOATS
-        and all(x.dtype == q_THD.dtype for x in (call.k_TGD, call.v_TGD, k_PSGD, v_PSGD))
+        and k_PSGD.dtype == v_PSGD.dtype
+        and (k_PSGD.dtype == q_THD.dtype or (k_PSGD.dtype == FP8 and converts_fp8(q_THD.device)))
+        and call.k_TGD.dtype == call.v_TGD.dtype == q_THD.dtype
         and all(x.stride(2) == 1 and x.stride(1) == D for x in (q_THD, call.k_TGD, call.v_TGD, k_PSGD[0]))
         and k_PSGD.stride() == v_PSGD.stride()
         and all(x.dtype == torch.float32 and x.is_contiguous() for x in (call.cos_TF, call.sin_TF))
@@ -174,19 +195,20 @@ def accepts(call: RopeStoreCall) -> bool:
 
 @ops.rope_store.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
 def rope_store(call: RopeStoreCall) -> torch.Tensor:
-    q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, v_norm, eps, k_PSGD, v_PSGD, slot_T = call
+    q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, v_norm, eps, k_PSGD, v_PSGD, slot_T, *scales = call
     (tokens, H, D), G = q_THD.shape, k_TGD.shape[1]
     rotated_THD = torch.empty(tokens, H, D, dtype=q_THD.dtype, device=q_THD.device)
     if tokens == 0:
         return rotated_THD
     norm = "none" if q_weight is None else "head" if q_weight.numel() == D else "all"
+    factors = [1 / scale for scale in scales] if k_PSGD.dtype == FP8 else (None, None)
     many = tokens > FEW_TOKENS
     elements = MANY_ELEMENTS if many else FEW_ELEMENTS
     group, programs, constants = choose_constants(elements, many, H, G, D, cos_TF.shape[1], norm)
     rope_store_kernel[(cdiv(tokens, group), programs)](
         q_THD, k_TGD, v_TGD, cos_TF, sin_TF, q_weight, k_weight, rotated_THD, k_PSGD, v_PSGD, slot_T,
         None if group == 1 else tokens, q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0), k_PSGD.stride(0),
-        k_PSGD.stride(1), eps,
+        k_PSGD.stride(1), eps, *factors,
         H=H, G=G, D=D, F=cos_TF.shape[1], S=k_PSGD.shape[1], NORM=norm, V_NORM="head" if v_norm else "none",
         **constants, **launch_options(q_THD.device),
     )  # fmt: skip
