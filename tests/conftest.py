@@ -74,6 +74,12 @@ def missing_tool(reason: str) -> None:
     pytest.skip(reason)
 
 
+@pytest.fixture(scope="session")
+def thorough() -> bool:
+    """Whether random walks go as far as they do in `make test-all`, not only as far as they must to get everywhere."""
+    return TEST_ALL
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

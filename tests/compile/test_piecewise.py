@@ -61,12 +61,17 @@ def run(model: Decoder, decoder: CompiledDecoder, step: Step, caches: list[Cache
     return model.run(decoder.start(step.token_T, step.position_T, step.num_tokens)[0], step, caches)
 
 
-@pytest.mark.parametrize("look_into", [True, False])
+QWEN = ("qwen2_moe_window_short", 6, 3)  # first, those between, last
+GEMMA = ("gemma4_text_published", 8, 5)  # sliding x 5, full, full: and one from sliding to full, one from full to full
+
+
 @pytest.mark.parametrize(
-    ("name", "num_pieces", "num_different"),
+    ("name", "num_pieces", "num_different", "look_into"),
     [
-        ("qwen2_moe_window_short", 6, 3),  # first, those between, last
-        ("gemma4_text_published", 8, 5),  # sliding x 5, full, full: and one from sliding to full, one from full to full
+        (*QWEN, True),
+        (*QWEN, False),
+        (*GEMMA, True),
+        pytest.param(*GEMMA, False, marks=pytest.mark.slow),
     ],
 )
 def test_equal_layers_share_a_piece(

@@ -384,11 +384,11 @@ SHAPES = {
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_random_walk(shape: str, size: int) -> None:
+def test_random_walk(shape: str, size: int, thorough: bool) -> None:
     windows, num_pages = SHAPES[shape]
     if size == 16:
         windows = tuple(5 * window if window > 0 else window for window in windows)
-    num_operations = 8_500
+    num_operations = 8_500 if thorough else 2_500
     world = World(windows, num_pages, size, max_chunk=3 * size)
     walk(world, random.Random(f"{shape} {size}"), num_operations, max_pages=10)
     assert world.num_operations >= num_operations

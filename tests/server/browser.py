@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from tests.server.serving import gone
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless",
@@ -213,7 +215,10 @@ def chromium() -> Iterator[Browser]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            for child in psutil.wait_procs(children, timeout=5)[1]:
+            end = time.monotonic() + 5
+            while time.monotonic() < end and not all(gone(child.pid) for child in children):
+                time.sleep(0.02)
+            for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
             os.close(our_read)

@@ -28,6 +28,11 @@ def server() -> Iterator[Running]:
         yield server
 
 
+def check_end(cut: bool, total: int) -> None:
+    """An answer is cut where the context ends, and an end token may be the last that fits there."""
+    assert total == CONTEXT if cut else total <= CONTEXT
+
+
 # Defaults of clients: LangChain's and litellm's for Anthropic's models ask for 64,000 tokens, and for more.
 
 
@@ -38,15 +43,16 @@ def test_anthropic(server: Running, max_tokens: int) -> None:
             answer = stream.get_final_message()
     used = answer.usage
     total = used.input_tokens + (used.cache_read_input_tokens or 0) + used.output_tokens
-    assert total <= CONTEXT and (answer.stop_reason == "max_tokens") == (total == CONTEXT)
+    assert answer.stop_reason in ("max_tokens", "end_turn")
+    check_end(answer.stop_reason == "max_tokens", total)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_completion_tokens": 64_000}, {"max_tokens": 10**9}])
 def test_openai(server: Running, options: dict[str, Any]) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=QUICK, max_retries=0) as client:
         answer = client.chat.completions.create(model=bundled.NAME, messages=HELLO, **options)
-    assert answer.usage is not None and answer.usage.total_tokens <= CONTEXT
-    assert (answer.choices[0].finish_reason == "length") == (answer.usage.total_tokens == CONTEXT)
+    assert answer.usage is not None and answer.choices[0].finish_reason in ("length", "stop")
+    check_end(answer.choices[0].finish_reason == "length", answer.usage.total_tokens)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 4096}])

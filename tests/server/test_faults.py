@@ -8,6 +8,8 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -77,11 +79,10 @@ def joined(deltas: list[dict[str, Any]]) -> tuple[str, str]:
 
 def test_a_broken_call_streams_as_it_is_whole(server: Running) -> None:
     unharmed = Unharmed(server)
-    with httpx.Client(base_url=server.url, timeout=QUICK) as client:
-        whole, streamed = whole_and_streamed(client, GOOD)
+    with httpx.Client(base_url=server.url, timeout=QUICK) as client, ThreadPoolExecutor(8) as pool:
+        (whole, streamed), *others = pool.map(partial(whole_and_streamed, client), (GOOD, *BROKEN))
         assert whole == streamed == ("", json.dumps([["get_time", '{"zone": "CET"}']]), "tool_calls")
-        for text in BROKEN:
-            whole, streamed = whole_and_streamed(client, text)
+        for text, (whole, streamed) in zip(BROKEN, others, strict=True):
             assert whole == streamed, text
             assert whole[2] == ("stop" if whole[1] == "[]" else "tool_calls"), whole
     unharmed.check()

@@ -23,7 +23,7 @@ from anabranch.config import EngineConfig
 from anabranch.server.lifecycle import read_model
 from anabranch.server.settings import Settings
 from tests.server.faulty_engine import BUG, CRASH, EXIT, HANG, LEAK
-from tests.server.serving import QUICK, Running, Unharmed, running
+from tests.server.serving import QUICK, Running, Unharmed, gone, running
 
 ENGINE = "tests.server.faulty_engine:make_engine"
 SMALL = {"max_num_seqs": 4, "num_pages": 300}
@@ -34,13 +34,6 @@ LONG = {"prompt": "A river", "max_tokens": 1900, "temperature": 0, "ignore_eos":
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a long answer takes a minute, and no test has to hurry."""
     monkeypatch.setenv("STEP_SECONDS", "0.03")
-
-
-def gone(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 class Streaming(threading.Thread):
@@ -405,8 +398,6 @@ def template_error(path: Path) -> None:
     [
         ("model.safetensors", truncate, ["model.safetensors"]),
         ("model.safetensors", pointer, ["model.safetensors", "git lfs"]),
-        ("model.safetensors", drop_tensor, ["gate.weight"]),
-        ("model.safetensors", other_shape, ["norm.weight", "8"]),
         ("model.safetensors", pickled, ["safetensors"]),
         ("model.safetensors", Path.unlink, ["safetensors"]),
         ("config.json", config(model_type="mamba"), ["mamba"]),
@@ -417,6 +408,23 @@ def template_error(path: Path) -> None:
     ],
 )
 def test_a_model_folder_that_is_not_whole(model: Path, tmp_path: Path, file: str, harm: Any, words: list[str]) -> None:
+    """The errors with which a server ends before it starts an engine; the next test starts some."""
+    folder = copy_of(model, tmp_path / "model")
+    harm(folder / file)
+    with pytest.raises((ValueError, OSError)) as caught:
+        read_model(EngineConfig(model=str(folder)), Settings())
+    assert all(word in str(caught.value).splitlines()[-1] for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("file", "harm", "words"),
+    [
+        ("tokenizer.json", truncate, ["tokenizer.json", "truncated"]),
+        ("model.safetensors", drop_tensor, ["gate.weight"]),  # these two are found by the engine
+        ("model.safetensors", other_shape, ["norm.weight", "8"]),
+    ],
+)
+def test_such_a_folder_ends_the_start(model: Path, tmp_path: Path, file: str, harm: Any, words: list[str]) -> None:
     folder = copy_of(model, tmp_path / "model")
     harm(folder / file)
     code, said = start(str(folder))

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -258,8 +259,14 @@ def test_schemas_as_clients_send_them(client: Any) -> None:
         {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
         {"extra_body": {"guided_json": schema}},
     ]
-    for seed, body in enumerate(bodies * 2):
-        answer = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=400, seed=seed, **body)
+
+    def ask(seed: int) -> Any:
+        body = bodies[seed % len(bodies)]
+        return client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=400, seed=seed, **body)
+
+    with ThreadPoolExecutor(2 * len(bodies)) as pool:
+        answers = list(pool.map(ask, range(2 * len(bodies))))
+    for answer in answers:
         message, reason = answer.choices[0].message, answer.choices[0].finish_reason
         assert reason in ("stop", "tool_calls"), message
         text = message.tool_calls[0].function.arguments if message.tool_calls else message.content
@@ -417,8 +424,6 @@ def test_fields_clients_send_along(server: Running) -> None:
 
 
 def test_sixteen_at_once_are_each_right(server: Running, client: Any) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     prompts = [f"Stream {i} goes" for i in range(16)]
     alone = [server.complete(prompt) for prompt in prompts]
     with ThreadPoolExecutor(16) as pool:
@@ -427,8 +432,6 @@ def test_sixteen_at_once_are_each_right(server: Running, client: Any) -> None:
 
 
 def test_the_same_request_id_twice(server: Running) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     def ask(_: int) -> Any:
         body = {"prompt": "A river", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         return server.post("/v1/completions", body, headers={"x-request-id": "again"})

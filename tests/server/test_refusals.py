@@ -246,7 +246,7 @@ def test_the_context_ends_where_it_ends(server: Running) -> None:
     check(server.post(COMPLETION, {"prompt": ["x", "x" * 100_000]}), 400, "context_length_exceeded", "prompt")
 
 
-@pytest.mark.parametrize("asked", [CONTEXT - 1, CONTEXT, CONTEXT + 1, 4096, 64_000, 10**9, 2**63 - 1])
+@pytest.mark.parametrize("asked", [CONTEXT - 1, CONTEXT, CONTEXT + 1, 64_000, 2**63 - 1])
 def test_an_answer_is_clipped_to_what_the_context_leaves(server: Running, asked: int) -> None:
     """Whatever is asked for beyond it: usage and finish_reason say where the answer ended."""
     options = {"temperature": 0, "ignore_eos": True}
