@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
         """What reads the result may multiply its rows in FP8; known after loading."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.rms_norm(x, self.weight, self.eps, self.fp8)
+        return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Hidden, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); the first layer has no residual yet."""

@@ -19,7 +19,7 @@ def rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
 
 
 @op(samples=rms_norm_samples)
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
     """x / rms(x) · weight; without a weight only x / rms(x)."""
     x32 = x.float()
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)

@@ -43,6 +43,8 @@ def test_products(format: Grouped, device: str, poison: None, monkeypatch: pytes
 @formats
 def test_rows_do_not_depend_on_each_other(format: Grouped, device: str) -> None:
     """With as many tokens, so that the kernel is the same."""
+    if device == "cpu" and format not in (FORMATS[0], FORMATS[5], FORMATS[7]):
+        pytest.skip("the interpreter is slow: an example of each kind")
     dtype = dtypes(device)[-1]
     weight = quantized(Weight.of(torch.randn(64, 128, device=device)), format)
     for tokens in (2, 17, 70) if device == "cpu" else (2, 17, 70, 200):

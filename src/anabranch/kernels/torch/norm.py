@@ -5,12 +5,12 @@ import torch
 from anabranch import ops
 
 
-def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> bool:
+def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> bool:
     return x.dtype == torch.float32
 
 
 @ops.rms_norm.kernel("torch", on=("cpu", "fake"), accepts=accepts)
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     y = x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return y if weight_D is None else y.mul_(weight_D)

@@ -127,7 +127,7 @@ def launch(
     num_warps = num_warps or choose_warps(block)
     options = launch_options(x.device)
     q_TD = scale_GT = None
-    if fp8 and heads == 1 and x.shape[0] > FEW_TOKENS and width % GROUP == 0 and is_hopper(x.device):
+    if fp8 and x.shape[0] > FEW_TOKENS and width % GROUP == 0 and is_hopper(x.device):
         q_TD, scale_GT = new_rows(x.shape[0], width, x.device)
         attach(y, (q_TD, scale_GT))
     norm_kernel[(cdiv(num_rows, rows),)](
@@ -148,13 +148,13 @@ def choose_warps(block: int) -> int:
     return min(max(block // 256, 1), 8 if block <= 8192 else 16)
 
 
-def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> bool:
+def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> bool:
     return x.dim() in (2, 3) and _fits(x) and (weight_D is None or weight_D.is_contiguous())
 
 
 @ops.rms_norm.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> torch.Tensor:
-    return launch(x, None, weight_D, eps, fp8=fp8)[0]
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return launch(x, None, weight_D, eps)[0]
 
 
 def accepts_add(

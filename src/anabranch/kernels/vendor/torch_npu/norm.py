@@ -6,12 +6,12 @@ import torch_npu
 from anabranch import ops
 
 
-def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> bool:
+def accepts(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> bool:
     return weight_D is not None and weight_D.dtype == x.dtype and x.numel() > 0
 
 
 @ops.rms_norm.kernel("torch_npu", on=("npu",), accepts=accepts)
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float, fp8: bool = False) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
     return torch_npu.npu_rms_norm(x, weight_D, eps)[0]
 
 
