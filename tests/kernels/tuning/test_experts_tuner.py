@@ -86,6 +86,25 @@ def test_candidates_can_run_and_come_back_from_disk(machine: str, dtype: torch.d
             assert full or not (isinstance(tiles, GroupedTiles) and tiles.add), "atomics are only tried in full"
 
 
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("format", ["fp8_128x128", "int4_1x128_bf16"])
+def test_candidates_for_quantized_weights(machine: str, format: str) -> None:
+    given = MACHINES[machine]
+    for tokens in TOKENS:
+        shape = replace(SHAPES["qwen3-30b-a3b"], format=format)
+        if format != "fp8_128x128":
+            given = replace(given, hopper=False)  # as machine_for has it
+        tried = list(dict.fromkeys(tiles for one in searches(tokens, shape, given, full=True) for tiles in one.near()))
+        for tiles in tried:
+            assert adapt(tiles, tokens, "fastest", given) == tiles
+            if isinstance(tiles, HopperTiles):
+                tile = tiles.gate_up, tiles.down
+                assert (tiles.groups, tiles.extra) == (tiles.slabs, 0)
+                assert [(one.columns, one.depth) for one in tile] == [(128, 128), (256, 128)]
+        fp8_by_fp8 = any(isinstance(tiles, HopperTiles) for tiles in tried)
+        assert fp8_by_fp8 == (given.hopper and tokens > 8)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -32,8 +32,12 @@ def searches(num_tokens: int, shape: Shape, machine: Machine, full: bool = False
     rule = choose(num_tokens, shape, machine=machine)
     found = [*small_searches(num_tokens, shape, full)]
     rows_per_expert = num_tokens * shape.top_k / shape.num_experts
-    if isinstance(rule, GroupedTiles) and shape.format != PLAIN.name:
-        found += quantized_searches(rule, shape, machine, full)
+    if shape.format != PLAIN.name:
+        if isinstance(rule, HopperTiles):
+            found += fp8_searches(rule)
+        portable = choose(num_tokens, shape, machine=replace(machine, hopper=False))
+        if isinstance(portable, GroupedTiles) and (rule == portable or num_tokens <= 64):
+            found += quantized_searches(portable, shape, machine, full)
     elif shape.dtype != torch.float32:
         found += grouped_searches(num_tokens, rows_per_expert, shape.dtype, machine, full)
         if machine.hopper:
@@ -102,6 +106,12 @@ def quantized_searches(rule: GroupedTiles, shape: Shape, machine: Machine, full:
         gates = tuple({"gate_up": fitted(rows, gate_up=tile).gate_up} for tile in others(rule.gate_up))
         downs = tuple({"down": fitted(rows, down=tile).down} for tile in others(rule.down))
         yield Search(fitted(rows), (gates, downs))
+
+
+def fp8_searches(rule: HopperTiles) -> Iterator[Search[Tiles]]:
+    """experts_hopper_fp8: other numbers of rows that pass through all columns together."""
+    gate_ups = tuple({"gate_up": replace(rule.gate_up, group=group)} for group in (2, 8))
+    yield Search(rule, (gate_ups, tuple({"down": replace(rule.down, group=group)} for group in (2, 8))))
 
 
 def hopper_searches(num_tokens: int, rows_per_expert: float, full: bool) -> Iterator[Search[Tiles]]:
