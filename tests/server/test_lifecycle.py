@@ -148,6 +148,7 @@ def test_a_bug_in_one_request_is_its_own(leaving: tuple[Running, Unharmed]) -> N
     unharmed.check()
 
 
+@pytest.mark.slow
 def test_a_leak_of_one_descriptor_is_found(model: Path) -> None:
     with running(model, make_engine=ENGINE, engine=SMALL) as server:
         unharmed = Unharmed(server)
@@ -270,10 +271,10 @@ def test_a_file_that_cannot_be_read_to_its_end_holds_nothing_up(model: Path, tmp
 # -- the engine's end --------------------------------------------------------------------------------------------------
 
 
-SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("SIGSEGV", EXIT)]
+SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("SIGSEGV", EXIT, HANG)]
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", CRASH, HANG, *SLOW])
+@pytest.mark.parametrize("how", ["SIGKILL", CRASH, *SLOW])
 def test_an_engine_that_ends(model: Path, how: str, slow_steps: None) -> None:
     settings = {"step_timeout": 4.0} if how == HANG else {}
     with running(model, make_engine=ENGINE, engine=SMALL, **settings) as server:

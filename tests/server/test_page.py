@@ -414,6 +414,7 @@ def test_the_policy_lets_nothing_else_in(browser: Browser, server: Running) -> N
         tab.complaints.clear()
 
 
+@pytest.mark.slow
 def test_it_asks_for_the_key_it_needs(browser: Browser, endless: Path) -> None:
     with running(endless, "--num-pages", "300", key="sesame") as server, browser.tab() as tab:
         tab.open(server.url)

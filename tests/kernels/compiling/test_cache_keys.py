@@ -33,6 +33,7 @@ print(json.dumps([names, backwards]))
 """
 
 
+@pytest.mark.slow
 def test_a_name_does_not_depend_on_what_was_hashed_before() -> None:
     kernels = all_kernels()
     here = [kernel.cache_key for kernel in kernels]
