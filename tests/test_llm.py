@@ -101,7 +101,7 @@ KIND_OF_TOKENIZER = {"mixtral": "llama", "llama": "unigram", "gemma4_text": "gem
 
 
 # gemma4_text is the same to it as gemma4; of families with one tokenizer and one cache group, one always runs.
-SLOW = {"qwen2_moe", "qwen3", "olmoe"}
+SLOW = {"qwen2_moe", "qwen3", "olmoe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 
 
 @pytest.mark.parametrize(

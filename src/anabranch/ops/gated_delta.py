@@ -22,7 +22,7 @@ class GatedDeltaCall(NamedTuple):
     """Rows of C inputs of the convolution (queries of all key heads, keys, values of all value heads), then z of H · V
     numbers, then b and a of H numbers each."""
     conv_PLC: torch.Tensor
-    """The last inputs of the convolution, the oldest first."""
+    """The last inputs of the convolution, the oldest first. Of x's dtype or wider."""
     state_PHKV: torch.Tensor
     """fp32, or a dtype to which it is rounded after each step."""
     page_R: torch.Tensor
@@ -31,7 +31,7 @@ class GatedDeltaCall(NamedTuple):
     """int32, R + 1 entries: request r has the rows query_start_R[r] .. query_start_R[r + 1]."""
     context_len_R: torch.Tensor
     """int32: tokens of a request; its rows are the last of them. Where they are all of them, the state before them is
-    zero, whatever the page holds."""
+    zero, whatever the page holds. 0: its rows, if it has any, are padding."""
     conv_weight_CW: torch.Tensor
     """W = L + 1; the last column is for the token itself."""
     decay_log_H: torch.Tensor
@@ -51,6 +51,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         ("mixed, chunked", [(3, 9), (1, 12), (6, 6), (2, 3), (1, 1)], 2, 2, 32, 16, 3),
         ("long", [(130, 130), (70, 200)], 1, 2, 16, 16, 3),
         ("padding rows and an empty request", [(2, 6), (0, 0), (1, 1)], 1, 1, 16, 16, 1),
+        ("a padded decode step, fp32 inputs kept", [(1, 5), (1, 1), (1, 0), (1, 0)], 2, 4, 16, 16, 3),
     ):
         start = [0]
         for n, _ in requests:
@@ -62,9 +63,11 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
             return torch.randn(*shape, generator=generator)
 
         state_PHKV, conv_PLC = draw(pages, heads, K, V) * 0.3, draw(pages, kept, channels).to(dtype)
+        if "fp32" in label:
+            conv_PLC = conv_PLC.float()
         page_R = (1 + torch.randperm(pages - 1, generator=generator)[: len(requests)]).int()
         for r, (n, length) in enumerate(requests):
-            if n == length:  # what a page holds before the first token does not count
+            if 0 < n == length:  # what a page holds before the first token does not count
                 state_PHKV[page_R[r]] = conv_PLC[page_R[r]] = float("nan")
         call = GatedDeltaCall(
             x_TX=draw(tokens, channels + heads * V + 2 * heads).to(dtype),
@@ -129,15 +132,15 @@ def convolve(call: GatedDeltaCall, x_TC: torch.Tensor, page: int, first: bool) -
 
 @op(samples=samples, mutates=("conv_PLC", "state_PHKV"))
 def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
-    """y_THV. Updates the pages of the requests that have rows; rows after the last request are padding, and their
-    result is zero."""
+    """y_THV. Updates the pages of the requests that have rows; rows after the last request, and those of requests
+    without context, are padding: they touch no page, and their result is zero."""
     heads, V = call.state_PHKV.shape[1], call.state_PHKV.shape[3]
     y_THV = call.x_TX.new_zeros(call.x_TX.shape[0], heads, V)
     start, lengths = call.query_start_R.tolist(), call.context_len_R.tolist()
     for r, page in enumerate(call.page_R.tolist()):
         rows = slice(start[r], start[r + 1])
         num_rows = start[r + 1] - start[r]
-        if not num_rows:
+        if not num_rows or not lengths[r]:
             continue
         first = lengths[r] == num_rows
         x_TC, z_THV, b_TH, a_TH = split_row(call, call.x_TX[rows])
