@@ -97,11 +97,12 @@ def test_streamed_text_is_the_final_text(llm: LLM, params: SamplingParams) -> No
 
 
 FAMILIES = {case.model_type: case for case in reversed(tiny.CASES)}
+SEEDS = {"qwen3_5_moe": 2}  # where a stop string would come at once
 KIND_OF_TOKENIZER = {"mixtral": "llama", "llama": "unigram", "gemma4_text": "gemma"}
 
 
 # gemma4_text is the same to it as gemma4; of families with one tokenizer and one cache group, one always runs.
-SLOW = {"qwen2_moe", "qwen3", "olmoe"}
+SLOW = {"qwen2_moe", "qwen3", "olmoe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ SLOW = {"qwen2_moe", "qwen3", "olmoe"}
 def test_streamed_text_is_the_final_text_for_every_family(family: str, tmp_path: Path) -> None:
     case = FAMILIES[family]
     folder = tiny_tokenizers.write(KIND_OF_TOKENIZER.get(family, "qwen"), tmp_path)
-    tiny.save(replace(case, settings=case.settings | {"vocab_size": 640}), folder)
+    tiny.save(replace(case, seed=SEEDS.get(family, case.seed), settings=case.settings | {"vocab_size": 640}), folder)
     llm = LLM(str(folder), dtype="float32", num_pages=128, max_num_seqs=8, max_model_len=128)
     # Tokens at random: bytes that are parts of a character, or of none.
     all_params = [

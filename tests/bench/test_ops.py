@@ -171,7 +171,9 @@ def test_the_floor_is_the_larger_of_bytes_and_arithmetic(monkeypatch: pytest.Mon
 
 
 def test_models_have_the_targets_of_every_listed_size() -> None:
-    for name in TARGETS:
+    measured = [name for name in TARGETS if shape(name).experts_us]
+    assert len(measured) == 3
+    for name in measured:
         target, vllm = shape(name).experts_us["target"], shape(name).experts_us["vllm"]
         assert target.keys() == vllm.keys() and len(target) == 13
         assert all(target[n] < vllm[n] for n in target)

@@ -126,6 +126,7 @@ def compare(
 
 # gemma4 is gemma4_text with other names; the others have the ops and the one KV group of those that always run.
 SLOW = {"gemma4", "mixtral", "olmoe", "qwen3"}
+SLOW |= {"qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}  # as qwen3_5_moe
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAMILIES])

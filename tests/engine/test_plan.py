@@ -46,6 +46,22 @@ def test_budget_adds_up(tmp_path: Path) -> None:
         assert n * one <= found.kv < (n + 1) * one
 
 
+def test_short_requests_have_their_states(tmp_path: Path) -> None:
+    """As many as may run, within half of the memory; the rest is for keys and values, and nothing is left over."""
+    config = read_config(tiny.save(next(c for c in tiny.CASES if c.model_type == "qwen3_next"), tmp_path / "model"))
+    found = plan.plan_memory(config, 200_000_000, fraction=0.5, dtype="bfloat16", page_size=4)
+    is_state = [not group.policy.per_token for group in config.cache_groups]
+    assert is_state == [True, False]
+    even, many, all_of_them = (found.num_pages(8192, num_seqs)[0] for num_seqs in (1, 300, 10**9))
+    assert even == found.concurrency(8192) < many == 300 < all_of_them
+    for num_seqs in (1, 300, 10**9):
+        pages = found.num_pages(8192, num_seqs)
+        used = plan.pages_bytes(config, pages, 4, "bfloat16")
+        assert found.kv - 2 * plan.request_bytes(config, 8192, 4, "bfloat16") < used <= found.kv
+    states = all_of_them * plan.page_bytes(config.cache_groups[0], 4, "bfloat16")
+    assert 0.49 * found.kv < states <= found.kv / 2
+
+
 def test_largest_context_is_the_boundary(tmp_path: Path) -> None:
     found = windowed(tmp_path)
     for num_requests in (1, 100, 5000):

@@ -31,7 +31,8 @@ DROP = object()
 FAMILIES = tuple(tiny.BASES)
 Spelling = Literal["hub", "transformers"]
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+HYBRID = tuple(family for family in FAMILIES if family.startswith(("qwen3_5", "qwen3_next")))
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 20,
@@ -43,6 +44,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8},
     "gemma4_text": {"layer_types": [SLIDING, FULL, SLIDING, FULL], "sliding_window": 7},
     "gemma4": {"layer_types": [SLIDING, FULL, SLIDING, FULL], "sliding_window": 7},
+    **{family: {"layer_types": [LINEAR, FULL, LINEAR, FULL]} for family in HYBRID},
 }
 
 
@@ -89,8 +91,9 @@ def base(family: str, spelling: Spelling) -> dict[str, Any]:
     if (family, spelling) not in _BASES:
         config_class, _ = tiny.ARCHITECTURES[family]
         settings = tiny.BASES[family] | SIZES | OWN.get(family, {})
-        if family == "gemma4":
-            config = config_class(text_config=transformers.Gemma4TextConfig(**settings))
+        if family in tiny.TEXT_CONFIGS:
+            vision = {} if family == "gemma4" else {"vision_config": tiny.QWEN3_5_VISION}
+            config = config_class(text_config=tiny.TEXT_CONFIGS[family](**settings), **vision)
         else:
             config = config_class(**settings)
         raw = json.loads(config.to_json_string())
@@ -99,7 +102,10 @@ def base(family: str, spelling: Spelling) -> dict[str, Any]:
         if "use_sliding_window" in inner:
             inner["sliding_window"] = 7  # transformers writes 0 or null where it is not used
         if spelling == "hub":
-            tiny.to_hub_gemma4(inner) if inner["model_type"] == "gemma4_text" else tiny.to_hub_flat(raw)
+            if inner["model_type"] == "gemma4_text":
+                tiny.to_hub_gemma4(inner)
+            elif inner is raw:
+                tiny.to_hub_flat(raw)
         _BASES[family, spelling] = raw
     return _BASES[family, spelling]
 
@@ -285,12 +291,31 @@ OUTER: dict[str, list[Any]] = {
     "use_bidirectional_attention": ["all"],
     "hidden_size_per_layer_input": [8],
 }
+HYBRID_VALUES: dict[str, list[Any]] = {
+    "layer_types": [[LINEAR] * 4, [LINEAR, FULL, FULL, LINEAR], [FULL, "attention", FULL, LINEAR]],
+    "full_attention_interval": [DROP, None, 1, 2, 9],
+    "partial_rotary_factor": [DROP, 0.3, 0.01, 2.0],
+    "rope_parameters": [
+        {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+        {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+    ],
+    "linear_num_key_heads": [DROP, None, 0, 1, 3, 4],
+    "linear_num_value_heads": [DROP, 2, 3, 6],
+    "linear_key_head_dim": [DROP, 4, 5],
+    "linear_value_head_dim": [DROP, 4, 5],
+    "linear_conv_kernel_dim": [DROP, 1, 2, 5],
+    "attn_output_gate": SWITCH,
+    "mamba_ssm_dtype": ["float32", "bfloat16"],
+}
+"""Of families with delta nets."""
 SWITCHES_THAT_MATTER = (("use_sliding_window", True), ("tie_word_embeddings", True))
 
 
 def changes(family: str) -> list[Change]:
     found = [Change(key=key, value=value) for key, values in VALUES.items() for value in values]
-    if family == "gemma4":
+    if family in HYBRID:
+        found += [Change(key=key, value=value) for key, values in HYBRID_VALUES.items() for value in values]
+    if family in tiny.TEXT_CONFIGS:
         found += [Change(key=key, value=value, outer=True) for key, values in OUTER.items() for value in values]
     return found
 

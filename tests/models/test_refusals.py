@@ -49,6 +49,17 @@ GEMMA4_TEXT = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
     },
 }
+HYBRID = DENSE | {
+    "head_dim": 16,
+    "partial_rotary_factor": 0.25,
+    "shared_expert_intermediate_size": 28,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 BASES: dict[str, dict[str, Any]] = {
     "llama": DENSE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
@@ -57,6 +68,9 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": ROUTED | {"model_type": "qwen3_moe", "head_dim": 16},
     "mixtral": DENSE | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
     "olmoe": ROUTED | {"model_type": "olmoe"},
+    "qwen3_5_text": HYBRID | {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe", "text_config": ROUTED | HYBRID | {"model_type": "qwen3_5_moe_text"}},
+    "qwen3_next": ROUTED | HYBRID | {"model_type": "qwen3_next"},
     "gemma4_text": GEMMA4_TEXT,
     "gemma4": {"model_type": "gemma4", "text_config": GEMMA4_TEXT, "vision_config": None, "audio_config": None},
 }
@@ -105,6 +119,16 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4_text", {"sliding_window": 0}, "sliding_window"),
     ("gemma4_text", {"layer_types": ["full_attention"]}, "layer_types"),
     ("gemma4_text", {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
+    ("qwen3_5_moe", {"shared_expert_intermediate_size": MISSING}, "shared_expert_intermediate_size"),
+    ("qwen3_5_text", {"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"),
+    ("qwen3_5_text", {"layer_types": MISSING, "full_attention_interval": 0}, "full_attention_interval"),
+    ("qwen3_5_text", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),  # the convolution's too
+    ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate"),
+    ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+    ("qwen3_5_text", {"partial_rotary_factor": None}, "partial_rotary_factor"),  # transformers turns all
+    ("qwen3_5_text", {"partial_rotary_factor": 0.2}, "partial_rotary_factor"),  # 3 of 16
+    ("qwen3_5_text", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_key_heads"),
     # sizes that do not go together
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3}, "num_attention_heads"),

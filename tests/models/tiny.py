@@ -30,7 +30,18 @@ ARCHITECTURES = {
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration),
+    "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
+    "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
 }
+TEXT_CONFIGS = {
+    "gemma4": transformers.Gemma4TextConfig,
+    "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig,
+    "qwen3_5": transformers.Qwen3_5TextConfig,
+}
+"""Of configs that hold the text model's in `text_config`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +95,24 @@ GEMMA4_MOE = GEMMA4 | {
 MIXTRAL = DEFAULTS | {"num_local_experts": 6, "num_experts_per_tok": 2}
 OLMOE = DEFAULTS | {"num_experts": 6, "num_experts_per_tok": 2}
 QWEN3 = DEFAULTS | {"head_dim": 8}
+QWEN3_5 = DEFAULTS | {
+    "num_hidden_layers": 4,  # delta net x 3, full attention
+    "head_dim": 16,  # of which 4 turn
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+QWEN3_5_MOE = QWEN2_MOE | QWEN3_5
+QWEN3_5_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -115,6 +144,11 @@ BASES = {
     "olmoe": OLMOE,
     "llama": DEFAULTS,
     "qwen3": QWEN3,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_next": QWEN3_5_MOE,
 }
 
 
@@ -413,6 +447,56 @@ CASES = [
     case(
         "qwen3_window_long", seed=1, settings={"use_sliding_window": True, "sliding_window": 90, "max_window_layers": 0}
     ),
+    case(
+        "qwen3_5_moe_published",  # the shape of Qwen3.6-35B-A3B: images and the draft layer are passed over
+        seed=1,
+        settings={"vision_config": QWEN3_5_VISION, "rope_parameters": rope(10_000_000.0, partial_rotary_factor=0.25)},
+        keys="hub",
+        hub_extra={"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32"},
+        extra_tensors={"mtp.fc.weight": (32, 64), "mtp.layers.0.self_attn.q_norm.weight": (16,)},
+    ),
+    case(
+        "qwen3_5_moe_text_bias_tied_fused_sharded",
+        seed=5,
+        settings={
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": rope(3_000.0, partial_rotary_factor=0.5),
+        },
+        experts="fused",
+        sharded=True,
+    ),
+    case("qwen3_5_published", seed=5, settings={"vision_config": QWEN3_5_VISION}, keys="hub"),
+    case(
+        "qwen3_5_text_linear_rope_bfloat16",
+        seed=1,
+        settings={
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 8,
+            "rope_parameters": rope(700.0, rope_type="linear", factor=2.0, partial_rotary_factor=0.25),
+        },
+        dtype="bfloat16",
+    ),
+    case("qwen3_next_published", seed=3, settings={"num_experts_per_tok": 3}, keys="hub"),
+    case(
+        "qwen3_next_mlp_only_not_renormalised",
+        seed=8,
+        settings={
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "num_experts_per_tok": 1,
+        },
+    ),
 ]
 
 
@@ -434,9 +518,10 @@ def save(case: Case, folder: Path) -> Path:
 def build(case: Case) -> transformers.PreTrainedModel:
     config_class, model_class = ARCHITECTURES[case.model_type]
     settings = dict(case.settings)
-    if case.model_type == "gemma4":
+    if case.model_type in TEXT_CONFIGS:
         vision_config = settings.pop("vision_config", None)
-        config = config_class(text_config=transformers.Gemma4TextConfig(**settings), vision_config=vision_config)
+        text_config = TEXT_CONFIGS[case.model_type](**settings)
+        config = config_class(text_config=text_config, vision_config=vision_config)
     else:
         config = config_class(**settings)
     model = model_class(config).eval()
@@ -453,6 +538,8 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             continue
         if is_factor(name):
             low, high = (0.2, 0.6) if isinstance(model, GEMMA4_CLASSES) and "q_norm" in name else (0.5, 1.5)
+            if isinstance(model, FROM_ONE) and "linear_attn.norm" not in name:
+                low, high = low - 1, high - 1
             tensor.uniform_(low, high, generator=generator)
         elif tensor.is_floating_point():
             tensor.normal_(0.0, spread(name, tensor), generator=generator)
@@ -460,6 +547,10 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 # Gemma 4 does not divide attention scores: with queries near 1 they would be so sharp as to magnify rounding.
 GEMMA4_CLASSES = (transformers.Gemma4ForCausalLM, transformers.Gemma4ForConditionalGeneration)
+
+
+# Weights of their norms are kept less 1, but for the norm in a delta net.
+FROM_ONE = tuple(ARCHITECTURES[name][1] for name in ARCHITECTURES if name.startswith(("qwen3_5", "qwen3_next")))
 
 
 def is_factor(name: str) -> bool:
@@ -488,6 +579,8 @@ def write_hub_keys(folder: Path, extra: dict[str, Any]) -> None:
     text_config = config.get("text_config", config)
     if text_config["model_type"] == "gemma4_text":
         to_hub_gemma4(text_config)
+    elif text_config is not config:
+        text_config["full_attention_interval"] = 4
     else:
         to_hub_flat(config)
     text_config.update(extra)
@@ -505,6 +598,8 @@ def to_hub_gemma4(config: dict[str, Any]) -> None:
 def to_hub_flat(config: dict[str, Any]) -> None:
     parameters = config.pop("rope_parameters")
     config["rope_theta"] = parameters.pop("rope_theta")
+    if "partial_rotary_factor" in parameters:
+        config["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
     if parameters["rope_type"] == "linear":
         config["rope_scaling"] = {"type": "linear", "factor": parameters["factor"]}  # "type": spelt so before llama3
     elif parameters["rope_type"] != "default":

@@ -1,12 +1,12 @@
 """Run the offline workloads that engines are compared by: start, time to first token, decode at several batch sizes,
 throughput.
 
-CONFIG is the name of a bundled config (qwen3-30b-a3b, qwen1.5-moe-a2.7b, gemma4-26b-a4b; with --load-format dummy), a
-folder or a hub id. Prompts are token ids, all different, uniform in [1000, 100000) from random.Random(0); sampling is
-greedy and ignores end-of-text; nothing is detokenised; the prefix cache is off. TTFT: one request, one token, median of
-5 after a warm-up. Decode at batch B: prompts of 128 tokens, (best of 2 full runs − best of 2 one-token runs) / (N − 1),
-N = 129 (65 from batch 128 on). Throughput: 512 requests in one call. Start: a separate process with empty caches
-(import_s, startup_s), then this one (import_warm_s, startup_warm_s).
+CONFIG is the name of a bundled config (qwen3-30b-a3b, qwen3.6-35b-a3b, qwen1.5-moe-a2.7b, gemma4-26b-a4b; with
+--load-format dummy), a folder or a hub id. Prompts are token ids, all different, uniform in [1000, 100000) from
+random.Random(0); sampling is greedy and ignores end-of-text; nothing is detokenised; the prefix cache is off. TTFT: one
+request, one token, median of 5 after a warm-up. Decode at batch B: prompts of 128 tokens, (best of 2 full runs − best
+of 2 one-token runs) / (N − 1), N = 129 (65 from batch 128 on). Throughput: 512 requests in one call. Start: a separate
+process with empty caches (import_s, startup_s), then this one (import_warm_s, startup_warm_s).
 
 Each figure is written to the JSON file as soon as it is measured. Parts may be measured by several calls with the same
 file, as long as commit, model and machine stay the same.

@@ -49,7 +49,8 @@ class ModelShape:
     @property
     def heads(self) -> tuple[AttentionConfig, ...]:
         """Each kind of attention layer once."""
-        return tuple(dict.fromkeys(layer.attention for layer in self.config.layers))
+        mixers = (layer.mixer for layer in self.config.layers)
+        return tuple(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, AttentionConfig)))
 
 
 @cache

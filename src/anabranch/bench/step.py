@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import statistics
@@ -112,17 +113,17 @@ def step_bytes(config: ModelConfig, batch: int, context: int, dtype: str) -> dic
     """Bytes that a decode step must read, by group of kernels: the floor of its time.
 
     Weights once (of the routed experts, those that a batch with uniform routing is expected to visit), and the keys and
-    values of every token of every request. Activations are left out: in decode they are small and mostly cached.
+    values of every token, or the state, of every request. Activations are left out: in decode they are small and mostly
+    cached.
     """
     size, width = ITEM_BYTES[dtype], config.hidden_size
     elements = {"dense": config.vocab_size * width, "experts": 0.0, "routing": 0, "attention": 0}
     for layer in config.layers:
-        attention = layer.attention
-        q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        values = 1 if attention.value_is_key else 2
-        elements["dense"] += width * (q + values * kv) + q * width + 3 * width * layer.mlp_width
-        seen = min(context, attention.window) if attention.window else context
-        elements["attention"] += batch * seen * 2 * kv
+        matrices = (math.prod(shape) for shape in layer.mixer.weight_shapes(width) if len(shape) > 1)
+        elements["dense"] += sum(matrices) + 3 * width * layer.mlp_width
+        kept = layer.mixer.cache
+        values = kept.policy.num_kept(context) * sum(map(math.prod, kept.shapes))
+        elements["attention"] += batch * values * ITEM_BYTES[kept.dtype or dtype] // size
         if layer.moe is not None:
             moe = layer.moe
             elements["routing"] += moe.num_experts * width

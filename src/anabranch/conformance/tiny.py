@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from anabranch.loader.load import build
-from anabranch.loader.names import parameter_layouts
+from anabranch.loader.names import parameter_layouts, stored
 from anabranch.models import family
 from anabranch.models.config import read_config
 
@@ -56,13 +56,12 @@ def write(model_type: str, folder: Path, seed: int = 0) -> None:
     model = build(read_config(folder), torch.float32)
     tensors: dict[str, torch.Tensor] = {}
     for name, target, layouts in parameter_layouts(model):
-        for piece in layouts[-1]:
-            shape = torch.empty(target.shape, device="meta")[piece.index].shape
+        for theirs, shape in stored(target, layouts):
             noise = torch.randn(shape, generator=generator)
             if len(shape) > 1:  # outputs as large as inputs; router weights larger, so that no choice is close
-                tensors[piece.name] = noise * shape[-1] ** -0.5 * (8 if ".router." in name else 1)
+                tensors[theirs] = noise * shape[-1] ** -0.5 * (8 if ".router." in name else 1)
             else:
-                tensors[piece.name] = noise * 0.1 + (0 if name.endswith("bias") else 1)
+                tensors[theirs] = noise * 0.1 + (0 if name.endswith("bias") else 1)
     write_safetensors(folder / "model.safetensors", tensors)
 
 

@@ -11,6 +11,7 @@ R requests, T token rows, S slots, M page-table width.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -59,8 +60,12 @@ class StepMaker:
         page_size: int,
         device: torch.device,
         mirror: bool | None = None,
+        states: Collection[int] = (),
     ) -> None:
+        """`states`: groups in which a request has one state, its logical page 0. Steps have no other column of their
+        page tables, so that kernels find these pages one after another."""
         self.page_size = page_size
+        self.states = states
         self.device = device
         self.pinned = device.type != "cpu"
         self.width = -(-max_length // page_size)
@@ -175,7 +180,10 @@ class StepMaker:
     def unpack(self, packed_3R: torch.Tensor, columns: int, *, padded: bool) -> Step:
         """The Step of what `pack` gave, on the device; contexts take at most `columns` pages. Can be captured."""
         token_R, position_R, query_start_R, context_len_R, num_tokens = ops.decode_inputs(packed_3R, self.last_token_S)
-        pages = [ops.decode_pages(packed_3R, table_SM, self.page_size, columns) for table_SM in self.tables]
+        pages = [
+            ops.decode_pages(packed_3R, table_SM, self.page_size, 1 if group in self.states else columns)
+            for group, table_SM in enumerate(self.tables)
+        ]
         return Step(
             token_T=token_R,
             position_T=position_R,
@@ -220,7 +228,9 @@ class StepMaker:
             position_T=position_T,
             query_start_R=query_start_R.to(self.device),
             context_len_R=new_R.to(self.device),
-            page_tables=tuple(table_RM for _ in self.tables),
+            page_tables=tuple(
+                table_RM[:, :1].contiguous() if group in self.states else table_RM for group in range(len(self.tables))
+            ),
             slots=tuple(ops.decode_pages(packed_3T, table, self.page_size, 0)[1] for table in self.tables),
             logit_row=None,
             max_query=most,

@@ -161,10 +161,18 @@ class MemoryPlan:
         lengths = range(1, self.config.max_position + 1)
         return bisect_left(lengths, True, key=lambda length: self.concurrency(length) < num_requests)
 
-    def num_pages(self, context: int) -> list[int]:
-        """Pages of each cache group, in the proportion that requests of `context` tokens hold them."""
+    def num_pages(self, context: int, num_seqs: int = 0) -> list[int]:
+        """Pages of each cache group, in the proportion that requests of `context` tokens hold them. A short request has
+        as much state as a long one: up to `num_seqs` have theirs as far as half of the memory goes."""
+        kv, groups = max(0, self.kv), self.config.cache_groups
+        held = held_pages(self.config, context, self.page_size)
         one = request_bytes(self.config, context, self.page_size, self.dtype)
-        return [max(0, self.kv) * pages // one for pages in held_pages(self.config, context, self.page_size)]
+        state = sum(page_bytes(g, self.page_size, self.dtype) for g in groups if not g.policy.per_token)
+        num_states = min(num_seqs, kv // 2 // state) if state else 0
+        if num_states <= kv // one:
+            return [kv * pages // one for pages in held]
+        rest = kv - num_states * state
+        return [rest * n // (one - state) if g.policy.per_token else num_states for g, n in zip(groups, held)]
 
     def pool_pages(self, options: EngineConfig, advice: str) -> list[int]:
         """Pages of each cache group: what fits, but no more than all sequences at their longest could hold, twice over
@@ -177,7 +185,7 @@ class MemoryPlan:
         reuse = options.prefix_cache and all(group.policy.reusable for group in self.config.cache_groups)
         most = options.max_num_seqs * (2 if reuse else 1)
         longest = held_pages(self.config, options.max_model_len, options.page_size)
-        planned = self.num_pages(min(options.max_model_len, 8192))
+        planned = self.num_pages(min(options.max_model_len, 8192), options.max_num_seqs)
         return [min(pages, most * held) for pages, held in zip(planned, longest, strict=True)]
 
 

@@ -25,7 +25,8 @@ class SingleSequence:
         # Any assignment of pages must work; a reversed one shows code that takes page i for logical page i.
         self.pages = [list(reversed(range(num_pages))) for _ in groups]
         self.kv = kv_tensors.allocate(model.config, [num_pages] * len(groups), page_size, weight.dtype, weight.device)
-        self.steps = StepMaker(len(groups), 1, max_length, page_size, weight.device)
+        states = [index for index, group in enumerate(groups) if not group.policy.per_token]
+        self.steps = StepMaker(len(groups), 1, max_length, page_size, weight.device, states=states)
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], all_logits: bool = True) -> torch.Tensor:

@@ -121,7 +121,9 @@ class TorchRunner(Runner):
         device = self.platform.device
         groups = self.model.config.cache_groups
         self.kv = kv_tensors.allocate(self.model.config, num_pages, config.page_size, self.dtype, device)
-        self.steps = StepMaker(len(groups), config.max_num_seqs, config.max_model_len, config.page_size, device)
+        states = [index for index, group in enumerate(groups) if not group.policy.per_token]
+        sizes = config.max_num_seqs, config.max_model_len, config.page_size
+        self.steps = StepMaker(len(groups), *sizes, device, states=states)
         self.sampler = Sampler(config.max_num_seqs, self.model.config.vocab_size, device, config.seed)
         self.experts = ExpertCounter(self.model, self.platform, config.expert_load_interval)
         self.slots = Slots(self.sampler, self.model.config.eos_ids)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.layers.linear import Linear, PackedLinear
+from anabranch.layers.linear import Linear, PackedLinear, Rows
 from anabranch.layers.mixer import Cache, Rope
 from anabranch.layers.norm import RMSNorm
 from anabranch.layers.step import Step
@@ -28,16 +28,25 @@ class Attention(nn.Module):
         self.config = config
         self.eps = eps
         self.cache_group = cache_group
-        self.written_shape = self.mixed_shape = config.num_heads, config.head_dim
+        self.mixed_shape = config.num_heads, config.head_dim
+        self.written_shape = (2 * config.num_heads, config.head_dim) if config.gated else self.mixed_shape
         self.set_cache_scales()
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q, "k_proj": kv} if config.value_is_key else {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self.qkv_proj = PackedLinear(width, parts, config.qkv_bias)
+        self.qkv_proj = PackedLinear(width, self._gated_rows() if config.gated else parts, config.qkv_bias)
         self.o_proj = Linear(q, width, config.output_bias)
         if config.qk_norm != "none":
             per_head = config.qk_norm == "head"
             self.q_norm = RMSNorm(config.head_dim if per_head else q, eps)
             self.k_norm = RMSNorm(config.head_dim if per_head else kv, eps)
+
+    def _gated_rows(self) -> list[Rows]:
+        """Queries, keys, values, gates."""
+        D, kv = self.config.head_dim, self.config.num_kv_heads * self.config.head_dim
+        queries, gates = (
+            [("q_proj", (2 * head + gate) * D, D) for head in range(self.config.num_heads)] for gate in (0, 1)
+        )
+        return [*queries, ("k_proj", 0, kv), ("v_proj", 0, kv), *gates]
 
     def set_cache_scales(self, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
         """Keys and values are these times what an FP8 cache holds."""
@@ -45,14 +54,14 @@ class Attention(nn.Module):
         self.score_scale = self.config.scale * k_scale
 
     def project(self, x_TW: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The heads of queries, keys and (unless they are the keys) values, in one tensor."""
+        """The heads of queries, keys, (unless they are the keys) values and gates, in one tensor."""
         return (self.qkv_proj(x_TW).unflatten(-1, (-1, self.config.head_dim)),)
 
     def write(self, projected: tuple[torch.Tensor, ...], rope: Rope, step: Step, cache: Cache) -> torch.Tensor:
-        """Returns the queries; keys and values go into the pages."""
+        """Returns the queries, and their gates after them; keys and values go into the pages."""
         (heads,), config, (k_pages, v_pages), slot_T = projected, self.config, cache, step.slots[self.cache_group]
         q, k = heads[:, : config.num_heads], heads[:, config.num_heads :][:, : config.num_kv_heads]
-        v = k if config.value_is_key else heads[:, config.num_heads + config.num_kv_heads :]
+        v = k if config.value_is_key else heads[:, config.num_heads + config.num_kv_heads :][:, : config.num_kv_heads]
         q_weight = k_weight = None
         if config.qk_norm != "none":
             q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
@@ -65,11 +74,13 @@ class Attention(nn.Module):
         call = ops.RopeStoreCall(
             q, k, v, rope[0], rope[1], q_weight, k_weight, config.v_norm, self.eps, k_pages, v_pages, slot_T, *scales
         )
-        return ops.rope_store(call)
+        q = ops.rope_store(call)
+        return torch.cat([q, heads[:, -config.num_heads :]], 1) if config.gated else q
 
     def mix(self, written: torch.Tensor, step: Step, cache: Cache) -> torch.Tensor:
+        num_heads = self.config.num_heads
         call = ops.AttentionCall(
-            written,
+            written[:, :num_heads] if self.config.gated else written,
             cache[0],
             cache[1],
             step.page_tables[self.cache_group],
@@ -80,7 +91,8 @@ class Attention(nn.Module):
             step.max_query,
             self.v_scale,
         )
-        return ops.attention(call)
+        mixed_THD = ops.attention(call)
+        return mixed_THD * torch.sigmoid(written[:, num_heads:]) if self.config.gated else mixed_THD
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
         return self.o_proj(mixed.flatten(1))

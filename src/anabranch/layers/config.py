@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 from anabranch.formats import Shape
-from anabranch.layers.cache import CacheSpec, KeepAll, KeepWindow
+from anabranch.layers.cache import CacheSpec, KeepAll, KeepWindow, OneState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,8 @@ class AttentionConfig:
     v_norm: bool = False
     value_is_key: bool = False
     """No value projection: the raw key projection serves as value."""
+    gated: bool = False
+    """The result is × sigmoid(gate); in checkpoints each query head is followed by its gate in `q_proj`."""
     clip: float = 0.0
     """Queries, keys and values are clamped to ±clip; 0: not."""
     cache_dtype: str | None = None
@@ -76,12 +78,55 @@ class AttentionConfig:
 
     @property
     def values_per_row(self) -> int:
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return 2 * ((2 if self.gated else 1) * self.num_heads + self.num_kv_heads) * self.head_dim
 
     def weight_shapes(self, width: int) -> Iterator[Shape]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv = q + (1 if self.value_is_key else 2) * kv
+        qkv = (2 if self.gated else 1) * q + (1 if self.value_is_key else 2) * kv
         yield qkv, width
         yield width, q
         norms = {"none": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
         yield (norms + (qkv if self.qkv_bias else 0) + (width if self.output_bias else 0),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaConfig:
+    """The gated delta net; see ops/gated_delta."""
+
+    name: ClassVar[str] = "linear_attn"
+    module: ClassVar[str] = "anabranch.layers.gated_delta:GatedDelta"
+    num_key_heads: int
+    num_heads: int
+    """Of values; each key head serves num_heads / num_key_heads of them."""
+    key_dim: int
+    value_dim: int
+    """Of a head."""
+    conv_width: int
+    interleaved: bool = False
+    """Checkpoints keep the projections in two tensors, key head by key head."""
+    state_dtype: str = "float32"
+    rope: ClassVar[None] = None
+
+    @property
+    def channels(self) -> int:
+        """What the convolution reads: queries, keys, values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def row(self) -> int:
+        """Outputs of the projection: channels, z, b, a."""
+        return self.channels + self.num_heads * (self.value_dim + 2)
+
+    @property
+    def cache(self) -> CacheSpec:
+        conv, state = (self.conv_width - 1, self.channels), (self.num_heads, self.key_dim, self.value_dim)
+        return CacheSpec((conv, state), OneState(), self.state_dtype)
+
+    @property
+    def values_per_row(self) -> int:
+        return self.row + self.channels + self.num_heads * self.value_dim
+
+    def weight_shapes(self, width: int) -> Iterator[Shape]:
+        yield self.row, width
+        yield width, self.num_heads * self.value_dim
+        yield (self.channels * self.conv_width + 2 * self.num_heads + self.value_dim,)

@@ -36,6 +36,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.fp8 = False
         """What reads the result may multiply its rows in FP8; known after loading."""
+        self.from_one = False
+        """Checkpoints keep the weight less 1."""
+
+    def start_from_one(self) -> None:
+        """Before it has memory: its checkpoints keep the weight less 1. Here it is whole, in fp32, because 1 + w has
+        more digits than a w in bf16."""
+        self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=torch.float32), requires_grad=False)
+        self.from_one = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.rms_norm(x, self.weight, self.eps)

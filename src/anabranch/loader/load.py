@@ -19,6 +19,7 @@ from torch import nn
 from anabranch import kernels, ops, platforms
 from anabranch.formats import PLAIN
 from anabranch.layers.linear import Linear, PackedLinear
+from anabranch.layers.norm import RMSNorm
 from anabranch.loader import cache_scales, names
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from anabranch.loader.locate import locate
@@ -161,6 +162,9 @@ def fill_randomly(model: nn.Module, seed: int = 0) -> None:
     for parameter in model.parameters():
         if id(parameter) not in quantized:
             draw(parameter)
+    for norm in model.modules():
+        if isinstance(norm, RMSNorm) and norm.from_one:
+            norm.weight.add_(1.0)
     for weight in filter(_is_quantized, model.modules()):
         assert isinstance(weight, Weight)
         *lead, outputs, inputs = weight.shape

@@ -6,6 +6,7 @@ of the sources that config.json names of which the checkpoint has all tensors; o
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,12 +18,15 @@ import torch
 from torch import nn
 
 from anabranch.formats import CACHE_SCALES, IGNORED, PLAIN_SOURCE, Index, Shape, Source, TensorSpec, rounded
+from anabranch.layers.norm import RMSNorm
 from anabranch.loader import cache_scales
 from anabranch.loader.checkpoint import DTYPES, FLOATS, Checkpoint, CheckpointError, TensorInfo
 from anabranch.ops.weight import Layout, Piece, Weight
 
 if TYPE_CHECKING:
     from anabranch.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
 
 SLICE = 8 << 20
 """Bytes of a tensor with all experts that are converted at a time: while that lasts, they take memory several times."""
@@ -50,10 +54,16 @@ def match(model: Decoder, checkpoint: Checkpoint, quantization: str = "none") ->
         else:
             source = _find(checkpoint, _best(checkpoint, layouts, PLAIN_SOURCE)[0].name)
             _check(source, (TensorSpec(tuple(target.shape)),))
-            copies.append(Copy(source, name, ()))
+            owner = model.get_submodule(name.rpartition(".")[0])
+            convert = _plus_one if isinstance(owner, RMSNorm) and owner.from_one else None
+            copies.append(Copy(source, name, (), (), convert))
     scales = {info.name for _, *found in cache_scales.find(model, checkpoint) for info in found}
     _refuse_surplus(model, checkpoint, {copy.source.name for copy in copies} | scales)
     return sorted(copies, key=lambda copy: (copy.source.file, copy.source.begin))
+
+
+def _plus_one(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float() + 1.0
 
 
 def set_formats(model: Decoder, quantization: str) -> None:
@@ -96,11 +106,18 @@ def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Paramet
 
 def checkpoint_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
     """The tensors of a plain checkpoint of this model, with one tensor per expert and projection: name → shape."""
-    return {
-        piece.name: tuple(torch.empty(target.shape, device="meta")[piece.index].shape)
-        for _, target, layouts in parameter_layouts(model)
-        for piece in layouts[-1]
-    }
+    return {name: shape for _, target, layouts in parameter_layouts(model) for name, shape in stored(target, layouts)}
+
+
+def stored(target: Weight | nn.Parameter, layouts: list[Layout]) -> Iterator[tuple[str, Shape]]:
+    """The tensors of the last of a weight's layouts: name, shape. Pieces of one tensor are rows of it."""
+    rows = Counter[str]()
+    shapes: dict[str, Shape] = {}
+    for piece in layouts[-1]:
+        shapes[piece.name] = tuple(torch.empty(target.shape, device="meta")[piece.index].shape)
+        rows[piece.name] += shapes[piece.name][0]
+    for name, shape in shapes.items():
+        yield name, (rows[name], *shape[1:])
 
 
 def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
@@ -256,6 +273,10 @@ def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> N
         for name, tensor in checkpoint.tensors.items()
         if name not in used and not any(p in name for p in ignored)
     ]
+    passed = Counter(part for name in checkpoint.tensors for part in ignored if name not in used and part in name)
+    if found := {part: count for part, count in passed.items() if part in model.family.ignored}:
+        parts = ", ".join(f"{count} of '*{part}*'" for part, count in found.items())
+        log.info("tensors of the checkpoint that are not used: %s", parts)
     if surplus:
         more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
         raise CheckpointError(

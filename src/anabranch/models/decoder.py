@@ -123,6 +123,9 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.rotaries = nn.ModuleList(map(Rotary, ropes))
         self.rope_of_layer = [ropes.index(layer.mixer.rope) for layer in config.layers]
+        for module in self.modules():
+            if family.norms_from_one and isinstance(module, RMSNorm):
+                module.start_from_one()
         self.requires_grad_(False)
 
     def forward(self, step: Step, caches: Sequence[Cache]) -> torch.Tensor:

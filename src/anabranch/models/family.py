@@ -36,6 +36,8 @@ class Family:
     """A second way to spell a tensor's name, which published checkpoints use."""
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Parts of the names of checkpoint tensors that are not needed."""
+    norms_from_one: bool = False
+    """Checkpoints keep the weights of RMSNorms less 1."""
     tiny: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By model type, the keys by which a tiny config.json of it differs from `conformance.tiny.CONFIG`; platforms are
     tested with such models."""

@@ -3,11 +3,11 @@
 A missing key means what it means in transformers, family by family. Pure Python without torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from anabranch.layers.config import AttentionConfig
+from anabranch.layers.config import AttentionConfig, MixerConfig
 from anabranch.models.config import LayerConfig, ModelConfig
 from anabranch.models.keys import Keys, shown
 from anabranch.models.rope import read_rope
@@ -22,8 +22,10 @@ def read_attention(
     default_theta: float = 10_000.0,
     default_head_dim: int = 0,
     default_kv_heads: int = 0,
+    default_rotary: float | None = None,
 ) -> AttentionConfig:
-    """Defaults that are 0: the family derives them, the head dim from the hidden size, key-value heads from heads."""
+    """Defaults that are 0: the family derives them, the head dim from the hidden size, key-value heads from heads.
+    `default_rotary`: of a family that turns a part of each head, the share of it."""
     num_heads = keys.integer("num_attention_heads")
     hidden = keys.integer("hidden_size")
     if not default_head_dim and keys.get("head_dim") is None:
@@ -39,7 +41,7 @@ def read_attention(
         num_kv_heads=keys.integer("num_key_value_heads", default=default_kv_heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=read_rope(keys, head_dim, default_theta),
+        rope=read_rope(keys, head_dim, default_theta, default_rotary),
         qkv_bias=bias,
         output_bias=bias,
     )
@@ -107,30 +109,30 @@ def read_moe(
     return found
 
 
-def qwen_layers(keys: Keys, attentions: list[AttentionConfig], moe: MoEConfig) -> list[LayerConfig]:
+def qwen_layers(keys: Keys, mixers: Sequence[MixerConfig], moe: MoEConfig) -> list[LayerConfig]:
     """Experts, but for Qwen's two ways to make some layers dense."""
     dense = keys.get("mlp_only_layers", default=[])
     if not isinstance(dense, list) or not all(isinstance(layer_id, int) for layer_id in dense):
         raise keys.fail(f"'mlp_only_layers' must be a list of layer numbers, not {shown(dense)}")
     dense, step = set(dense), keys.integer("decoder_sparse_step", default=1)
     return [
-        LayerConfig(mixer=attention, moe=moe)
+        LayerConfig(mixer=mixer, moe=moe)
         if layer_id not in dense and (layer_id + 1) % step == 0
-        else LayerConfig(mixer=attention, mlp_width=keys.integer("intermediate_size"))
-        for layer_id, attention in enumerate(attentions)
+        else LayerConfig(mixer=mixer, mlp_width=keys.integer("intermediate_size"))
+        for layer_id, mixer in enumerate(mixers)
     ]
 
 
-def read_layer_types(keys: Keys, default: Callable[[int], bool]) -> list[bool]:
-    """For each layer, whether it is sliding: from `layer_types`, else by the family's rule."""
+def read_layer_types(keys: Keys, default: Callable[[int], bool], kind: str = "sliding_attention") -> list[bool]:
+    """For each layer, whether it is of this kind, not full attention: from `layer_types`, else by the family's rule."""
     num_layers = keys.integer("num_hidden_layers")
     types = keys.get("layer_types")
     if types is None:
         return [default(layer_id) for layer_id in range(num_layers)]
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+    known = ("full_attention", kind)
+    if not isinstance(types, list) or len(types) != num_layers or any(one not in known for one in types):
         raise keys.fail(f"'layer_types' must name {' or '.join(known)} for each of {num_layers} 'num_hidden_layers'")
-    return [kind == "sliding_attention" for kind in types]
+    return [one == kind for one in types]
 
 
 def sliding_window(keys: Keys) -> int:
@@ -154,3 +156,15 @@ def uniform(keys: Keys, max_position: int) -> Keys:
     return Keys(
         {**keys.raw, "max_position_embeddings": keys.get("max_position_embeddings", default=max_position)}, keys.path
     )
+
+
+def unwrap(outer: Keys, default_tied: bool) -> Keys:
+    """The text model's keys of a config that holds them in `text_config`. Of the wrapper's own, the text model obeys
+    `tie_word_embeddings` alone."""
+    if not outer.mapping("text_config"):
+        raise outer.fail("key 'text_config' is missing or empty")
+    inner: dict[str, Any] = {key: outer.raw.get(key) for key in ("dtype", "torch_dtype", "bos_token_id")}
+    inner |= outer.mapping("text_config")
+    tied = outer.flag("tie_word_embeddings", default_tied)
+    inner |= {"model_type": outer.get("model_type"), "tie_word_embeddings": tied}
+    return Keys(inner, outer.path)

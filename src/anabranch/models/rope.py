@@ -13,9 +13,9 @@ from anabranch.models.keys import Keys, shown
 KINDS = ("default", "linear", "llama3", "proportional")
 
 
-def read_rope(keys: Keys, head_dim: int, default_theta: float) -> RopeConfig:
+def read_rope(keys: Keys, head_dim: int, default_theta: float, default_rotary: float | None = None) -> RopeConfig:
     """`rope_scaling` where there is one, else `rope_parameters`: one replaces the other whole, as in transformers.
-    Both fall back on top-level keys."""
+    Both fall back on top-level keys. `default_rotary`: of a family that turns a part of each head, the share of it."""
     scaling, parameters = keys.mapping("rope_scaling"), keys.mapping("rope_parameters")
     name = "rope_scaling" if scaling else "rope_parameters"
     chosen = Keys({**(scaling or parameters)}, keys.path, name)
@@ -33,7 +33,7 @@ def read_rope(keys: Keys, head_dim: int, default_theta: float) -> RopeConfig:
     # The order of transformers: here the top-level key comes first.
     original = keys.get("original_max_position_embeddings", default=chosen.get("original_max_position_embeddings"))
     chosen.raw["original_max_position_embeddings"] = original or keys.get("max_position_embeddings")
-    return _read(keys, chosen, head_dim)
+    return _read(keys, chosen, head_dim, default_rotary)
 
 
 def read_rope_of_layer_type(keys: Keys, layer_type: str, head_dim: int, default: Mapping[str, Any]) -> RopeConfig:
@@ -47,17 +47,19 @@ def read_rope_of_layer_type(keys: Keys, layer_type: str, head_dim: int, default:
     return _read(keys, Keys({**parameters}, keys.path, name), head_dim)
 
 
-def _read(keys: Keys, found: Keys, head_dim: int) -> RopeConfig:
+def _read(keys: Keys, found: Keys, head_dim: int, default_rotary: float | None = None) -> RopeConfig:
     kind = found.get("rope_type", "type", default="default")
     if kind not in KINDS:
         raise found.fail(f"rope type {shown(kind)} is not supported (supported: {', '.join(KINDS)})")
-    share = 1.0
-    if kind != "default":
+    share, partial = 1.0, default_rotary is not None
+    if kind != "default" or partial:
         found.raw["partial_rotary_factor"] = found.get(
-            "partial_rotary_factor", default=keys.get("partial_rotary_factor", default=1.0)
+            "partial_rotary_factor", default=keys.get("partial_rotary_factor", default=default_rotary or 1.0)
         )
         share = found.number("partial_rotary_factor")
-        if share > 1 or (share < 1 and kind != "proportional"):
+        if partial and int(head_dim * share) % 2 | (int(head_dim * share) == 0):
+            raise found.fail(f"'partial_rotary_factor' = {share} of 'head_dim' = {head_dim} must be an even number")
+        if share > 1 or (share < 1 and partial == (kind == "proportional")):
             raise found.fail(f"'partial_rotary_factor' = {share} is not supported with rope type {kind!r}")
     rope = RopeConfig(
         kind=kind,

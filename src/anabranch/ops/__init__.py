@@ -8,6 +8,7 @@ from anabranch.ops.attention import AttentionCall, attention
 from anabranch.ops.count_experts import count_experts
 from anabranch.ops.decode_inputs import decode_inputs, decode_pages
 from anabranch.ops.experts import ExpertsCall, experts
+from anabranch.ops.gated_delta import GatedDeltaCall, gated_delta
 from anabranch.ops.linear import linear
 from anabranch.ops.logprobs import logprobs
 from anabranch.ops.mask_logits import mask_logits
@@ -22,6 +23,7 @@ __all__ = [
     "OPS",
     "AttentionCall",
     "ExpertsCall",
+    "GatedDeltaCall",
     "Op",
     "RopeStoreCall",
     "RouteCall",
@@ -35,6 +37,7 @@ __all__ = [
     "decode_pages",
     "experts",
     "gated_activation",
+    "gated_delta",
     "linear",
     "logprobs",
     "mask_logits",

@@ -4,13 +4,11 @@ the raw residual. Sliding and full layers differ in head dim, key-value heads an
 `gemma4` wraps the config of the text model, `gemma4_text`, in `text_config`. The layer is in `gemma4_layer`.
 """
 
-from typing import Any
-
 from anabranch.layers.config import AttentionConfig
 from anabranch.models.config import LayerConfig, ModelConfig
 from anabranch.models.family import Family
 from anabranch.models.keys import Keys, shown
-from anabranch.models.readers import read_layer_types, read_model, read_moe
+from anabranch.models.readers import read_layer_types, read_model, read_moe, unwrap
 from anabranch.models.rope import read_rope_of_layer_type
 
 SUPPORTED = "Gemma 4 E2B and E4B have them; 26B-A4B, which does not, is supported"
@@ -23,7 +21,7 @@ ROPES = {
 
 def read(keys: Keys) -> ModelConfig:
     if keys.get("model_type") == "gemma4":
-        keys = _unwrap(keys)
+        keys = unwrap(keys, default_tied=True)
     keys.refuse_unless("hidden_size_per_layer_input", (0,), f"per-layer inputs are not supported yet ({SUPPORTED})")
     keys.refuse_unless(
         "num_kv_shared_layers", (0,), f"layers that share keys and values are not supported yet ({SUPPORTED})"
@@ -63,16 +61,6 @@ def read(keys: Keys) -> ModelConfig:
         embedding_scale=keys.integer("hidden_size") ** 0.5,
         logit_softcap=0.0 if softcap is None else keys.number("final_logit_softcapping"),
     )
-
-
-def _unwrap(outer: Keys) -> Keys:
-    """The text model's keys. Of the wrapper's own, the text model obeys `tie_word_embeddings` alone."""
-    if not outer.mapping("text_config"):
-        raise outer.fail("key 'text_config' is missing or empty")
-    inner: dict[str, Any] = {key: outer.raw.get(key) for key in ("dtype", "torch_dtype", "bos_token_id")}
-    inner |= outer.mapping("text_config")
-    inner |= {"model_type": "gemma4", "tie_word_embeddings": outer.flag("tie_word_embeddings", True)}
-    return Keys(inner, outer.path)
 
 
 def _attention(keys: Keys, is_sliding: bool, heads: tuple[int, int]) -> AttentionConfig:

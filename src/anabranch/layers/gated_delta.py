@@ -1,0 +1,83 @@
+"""The gated delta net as a mixer: a state for each request in the place of keys and values. See ops/gated_delta.
+
+T tokens, W hidden width; other sizes as in the op.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from anabranch import ops
+from anabranch.layers.linear import Linear, PackedLinear, Rows
+from anabranch.layers.mixer import Cache, Rope
+from anabranch.layers.step import Step
+
+if TYPE_CHECKING:
+    from anabranch.layers.config import GatedDeltaConfig
+
+
+class GatedDelta(nn.Module):
+    """A Mixer whose cache is (conv_PLC, state_PHKV), a page for each request."""
+
+    def __init__(self, config: GatedDeltaConfig, width: int, eps: float, cache_group: int) -> None:
+        super().__init__()
+        self.config = config
+        self.eps = eps
+        self.cache_group = cache_group
+        self.written_shape = (config.row,)
+        self.mixed_shape = config.num_heads, config.value_dim
+        values = config.num_heads * config.value_dim
+        parts = {
+            "in_proj_qkv": config.channels,
+            "in_proj_z": values,
+            "in_proj_b": config.num_heads,
+            "in_proj_a": config.num_heads,
+        }
+        self.in_proj = PackedLinear(width, interleaved_rows(config) if config.interleaved else parts)
+        # Modules for their parameters' names; the op computes them.
+        self.conv1d = nn.Conv1d(config.channels, config.channels, config.conv_width, groups=config.channels, bias=False)
+        self.norm = nn.RMSNorm(config.value_dim)
+        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(config.num_heads, dtype=torch.float32)) for _ in range(2))
+        self.out_proj = Linear(values, width)
+
+    def project(self, x_TW: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.in_proj(x_TW),)
+
+    def write(self, projected: tuple[torch.Tensor, ...], rope: Rope, step: Step, cache: Cache) -> torch.Tensor:
+        return projected[0]  # the state depends on the request: `mix` updates it
+
+    def mix(self, written: torch.Tensor, step: Step, cache: Cache) -> torch.Tensor:
+        call = ops.GatedDeltaCall(
+            written,
+            cache[0],
+            cache[1],
+            step.page_tables[self.cache_group][:, 0],  # logical page 0 of each request is its state
+            step.query_start_R,
+            step.context_len_R,
+            self.conv1d.weight[:, 0],
+            self.A_log,
+            self.dt_bias,
+            self.norm.weight,
+            self.eps,
+            self.config.num_key_heads,
+            step.max_query,
+        )
+        return ops.gated_delta(call)
+
+    def output(self, mixed: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(mixed.flatten(1))
+
+
+def interleaved_rows(config: GatedDeltaConfig) -> list[Rows]:
+    """`in_proj_qkvz` has, key head by key head, its query, its key, the values and z of its value heads; `in_proj_ba`
+    their b and a. The order here is all queries, keys, values, z, b, a."""
+    per_key_head = config.num_heads // config.num_key_heads
+    K, values = config.key_dim, per_key_head * config.value_dim
+    rows: list[Rows] = []
+    for name, sizes in (("in_proj_qkvz", (K, K, values, values)), ("in_proj_ba", (per_key_head, per_key_head))):
+        for i, size in enumerate(sizes):
+            rows += [(name, head * sum(sizes) + sum(sizes[:i]), size) for head in range(config.num_key_heads)]
+    return rows
