@@ -64,7 +64,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         state_PHKV, conv_PLC = draw(pages, heads, K, V) * 0.3, draw(pages, kept, channels).to(dtype)
         page_R = (1 + torch.randperm(pages - 1, generator=generator)[: len(requests)]).int()
         for r, (n, length) in enumerate(requests):
-            if n == length:  # what a page holds before the first token does not count
+            if 0 < n == length:  # what a page holds before the first token does not count
                 state_PHKV[page_R[r]] = conv_PLC[page_R[r]] = float("nan")
         call = GatedDeltaCall(
             x_TX=draw(tokens, channels + heads * V + 2 * heads).to(dtype),
