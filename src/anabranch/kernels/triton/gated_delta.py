@@ -78,16 +78,17 @@ def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]
     qk_THN = torch.empty(T, H, CHUNK, dtype=x_TX.dtype, device=device)
     sum_TH = torch.empty(T, H, dtype=torch.float32, device=device)
     strides = x_TX.stride(0), call.conv_PLC.stride(0)
+    warps, stages = (8, 1) if x_TX.dtype == torch.float32 else (4, 2)  # products in fp32 take registers
     prepare_chunks[(H, T // CHUNK + R + 1)](
         x_TX, call.conv_PLC, *pages, call.conv_weight_CW, call.decay_log_H, call.dt_bias_H,
         q_TGK, k_TGK, w_THK, y_THV, qk_THN, sum_TH, T, R, *strides,
         RP=next(bound for bound in MANY_REQUESTS if bound > R), PRECISION=precision(x_TX),
-        num_warps=8 if max(K, V) > 64 else 4, num_stages=1, **options,
+        num_warps=warps, num_stages=1, **options,
     )  # fmt: skip
     columns = min(COLUMNS, V)
     scan_chunks[(V // columns, H, R)](
         x_TX, call.conv_PLC, call.state_PHKV, *pages, q_TGK, k_TGK, w_THK, qk_THN, sum_TH, y_THV,
-        R, *strides, call.state_PHKV.stride(0), BV=columns, num_warps=4, num_stages=2, **options,
+        R, *strides, call.state_PHKV.stride(0), BV=columns, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     rows = max(1, ROWS_ELEMENTS // V)
     norm_rows[(cdiv(T * H, rows),)](

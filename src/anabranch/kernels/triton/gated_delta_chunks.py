@@ -34,20 +34,22 @@ BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def convolve_rows(x, x_stride, conv, weight_CW, channel, channels, row_N, num_rows, used, W: tl.constexpr):
-    """Convolved inputs of rows of a request in fp32, rounded to the dtype of the inputs; x is its first row, and the
-    inputs before are in its page unless not `used`. Rows after its last are zero."""
-    real = row_N < num_rows
-    y = tl.zeros([row_N.shape[0], channel.shape[0]], tl.float32)
+def convolve_rows(x, x_stride, conv, weight_CW, channel, channels, first_row, num_rows, used, W: tl.constexpr):
+    """Convolved inputs of a chunk in fp32, rounded to the dtype of the inputs; x is its first row, which is row
+    `first_row` of the request. Inputs before those of the request are in its page, if `used`. Rows after its last are
+    zero."""
+    n = tl.arange(0, N)
+    real = first_row + n < num_rows
+    y = tl.zeros([N, channel.shape[0]], tl.float32)
     for i in range(W):
-        source = row_N + (i - (W - 1))
+        source = n + (i - (W - 1))
         inputs = tl.load(
-            x + source.to(tl.int64)[:, None] * x_stride + channel[None, :],
-            mask=(real & (source >= 0))[:, None] & (channel >= 0)[None, :], other=0.0,
+            x + source[:, None] * x_stride + channel[None, :],
+            mask=(real & (first_row + source >= 0))[:, None] & (channel >= 0)[None, :], other=0.0,
         )  # fmt: skip
         before = tl.load(
-            conv + (row_N + i)[:, None] * channels + channel[None, :],
-            mask=(real & (source < 0) & used)[:, None] & (channel >= 0)[None, :], other=0.0,
+            conv + (n + i)[:, None] * channels + channel[None, :],
+            mask=(real & (first_row + source < 0) & used)[:, None] & (channel >= 0)[None, :], other=0.0,
         )  # fmt: skip
         weight = tl.load(weight_CW + channel * W + i).to(tl.float32)
         y += (inputs + before.to(inputs.dtype)).to(tl.float32) * weight[None, :]
@@ -103,43 +105,42 @@ def prepare_chunks(
         return
     used = length > num_rows
     dtype = x_TX.dtype.element_ty
-    x = x_TX + begin.to(tl.int64) * x_stride
-    conv = conv_PLC + tl.load(page_R + r).to(tl.int64) * conv_stride
+    token = (begin + first_row).to(tl.int64)
+    x, conv = x_TX + token * x_stride, conv_PLC + tl.load(page_R + r).to(tl.int64) * conv_stride
     n, k_K, v_V = tl.arange(0, N), tl.arange(0, K), tl.arange(0, V)
-    row_N = first_row + n
-    real = row_N < num_rows
-    token_N = (begin + row_N).to(tl.int64)
+    real = first_row + n < num_rows
+    head = token * H + h
 
-    gates = x + row_N.to(tl.int64) * x_stride + C + H * V + h
+    gates = x + n * x_stride + C + H * V + h
     a, b = tl.load(gates + H, mask=real, other=0.0), tl.load(gates, mask=real, other=0.0)
     g_log, beta = gate(a, b, tl.load(decay_log_H + h), tl.load(dt_bias_H + h))
     sum_N = tl.cumsum(tl.where(real, g_log, 0.0), 0)
-    tl.store(sum_TH + token_N * H + h, sum_N, mask=real)
+    tl.store(sum_TH + head + n * H, sum_N, mask=real)
     i, j = n[:, None], n[None, :]
     decay = tl.exp(tl.where(i >= j, sum_N[:, None] - sum_N[None, :], 0.0))
 
-    k = convolve_rows(x, x_stride, conv, conv_weight_CW, (G + g) * K + k_K, C, row_N, num_rows, used, W)
+    k = convolve_rows(x, x_stride, conv, conv_weight_CW, (G + g) * K + k_K, C, first_row, num_rows, used, W)
     k *= tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
     k_d = k.to(dtype)
     is_k = real[:, None] & (k_K >= 0)[None, :]
-    place = (token_N * G + g)[:, None] * K + k_K[None, :]
-    tl.store(k_TGK + place, k_d, mask=is_k & (h % HG == 0))
-    kk = tl.dot(k_d, tl.trans(k_d), input_precision="ieee")
-    inverse = invert(tl.where(i > j, kk * decay * beta[:, None], 0.0), PRECISION).to(dtype)
-    w = tl.dot(inverse, (k * (beta * tl.exp(sum_N))[:, None]).to(dtype), input_precision="ieee")
-    tl.store(w_THK + (token_N * H + h)[:, None] * K + k_K[None, :], w.to(dtype), mask=is_k)
-
-    v = convolve_rows(x, x_stride, conv, conv_weight_CW, 2 * G * K + h * V + v_V, C, row_N, num_rows, used, W)
-    u = tl.dot(inverse, (v * beta[:, None]).to(dtype), input_precision="ieee")
-    is_v = real[:, None] & (v_V >= 0)[None, :]
-    tl.store(u_THV + (token_N * H + h)[:, None] * V + v_V[None, :], u.to(dtype), mask=is_v)
-
-    q = convolve_rows(x, x_stride, conv, conv_weight_CW, g * K + k_K, C, row_N, num_rows, used, W)
+    shared = (token * G + g) * K
+    tl.store(k_TGK + shared + i * (G * K) + k_K[None, :], k_d, mask=is_k & (h % HG == 0))
+    q = convolve_rows(x, x_stride, conv, conv_weight_CW, g * K + k_K, C, first_row, num_rows, used, W)
     q *= (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * (K**-0.5))[:, None]
     q_d = q.to(dtype)
-    tl.store(q_TGK + place, q_d, mask=is_k & (h % HG == 0))
+    tl.store(q_TGK + shared + i * (G * K) + k_K[None, :], q_d, mask=is_k & (h % HG == 0))
     qk = tl.where(i >= j, tl.dot(q_d, tl.trans(k_d), input_precision="ieee") * decay, 0.0)
-    tl.store(qk_THN + (token_N * H + h)[:, None] * N + j, qk.to(dtype), mask=real[:, None] & (j >= 0))
+    tl.store(qk_THN + head * N + i * (H * N) + j, qk.to(dtype), mask=real[:, None] & (j >= 0))
+
+    kk = tl.dot(k_d, tl.trans(k_d), input_precision="ieee")
+    inverse = invert(tl.where(i > j, kk * decay * beta[:, None], 0.0), PRECISION).to(dtype)
+    w = tl.dot(inverse, (k_d.to(tl.float32) * (beta * tl.exp(sum_N))[:, None]).to(dtype), input_precision="ieee")
+    tl.store(w_THK + head * K + i * (H * K) + k_K[None, :], w.to(dtype), mask=is_k)
+
+    v = convolve_rows(x, x_stride, conv, conv_weight_CW, 2 * G * K + h * V + v_V, C, first_row, num_rows, used, W)
+    u = tl.dot(inverse, (v * beta[:, None]).to(dtype), input_precision="ieee")
+    is_v = real[:, None] & (v_V >= 0)[None, :]
+    tl.store(u_THV + head * V + i * (H * V) + v_V[None, :], u.to(dtype), mask=is_v)
 
 
 @triton.jit
@@ -189,20 +190,19 @@ def scan_chunks(
     place = state_PHKV + page * state_stride + h * (K * V) + k_K[:, None] * V + v_V[None, :]
     state_KV = tl.load(place, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
     for first_row in range(0, num_rows, N):
-        row_N = first_row + n
-        real = row_N < num_rows
-        token_N = (begin + row_N).to(tl.int64)
-        head_N = token_N * H + h
+        real = first_row + n < num_rows
+        token = (begin + first_row).to(tl.int64)
+        head, shared = token * H + h, (token * G + g) * K
         is_k, is_v = real[:, None] & (k_K >= 0)[None, :], real[:, None] & (v_V >= 0)[None, :]
-        w = tl.load(w_THK + head_N[:, None] * K + k_K[None, :], mask=is_k, other=0.0)
-        u_ptr = y_THV + head_N[:, None] * V + v_V[None, :]
+        w = tl.load(w_THK + head * K + n[:, None] * (H * K) + k_K[None, :], mask=is_k, other=0.0)
+        u_ptr = y_THV + head * V + n[:, None] * (H * V) + v_V[None, :]
         u = tl.load(u_ptr, mask=is_v, other=0.0)
-        q = tl.load(q_TGK + (token_N * G + g)[:, None] * K + k_K[None, :], mask=is_k, other=0.0)
-        k = tl.load(k_TGK + (token_N * G + g)[:, None] * K + k_K[None, :], mask=is_k, other=0.0)
-        qk = tl.load(qk_THN + head_N[:, None] * N + n[None, :], mask=real[:, None] & (n >= 0)[None, :], other=0.0)
-        sum_N = tl.load(sum_TH + head_N, mask=real, other=0.0)
-        last_token = (begin + tl.minimum(first_row + N, num_rows) - 1).to(tl.int64)
-        last = tl.load(sum_TH + last_token * H + h)
+        q = tl.load(q_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
+        k = tl.load(k_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
+        qk_ptr = qk_THN + head * N + n[:, None] * (H * N) + n[None, :]
+        qk = tl.load(qk_ptr, mask=real[:, None] & (n >= 0)[None, :], other=0.0)
+        sum_N = tl.load(sum_TH + head + n * H, mask=real, other=0.0)
+        last = tl.load(sum_TH + head + tl.minimum(N, num_rows - first_row) * H - H)
         state_d = state_KV.to(dtype)
         delta = u.to(tl.float32) - tl.dot(w, state_d, input_precision="ieee")
         o = tl.dot(q, state_d, input_precision="ieee") * tl.exp(sum_N)[:, None]
@@ -224,9 +224,9 @@ def norm_rows(
     wait_for_predecessor(DEPENDENT, trigger=0)
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = (row_R < num_rows)[:, None] & (v_V >= 0)[None, :]
-    row_R = row_R.to(tl.int64)
-    o = tl.load(y_THV + row_R[:, None] * V + v_V[None, :], mask=mask, other=0.0)
-    place = (row_R // H * x_stride + z_start + row_R % H * V)[:, None] + v_V[None, :]
+    y_ptr = y_THV + row_R.to(tl.int64)[:, None] * V + v_V[None, :]
+    o = tl.load(y_ptr, mask=mask, other=0.0)
+    place = ((row_R // H).to(tl.int64) * x_stride + z_start + row_R % H * V)[:, None] + v_V[None, :]
     z = tl.load(x_TX + place, mask=mask, other=0.0).to(tl.float32)
     y = norm_gated(o, z, weight, eps, y_THV.dtype.element_ty)
-    tl.store(y_THV + row_R[:, None] * V + v_V[None, :], y, mask=mask)
+    tl.store(y_ptr, y, mask=mask)

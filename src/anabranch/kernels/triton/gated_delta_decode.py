@@ -114,15 +114,15 @@ def step_heads(
     q, k, v = convolve_one(q_inputs, q_taps), convolve_one(k_inputs, k_taps), convolve_one(v_inputs, v_taps)
     q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    tl.debug_barrier()  # all threads have read the page before one replaces what it kept
     keep(conv, v_channel, C, v_inputs, W, WP)
     if HG == 1:
         keep(conv, q_channel, C, q_inputs, W, WP)
         keep(conv, k_channel, C, k_inputs, W, WP)
     else:
-        # The sums above have used what all threads have loaded, and one thread counts for all.
-        tl.debug_barrier()
+        # Needs no fence, which would wait for the state: the sums above have used all that the threads have read.
         count = count_RG + r * G + g
-        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == HG - 1:
+        if tl.atomic_add(count, 1, sem="relaxed", scope="gpu") == HG - 1:
             tl.store(count, 0)
             keep(conv, q_channel, C, q_inputs, W, WP)
             keep(conv, k_channel, C, k_inputs, W, WP)
