@@ -223,13 +223,14 @@ def test_in_several_steps(steps: list[int], device: str) -> None:
 
 @everywhere
 def test_keys_that_are_all_alike(device: str) -> None:
-    """The matrix that is inverted is then as bad as it can be: all ones below the diagonal, with β = 1 and no decay."""
+    """The matrix that is inverted is then as bad as it can be: all ones below the diagonal, with β = 1 and no decay.
+    Updates cancel, but not what they are rounded by in bf16: 6 % of the state in an emulation of the products."""
     for dtype in dtypes(device):
         call = draw([(128, 128)], dtype, K=16, V=16, heads=1)
         call.x_TX[:, :32] = call.x_TX[:1, :32].abs() + 1
         call.x_TX[:, 48 + 16] = 30.0
         call.decay_log_H.fill_(-30.0)
-        judge(call, device)
+        judge(call, device, 0.1 if dtype == torch.bfloat16 else None)
 
 
 def test_what_it_does_not_accept() -> None:
@@ -245,6 +246,27 @@ def test_what_it_does_not_accept() -> None:
         ("page_R", call.page_R.long()),
     ):
         assert not kernel.accepts(call._replace(**{name: value})), name
+
+
+def test_few_specialisations() -> None:
+    """However many tokens and requests a step has, its kernels are those that a start has compiled."""
+    seen: dict[str, set[Any]] = {name: set() for name in KERNELS}
+    with recorded(kernel, *KERNELS) as launches:
+        for requests, max_query in (
+            ([(1, 5)], 1),
+            ([(1, 5)] * 16, 1),
+            ([(1, 5)] * 31, 1),
+            ([(17, 17)], 17),
+            ([(160, 160), (1, 9)], 0),
+            ([(5, 9)] * 30, 5),
+        ):
+            kernel.gated_delta(draw(requests, torch.bfloat16, max_query=max_query))
+    for launch in launches:
+        plain = {param.name for param in launch.function.params if param.do_not_specialize}
+        values = dict(zip(launch.function.arg_names, launch.args)) | launch.kwargs
+        chosen = {name: x for name, x in values.items() if name not in plain and not isinstance(x, torch.Tensor)}
+        seen[launch.function.__name__].add(tuple(sorted(chosen.items())))
+    assert {name: len(found) for name, found in seen.items()} == dict.fromkeys(KERNELS, 1)
 
 
 @pytest.mark.gpu
