@@ -306,6 +306,62 @@ def rope_store(setting: Setting, model: ModelShape) -> Iterator[Case]:
             yield Case(tokens, f"H {H} G {G} D {D}", given, num_bytes)
 
 
+# -- the gated delta net -----------------------------------------------------------------------------------------------
+
+
+@cases("gated_delta")
+def gated_delta(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    """Decode: every request has one token; prefill: one request with all of its tokens new. The shape is that of
+    Qwen3.6-35B-A3B (or a tiny one) for whatever model, so that it is timed once."""
+    if model is not setting.models[0]:
+        return
+    for requests in setting.sizes(1, 4, 16, 64, 256):
+        yield gated_delta_case(setting, requests, 1)
+    for tokens in setting.sizes(64, 512, 2048, 8192):
+        if tokens > 1:
+            yield gated_delta_case(setting, 1, tokens)
+
+
+def gated_delta_case(setting: Setting, requests: int, tokens: int, kept: int = 3) -> Case:
+    G, H, K, V = (1, 2, 16, 16) if setting.small else (16, 32, 128, 128)
+    device, item, channels = setting.platform.device, setting.dtype.itemsize, 2 * G * K + H * V
+    start_R = torch.arange(requests + 1, dtype=torch.int32, device=device) * tokens
+    length_R = torch.full((requests,), 100 if tokens == 1 else tokens, dtype=torch.int32, device=device)
+    page_R = torch.randperm(requests, device=device).int()
+    calls = []
+    for _ in range(num_sets(4 * requests * H * K * V)):
+        calls.append(
+            ops.GatedDeltaCall(
+                setting.normal(requests * tokens, channels + H * V + 2 * H),
+                setting.normal(requests, kept, channels),
+                setting.normal(requests, H, K, V, dtype=torch.float32) * 0.1,
+                page_R,
+                start_R,
+                length_R,
+                setting.normal(channels, kept + 1) * 0.5,
+                setting.normal(H, dtype=torch.float32) - 3,
+                setting.normal(H, dtype=torch.float32),
+                setting.normal(V),
+                1e-6,
+                G,
+                tokens,
+            )
+        )
+    first = calls[0]._replace(conv_PLC=calls[0].conv_PLC.clone(), state_PHKV=calls[0].state_PHKV.clone())
+    state = (2 if tokens == 1 else 1) * requests * (4 * H * K * V + kept * channels * item)
+    # Of a chunk of 64 and a head: q kᵀ, k kᵀ, an inverse times k and v, q kᵀ times updates; three with the state.
+    chunk = 2.0 * 64 * (64 * (3 * K + 2 * V) + 3 * K * V)
+    return Case(
+        requests * tokens,
+        f"{'decode' if tokens == 1 else 'prefill'}, G {G} H {H} K {K} V {V}",
+        [(call,) for call in calls],
+        num_bytes=state + requests * tokens * (channels + 2 * H * V) * item,
+        flops=0.0 if tokens == 1 else H * chunk * requests * tokens / 64,
+        expected=lambda call: ops.gated_delta.reference(first),  # the state before the timed calls
+        judged=tokens <= 512,
+    )
+
+
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from anabranch.kernels.triton import (  # noqa: F401  importing registers their 
     count_experts,
     decode_inputs,
     experts,
+    gated_delta,
     linear,
     logprobs,
     mask_logits,

@@ -1,0 +1,109 @@
+"""The gated delta net on GPUs: which kernels run for a call, and their launches.
+
+A decode step (every request has one new token) is gated_delta_decode alone. Otherwise gated_delta_chunks does the
+requests with several new tokens first. The device tells them apart: the host knows sizes only. So the result of a
+request does not depend on the others.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from anabranch import ops
+from anabranch.kernels.triton.attention import FEW_PROGRAMS, MANY_REQUESTS
+from anabranch.kernels.triton.gated_delta_chunks import CHUNK, norm_rows, prepare_chunks, scan_chunks
+from anabranch.kernels.triton.gated_delta_decode import step_heads
+from anabranch.kernels.triton.launch import FLOATS, cdiv, lasting_zeros, launch_options, next_power_of_2, num_processors
+from anabranch.ops.gated_delta import GatedDeltaCall
+
+DIMS = (16, 32, 64, 128)
+"""Numbers of a key or a value: powers of 2, of which a head's state fits in the registers of a program."""
+COLUMNS = 32
+"""Of the state, for a program of scan_chunks."""
+ROWS_ELEMENTS = 2048
+"""Elements of a program of norm_rows."""
+
+
+def accepts(call: GatedDeltaCall) -> bool:
+    x_TX, conv_PLC, state_PHKV = call.x_TX, call.conv_PLC, call.state_PHKV
+    parameters = call.conv_weight_CW, call.decay_log_H, call.dt_bias_H, call.norm_weight_V
+    integers = call.page_R, call.query_start_R, call.context_len_R
+    H, K, V = state_PHKV.shape[1:]
+    return (
+        x_TX.dtype in FLOATS
+        and conv_PLC.dtype in FLOATS
+        and state_PHKV.dtype in FLOATS
+        and K in DIMS
+        and V in DIMS
+        and H % call.num_key_heads == 0
+        and conv_PLC.shape[1] > 0
+        and call.page_R.shape[0] < MANY_REQUESTS[-1]
+        and x_TX.stride(1) == 1
+        and conv_PLC[0].is_contiguous()
+        and state_PHKV[0].is_contiguous()
+        and all(tensor.is_contiguous() for tensor in (*parameters, *integers))
+        and all(tensor.dtype == torch.int32 for tensor in integers)
+    )
+
+
+@ops.gated_delta.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
+def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
+    x_TX, device = call.x_TX, call.x_TX.device
+    (T, R), (H, K, V), G = (x_TX.shape[0], call.page_R.shape[0]), call.state_PHKV.shape[1:], call.num_key_heads
+    if R == 0:
+        return x_TX.new_zeros(T, H, V)
+    y_THV = torch.empty(T, H, V, dtype=x_TX.dtype, device=device)
+    if T == 0:
+        return y_THV
+    options = {"G": G, "HG": H // G, "K": K, "V": V, "W": call.conv_weight_CW.shape[1], **launch_options(device)}
+    if call.max_query != 1 and T > 1:
+        do_chunks(call, y_THV, options)
+    trigger = int(device.type == "cuda" and FEW_PROGRAMS * num_processors(device) >= H * R)
+    step_heads[(H, R)](
+        x_TX, call.conv_PLC, call.state_PHKV, call.page_R, call.query_start_R, call.context_len_R,
+        call.conv_weight_CW, call.decay_log_H, call.dt_bias_H, call.norm_weight_V, y_THV, counts_of(G, device),
+        T, R, x_TX.stride(0), call.conv_PLC.stride(0), call.state_PHKV.stride(0), call.eps, trigger,
+        WP=next_power_of_2(options["W"]), FETCH=options["DEPENDENT"], num_warps=max(1, K * V // 2048), **options,
+    )  # fmt: skip
+    return y_THV
+
+
+def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]) -> None:
+    x_TX, (T, H, V), K, G = call.x_TX, y_THV.shape, options["K"], options["G"]
+    R, device = call.page_R.shape[0], x_TX.device
+    pages = call.page_R, call.query_start_R, call.context_len_R
+    q_TGK, k_TGK = torch.empty(2, T, G, K, dtype=x_TX.dtype, device=device)
+    w_THK = torch.empty(T, H, K, dtype=x_TX.dtype, device=device)
+    qk_THN = torch.empty(T, H, CHUNK, dtype=x_TX.dtype, device=device)
+    sum_TH = torch.empty(T, H, dtype=torch.float32, device=device)
+    strides = x_TX.stride(0), call.conv_PLC.stride(0)
+    warps, stages = (8, 1) if x_TX.dtype == torch.float32 else (4, 2)  # products in fp32 take registers
+    prepare_chunks[(H, T // CHUNK + R + 1)](
+        x_TX, call.conv_PLC, *pages, call.conv_weight_CW, call.decay_log_H, call.dt_bias_H,
+        q_TGK, k_TGK, w_THK, y_THV, qk_THN, sum_TH, T, R, *strides,
+        RP=next(bound for bound in MANY_REQUESTS if bound > R), PRECISION=precision(x_TX),
+        num_warps=warps, num_stages=1, **options,
+    )  # fmt: skip
+    columns = min(COLUMNS, V)
+    scan_chunks[(V // columns, H, R)](
+        x_TX, call.conv_PLC, call.state_PHKV, *pages, q_TGK, k_TGK, w_THK, qk_THN, sum_TH, y_THV,
+        R, *strides, call.state_PHKV.stride(0), BV=columns, num_warps=warps, num_stages=stages, **options,
+    )  # fmt: skip
+    rows = max(1, ROWS_ELEMENTS // V)
+    norm_rows[(cdiv(T * H, rows),)](
+        x_TX, call.norm_weight_V, y_THV, T * H, x_TX.stride(0), call.conv_PLC.shape[2], call.eps,
+        H=H, V=V, ROWS=rows, num_warps=4,
+        **{name: value for name, value in options.items() if name not in ("G", "HG", "K", "V", "W")},
+    )  # fmt: skip
+
+
+def precision(x_TX: torch.Tensor) -> str:
+    """Of the products that invert a matrix: TF32 is finer than what the result is rounded to."""
+    return "tf32" if x_TX.dtype != torch.float32 and torch.version.hip is None else "ieee"
+
+
+@functools.cache
+def counts_of(G: int, device: torch.device) -> torch.Tensor:
+    """For as many requests as a step may have. All calls share them: on a device these follow each other."""
+    return lasting_zeros(device, MANY_REQUESTS[-1], G)

@@ -1,0 +1,232 @@
+"""The gated delta net for requests with several new tokens: in chunks of 64 tokens, with matrix products.
+
+T token rows, R requests, G key heads (HG value heads share one), H value heads, K and V numbers of a key and a value,
+W width of the convolution, C convolved channels, N = 64 tokens of a chunk.
+
+With c the sums of the logarithms of decays since the chunk's start, and S the state before the chunk, the updates Δ of
+all its tokens satisfy (I + A) Δ = β v − (β e^c k) S, where A_ij = β_i kᵢᵀkⱼ e^(c_i − c_j) for j < i. So, with M the
+inverse of I + A:
+
+    U = M (β v)    W = M (β e^c k)    Δ = U − W S    o = e^c q S + (q kᵀ e^(c_i − c_j), j ≤ i) Δ
+    S ← e^(c_last) S + kᵀ (e^(c_last − c) Δ)
+
+`prepare_chunks` does for all chunks at once what does not need S, `scan_chunks` goes from chunk to chunk, and
+`norm_rows` normalises and gates what that has written. Requests with one new token, and padding, are left to
+step_heads, which comes last: until then their rows may hold anything.
+
+The inputs of the convolution that a page keeps are replaced by scan_chunks: prepare_chunks has read them by then.
+A row of U is in the place of the result that replaces it. Operands of products have the dtype of the inputs, but for
+the inverse.
+"""
+
+import triton
+import triton.language as tl
+
+from anabranch.kernels.triton.attention_decode import load_request
+from anabranch.kernels.triton.attention_prefill import find_rows
+from anabranch.kernels.triton.gated_delta_decode import gate, norm_gated
+from anabranch.kernels.triton.launch import wait_for_predecessor
+
+CHUNK = 64
+N = tl.constexpr(CHUNK)
+BLOCK = tl.constexpr(16)
+"""Rows of the blocks on the diagonal that are inverted row by row."""
+
+
+@triton.jit
+def convolve_rows(x, x_stride, conv, weight_CW, channel, channels, first_row, num_rows, used, W: tl.constexpr):
+    """Convolved inputs of a chunk in fp32, rounded to the dtype of the inputs; x is its first row, which is row
+    `first_row` of the request. Inputs before those of the request are in its page, if `used`. Rows after its last are
+    zero."""
+    n = tl.arange(0, N)
+    real = first_row + n < num_rows
+    y = tl.zeros([N, channel.shape[0]], tl.float32)
+    for i in range(W):
+        source = n + (i - (W - 1))
+        inputs = tl.load(
+            x + source[:, None] * x_stride + channel[None, :],
+            mask=(real & (first_row + source >= 0))[:, None] & (channel >= 0)[None, :], other=0.0,
+        )  # fmt: skip
+        before = tl.load(
+            conv + (n + i)[:, None] * channels + channel[None, :],
+            mask=(real & (first_row + source < 0) & used)[:, None] & (channel >= 0)[None, :], other=0.0,
+        )  # fmt: skip
+        weight = tl.load(weight_CW + channel * W + i).to(tl.float32)
+        y += (inputs + before.to(inputs.dtype)).to(tl.float32) * weight[None, :]
+    return (y * tl.sigmoid(y)).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def invert(a_NN, PRECISION: tl.constexpr):
+    """The inverse of I + a, of which only what is below the diagonal may not be zero.
+
+    I + a = (I + d) (I + m) with d the blocks on the diagonal and m = (I + d)⁻¹ (a − d); m⁴ is zero for 4 blocks, so
+    (I + m)⁻¹ = (I − m) (I + m²). (A series for all of a would be exact too, but its terms are huge where keys are
+    alike.)
+    """
+    BLOCKS: tl.constexpr = N // BLOCK
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    diagonal = i // BLOCK == j // BLOCK
+    block, other = tl.arange(0, BLOCKS)[:, None, None, None], tl.arange(0, BLOCKS)[None, None, :, None]
+    d = tl.sum(tl.where(block == other, tl.reshape(a_NN, (BLOCKS, BLOCK, BLOCKS, BLOCK)), 0.0), 2)
+    row = tl.arange(0, BLOCK)[None, :, None]
+    inverse = -d
+    for n in range(1, BLOCK):  # rows before n are done
+        this = tl.sum(tl.where(row == n, inverse, 0.0), 1)
+        done = tl.where(row < n, inverse, 0.0)
+        this += tl.sum(tl.expand_dims(this, 2) * done, 1)
+        inverse = tl.where(row == n, tl.expand_dims(this, 1), inverse)
+    inverse += tl.where(row == tl.arange(0, BLOCK)[None, None, :], 1.0, 0.0)
+    wide = tl.broadcast_to(tl.expand_dims(inverse, 2), (BLOCKS, BLOCK, BLOCKS, BLOCK))
+    d_NN = tl.reshape(tl.where(block == other, wide, 0.0), (N, N))
+    m = tl.dot(d_NN, tl.where(diagonal, 0.0, a_NN), input_precision=PRECISION)
+    m2 = tl.dot(m, m, input_precision=PRECISION)
+    m_inverse = tl.where(i == j, 1.0, 0.0) - m + m2 - tl.dot(m, m2, input_precision=PRECISION)
+    return tl.dot(m_inverse, d_NN, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+def prepare_chunks(
+    x_TX, conv_PLC, page_R, query_start_R, context_len_R, conv_weight_CW, decay_log_H, dt_bias_H,
+    q_TGK, k_TGK, w_THK, u_THV, qk_THN, sum_TH, num_tokens, num_requests, x_stride, conv_stride,
+    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    RP: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A chunk of a request and a value head. Normalised queries and keys are stored by the first value head that has
+    them."""
+    H: tl.constexpr = G * HG
+    C: tl.constexpr = 2 * G * K + H * V
+    h, b = tl.program_id(0), tl.program_id(1)
+    g = h // HG
+    r, begin, num_rows, _, length, first_row = find_rows(
+        query_start_R, context_len_R, num_requests, num_tokens, 0, tl.arange(0, RP), b, 1, N, DEPENDENT
+    )
+    if (r >= num_requests) | (num_rows < 2) | (first_row >= num_rows) | (length == 0):
+        return
+    used = length > num_rows
+    dtype = x_TX.dtype.element_ty
+    token = (begin + first_row).to(tl.int64)
+    x, conv = x_TX + token * x_stride, conv_PLC + tl.load(page_R + r).to(tl.int64) * conv_stride
+    n, k_K, v_V = tl.arange(0, N), tl.arange(0, K), tl.arange(0, V)
+    real = first_row + n < num_rows
+    head = token * H + h
+
+    gates = x + n * x_stride + C + H * V + h
+    a, b = tl.load(gates + H, mask=real, other=0.0), tl.load(gates, mask=real, other=0.0)
+    g_log, beta = gate(a, b, tl.load(decay_log_H + h), tl.load(dt_bias_H + h))
+    sum_N = tl.cumsum(tl.where(real, g_log, 0.0), 0)
+    tl.store(sum_TH + head + n * H, sum_N, mask=real)
+    i, j = n[:, None], n[None, :]
+    decay = tl.exp(tl.where(i >= j, sum_N[:, None] - sum_N[None, :], 0.0))
+
+    k = convolve_rows(x, x_stride, conv, conv_weight_CW, (G + g) * K + k_K, C, first_row, num_rows, used, W)
+    k *= tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
+    k_d = k.to(dtype)
+    is_k = real[:, None] & (k_K >= 0)[None, :]
+    shared = (token * G + g) * K
+    tl.store(k_TGK + shared + i * (G * K) + k_K[None, :], k_d, mask=is_k & (h % HG == 0))
+    q = convolve_rows(x, x_stride, conv, conv_weight_CW, g * K + k_K, C, first_row, num_rows, used, W)
+    q *= (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * (K**-0.5))[:, None]
+    q_d = q.to(dtype)
+    tl.store(q_TGK + shared + i * (G * K) + k_K[None, :], q_d, mask=is_k & (h % HG == 0))
+    qk = tl.where(i >= j, tl.dot(q_d, tl.trans(k_d), input_precision="ieee") * decay, 0.0)
+    tl.store(qk_THN + head * N + i * (H * N) + j, qk.to(dtype), mask=real[:, None] & (j >= 0))
+
+    kk = tl.dot(k_d, tl.trans(k_d), input_precision="ieee")
+    inverse = invert(tl.where(i > j, kk * decay * beta[:, None], 0.0), PRECISION).to(dtype)
+    w = tl.dot(inverse, (k_d.to(tl.float32) * (beta * tl.exp(sum_N))[:, None]).to(dtype), input_precision="ieee")
+    tl.store(w_THK + head * K + i * (H * K) + k_K[None, :], w.to(dtype), mask=is_k)
+
+    v = convolve_rows(x, x_stride, conv, conv_weight_CW, 2 * G * K + h * V + v_V, C, first_row, num_rows, used, W)
+    u = tl.dot(inverse, (v * beta[:, None]).to(dtype), input_precision="ieee")
+    is_v = real[:, None] & (v_V >= 0)[None, :]
+    tl.store(u_THV + head * V + i * (H * V) + v_V[None, :], u.to(dtype), mask=is_v)
+
+
+@triton.jit
+def keep_last(x, x_stride, conv, channel, channels, num_rows, used, W: tl.constexpr):
+    """Replace the inputs that a page keeps by the last ones of a request; x is its first row."""
+    inputs = ()
+    for i in tl.static_range(W - 1):
+        source = num_rows + (i - (W - 1))
+        new = tl.load(x + source.to(tl.int64) * x_stride + channel, mask=(source >= 0) & (channel >= 0), other=0.0)
+        before = tl.load(
+            conv + (num_rows + i) * channels + channel, mask=(source < 0) & used & (channel >= 0), other=0.0
+        )
+        inputs = inputs + (new + before.to(new.dtype),)
+    tl.debug_barrier()  # rows are read before they are replaced
+    for i in tl.static_range(W - 1):
+        tl.store(conv + i * channels + channel, inputs[i].to(conv.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def scan_chunks(
+    x_TX, conv_PLC, state_PHKV, page_R, query_start_R, context_len_R,
+    q_TGK, k_TGK, w_THK, qk_THN, sum_TH, y_THV, num_requests, x_stride, conv_stride, state_stride,
+    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BV: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BV columns of the state of a request and a value head, from its first chunk to its last. y holds U at first."""
+    H: tl.constexpr = G * HG
+    C: tl.constexpr = 2 * G * K + H * V
+    s, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    g = h // HG
+    begin, end, length = load_request(query_start_R, context_len_R, r, r < num_requests)
+    wait_for_predecessor(DEPENDENT, trigger=0)
+    num_rows = end - begin
+    if (num_rows < 2) | (length == 0):
+        return
+    used = length > num_rows
+    dtype = y_THV.dtype.element_ty
+    page = tl.load(page_R + r).to(tl.int64)
+    n, k_K, v_V = tl.arange(0, N), tl.arange(0, K), s * BV + tl.arange(0, BV)
+    if s == 0:
+        x, conv = x_TX + begin.to(tl.int64) * x_stride, conv_PLC + page * conv_stride
+        keep_last(x, x_stride, conv, 2 * G * K + h * V + tl.arange(0, V), C, num_rows, used, W)
+        if h % HG == 0:
+            keep_last(x, x_stride, conv, g * K + k_K, C, num_rows, used, W)
+            keep_last(x, x_stride, conv, (G + g) * K + k_K, C, num_rows, used, W)
+
+    place = state_PHKV + page * state_stride + h * (K * V) + k_K[:, None] * V + v_V[None, :]
+    state_KV = tl.load(place, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
+    for first_row in range(0, num_rows, N):
+        real = first_row + n < num_rows
+        token = (begin + first_row).to(tl.int64)
+        head, shared = token * H + h, (token * G + g) * K
+        is_k, is_v = real[:, None] & (k_K >= 0)[None, :], real[:, None] & (v_V >= 0)[None, :]
+        w = tl.load(w_THK + head * K + n[:, None] * (H * K) + k_K[None, :], mask=is_k, other=0.0)
+        u_ptr = y_THV + head * V + n[:, None] * (H * V) + v_V[None, :]
+        u = tl.load(u_ptr, mask=is_v, other=0.0)
+        q = tl.load(q_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
+        k = tl.load(k_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
+        qk_ptr = qk_THN + head * N + n[:, None] * (H * N) + n[None, :]
+        qk = tl.load(qk_ptr, mask=real[:, None] & (n >= 0)[None, :], other=0.0)
+        sum_N = tl.load(sum_TH + head + n * H, mask=real, other=0.0)
+        last = tl.load(sum_TH + head + tl.minimum(N, num_rows - first_row) * H - H)
+        state_d = state_KV.to(dtype)
+        delta = u.to(tl.float32) - tl.dot(w, state_d, input_precision="ieee")
+        o = tl.dot(q, state_d, input_precision="ieee") * tl.exp(sum_N)[:, None]
+        o = tl.dot(qk, delta.to(dtype), o, input_precision="ieee")
+        tl.store(u_ptr, o.to(dtype), mask=is_v)
+        delta *= tl.exp(last - sum_N)[:, None]
+        state_KV = tl.dot(tl.trans(k), delta.to(dtype), state_KV * tl.exp(last), input_precision="ieee")
+    tl.store(place, state_KV.to(state_PHKV.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["num_rows", "eps"])
+def norm_rows(
+    x_TX, norm_weight_V, y_THV, num_rows, x_stride, z_start, eps,
+    H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """In place; row i is value head i % H of token i // H, z_start columns after which x has its z."""
+    v_V = tl.arange(0, V)
+    weight = tl.load(norm_weight_V + v_V).to(tl.float32)
+    wait_for_predecessor(DEPENDENT, trigger=0)
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = (row_R < num_rows)[:, None] & (v_V >= 0)[None, :]
+    y_ptr = y_THV + row_R.to(tl.int64)[:, None] * V + v_V[None, :]
+    o = tl.load(y_ptr, mask=mask, other=0.0)
+    place = ((row_R // H).to(tl.int64) * x_stride + z_start + row_R % H * V)[:, None] + v_V[None, :]
+    z = tl.load(x_TX + place, mask=mask, other=0.0).to(tl.float32)
+    y = norm_gated(o, z, weight, eps, y_THV.dtype.element_ty)
+    tl.store(y_ptr, y, mask=mask)
