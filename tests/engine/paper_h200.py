@@ -126,6 +126,8 @@ def cut_down(name: str, folder: Path) -> None:
     """A bundled config with a layer of each kind and one that has another before it."""
     config = json.loads((CONFIGS / name / "config.json").read_text())
     config["num_hidden_layers"] = 2
+    if "full_attention_interval" in config:
+        config["full_attention_interval"] = 2
     if "layer_types" in config:
         config["layer_types"] = sorted(set(config["layer_types"]), reverse=True)
     (folder / "config.json").write_text(json.dumps(config))

@@ -85,12 +85,12 @@ def other_answers(folder: Path, platform: Platform) -> list[str]:
     return [f"request {i} got {found[i]}, not {expected[i]}" for i in expected if found[i] != expected[i]][:1]
 
 
-def other_answers_or_refusal(folder: Path, platform: Platform, name: str) -> list[str]:
+def other_answers_or_refusal(folder: Path, platform: Platform, family: str) -> list[str]:
     """As other_answers, but a runner of a platform's own may refuse a model type by name."""
     try:
         return other_answers(folder, platform)
     except ValueError as error:
-        if repr(name) not in str(error):
+        if repr(family) not in str(error):
             raise
         return []
 
