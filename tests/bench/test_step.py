@@ -11,7 +11,7 @@ import pytest
 from anabranch.bench import step
 from anabranch.bench.records import CONFIGS
 from anabranch.bench.step import step_bytes, visited
-from anabranch.engine.plan import count_active, count_weights
+from anabranch.engine.plan import count_active, count_weights, quantized
 from anabranch.models.config import read_config
 from tools import tiny_model
 
@@ -157,6 +157,15 @@ def test_bytes_grow_with_the_experts_that_are_visited() -> None:
     small, large = (step_bytes(QWEN3, batch, 128, "bfloat16") for batch in (1, 256))
     assert large["dense"] == small["dense"] and large["attention"] == 256 * small["attention"]
     assert large["experts"] == pytest.approx(2 * count_weights(QWEN3)["routed experts"], rel=1e-6)
+
+
+def test_bytes_of_quantized_weights() -> None:
+    plain, fp8 = (step_bytes(quantized(QWEN3, name), 16, 128, "bfloat16") for name in ("none", "fp8"))
+    assert fp8["experts"] == pytest.approx(plain["experts"] / 2, rel=1e-3)
+    assert plain["dense"] / 2 < fp8["dense"] < plain["dense"], "the head is not quantised"
+    assert {group: fp8[group] for group in ("attention", "routing")} == {
+        group: plain[group] for group in ("attention", "routing")
+    }
 
 
 def test_a_window_bounds_what_attention_reads() -> None:

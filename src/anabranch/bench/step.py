@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch.bench.records import bundled, commit
+from anabranch.engine.plan import count_weights, quantized, weight_bytes
 from anabranch.formats import ITEM_BYTES
 from anabranch.llm import LLM
 from anabranch.models.config import ModelConfig
@@ -112,24 +113,27 @@ def gaps(runs: list[KernelRun]) -> float:
 def step_bytes(config: ModelConfig, batch: int, context: int, dtype: str) -> dict[str, int]:
     """Bytes that a decode step must read, by group of kernels: the floor of its time.
 
-    Weights once (of the routed experts, those that a batch with uniform routing is expected to visit), and the keys and
-    values of every token, or the state, of every request. Activations are left out: in decode they are small and mostly
-    cached.
+    Weights once, in the model's format (of the routed experts, those that a batch with uniform routing is expected to
+    visit), and the keys and values of every token, or the state, of every request. Activations are left out: in decode
+    they are small and mostly cached.
     """
     size, width = ITEM_BYTES[dtype], config.hidden_size
-    elements = {"dense": config.vocab_size * width, "experts": 0.0, "routing": 0, "attention": 0}
+    counts, stored = count_weights(config), weight_bytes(config, dtype)
+    each = {kind: stored[kind] / max(1, counts[kind]) for kind in counts}
+    found = {"dense": float(config.vocab_size * width * size), "experts": 0.0, "routing": 0.0, "attention": 0.0}
     for layer in config.layers:
-        matrices = (math.prod(shape) for shape in layer.mixer.weight_shapes(width) if len(shape) > 1)
-        elements["dense"] += sum(matrices) + 3 * width * layer.mlp_width
+        matrices = sum(math.prod(shape) for shape in layer.mixer.weight_shapes(width) if len(shape) > 1)
+        found["dense"] += matrices * each["attention"] + 3 * width * layer.mlp_width * each["dense feed-forward"]
         kept = layer.mixer.cache
         values = kept.policy.num_kept(context) * sum(map(math.prod, kept.shapes))
-        elements["attention"] += batch * values * ITEM_BYTES[kept.dtype or dtype] // size
+        found["attention"] += batch * values * ITEM_BYTES[kept.dtype or dtype]
         if layer.moe is not None:
             moe = layer.moe
-            elements["routing"] += moe.num_experts * width
-            elements["dense"] += 3 * width * moe.shared_width
-            elements["experts"] += visited(moe.num_experts, moe.top_k, batch) * 3 * width * moe.width
-    return {group: int(count * size) for group, count in elements.items() if count}
+            found["routing"] += moe.num_experts * width * size
+            found["dense"] += 3 * width * moe.shared_width * each["shared experts"]
+            experts = visited(moe.num_experts, moe.top_k, batch)
+            found["experts"] += experts * 3 * width * moe.width * each["routed experts"]
+    return {group: round(count) for group, count in found.items() if count}
 
 
 def visited(num_experts: int, top_k: int, batch: int) -> float:
@@ -263,7 +267,8 @@ def summarize(llm: LLM, options: argparse.Namespace, plain: float, profile: Prof
     dtype = str(runner.dtype).removeprefix("torch.")
     known = next((rate for name, (rate, _) in CEILINGS.items() if machine.startswith(name)), None)
     rate = options.bandwidth * 1e12 if options.bandwidth else known
-    reads = step_bytes(llm.engine.model, options.batch, options.context, dtype)
+    model = quantized(llm.engine.model, options.quantization)
+    reads = step_bytes(model, options.batch, options.context, dtype)
     return {
         "engine": "anabranch",
         "model": Path(options.model).name,
