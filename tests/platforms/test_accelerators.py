@@ -37,6 +37,7 @@ TRITON = {
     "decode_pages",
     "experts",
     "gated_activation",
+    "gated_delta",
     "linear",
     "logprobs",
     "mask_logits",
