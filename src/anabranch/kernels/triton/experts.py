@@ -2,8 +2,8 @@
 
 T tokens, D hidden width, K experts per token, E experts, I expert width (`inner`), N = T · K pairs.
 
-A few tokens: experts_small. More: experts_grouped, or on Hopper experts_hopper; both after experts_plan. Three ways
-to bring rows back to their token (`combine`):
+A few tokens: experts_small. More: experts_grouped, or on Hopper experts_hopper and, for block FP8, experts_hopper_fp8;
+all after experts_plan. Three ways to bring rows back to their token (`combine`):
 
 * fused: the down kernel adds into the token's row, in fp32. In registers where one program sees all experts of a
   token, otherwise by atomics, whose order, and so the last bits, changes from run to run.
@@ -261,7 +261,7 @@ def machine_for(call: ExpertsCall) -> Machine:
     machine = machine_of(call.x_TD.device)
     x_TD, aligned, format = call.x_TD, 16, call.gate_up_EFD.format
     copied = (x_TD, call.gate_up_EFD.data, call.down_EDI.data)
-    # Of D and of I, each a multiple of which.
+    # What D and I must be multiples of.
     multiples = (64, 16) if format is PLAIN else (GROUP, GROUP)
     usable = (
         machine.hopper

@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.compiling.gluon_names import barrier, tma_load
+from anabranch.kernels.triton.experts_hopper_fp8 import load_scale
 from anabranch.kernels.triton.launch import cdiv, num_processors
 from anabranch.kernels.triton.linear_hopper import add_parts, counts
 from anabranch.kernels.triton.quantize_rows import GROUP, quantize_rows
@@ -42,15 +43,6 @@ def split(D: int, F: int, block: int, processors: int) -> tuple[int, int] | None
 
 # Long parameter lists; one name per line would hide what they do.
 # fmt: off
-
-
-@gluon.jit
-def load_scale(pointer):
-    value = gl.load(pointer)
-    if value.dtype == gl.uint8:
-        return gl.exp2(value.to(gl.float32) - 127.0)
-    else:
-        return value.to(gl.float32)
 
 
 @gluon.jit

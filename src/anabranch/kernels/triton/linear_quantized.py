@@ -1,8 +1,9 @@
 """Dense projections with quantised weights. T tokens, D inputs, F outputs.
 
-Up to MULTIPLY_TOKENS tokens, weights become operands of the matrix units in registers and their scales are applied to
-sums in fp32, as in experts_grouped. More tokens are limited by arithmetic: weights are dequantised into memory first,
-in one pass, and the vendor's library multiplies.
+A few tokens: `stream_scaled`. More in block FP8 on Hopper: x is quantised too, and linear_hopper_fp8 or the vendor's
+library multiplies. Others, up to MULTIPLY_TOKENS: weights become operands of the matrix units in registers and their
+scales are applied to sums in fp32, as in experts_grouped; above, weights are dequantised into memory first, in one
+pass, and the vendor's library multiplies.
 """
 
 import functools
