@@ -44,8 +44,9 @@ class Member:
         except FileExistsError:
             return True
         claim.write_text(item.nodeid)
+        begin = time.monotonic()
         runtestprotocol(item, nextitem=None)  # another process may run the next one: no fixture is kept for it
-        self._write([item.nodeid, "ended", ""])
+        self._write([item.nodeid, "ended", f"{time.monotonic() - begin:.1f}"])
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -106,8 +107,8 @@ def summarize(folder: str, codes: list[int], logs: list[Path]) -> bool:
                 rows.append(json.loads(line))
     failed = {nodeid: text for nodeid, outcome, text in rows if outcome == "failed"}
     outcomes = dict(Counter(outcome for _, outcome, _ in rows if outcome not in ("failed", "ended")))
-    ended = {nodeid for nodeid, outcome, _ in rows if outcome == "ended"}
-    lost = sorted({path.read_text() for path in claims(folder)} - ended)
+    ended = {nodeid: float(text) for nodeid, outcome, text in rows if outcome == "ended"}
+    lost = sorted({path.read_text() for path in claims(folder)} - ended.keys())
     for nodeid, text in sorted(failed.items()):
         print(f"\n== {nodeid}\n{text}")
     for nodeid in lost:
@@ -115,6 +116,8 @@ def summarize(folder: str, codes: list[int], logs: list[Path]) -> bool:
     strange = [(code, log) for code, log in zip(codes, logs, strict=True) if code not in (0, 1, 5)]
     for code, log in strange:
         print(f"\n== a process ended with {code}\n{log.read_text()[-2000:]}")
+    slowest = sorted(ended, key=ended.__getitem__, reverse=True)[:5]
+    print("\nslowest: " + ", ".join(f"{nodeid} {ended[nodeid]:.0f} s" for nodeid in slowest))
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted((outcomes | {"failed": len(failed)}).items()))
     print(f"\n{counts}{f', {len(lost)} lost' if lost else ''}")
     return bool(ended) and not failed and not lost and not strange

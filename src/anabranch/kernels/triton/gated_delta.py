@@ -12,13 +12,17 @@ import torch
 
 from anabranch import ops
 from anabranch.kernels.triton.attention import FEW_PROGRAMS, MANY_REQUESTS
-from anabranch.kernels.triton.gated_delta_chunks import CHUNK, norm_rows, prepare_chunks, scan_chunks
+from anabranch.kernels.triton.gated_delta_chunks import convolve_chunks, norm_rows, prepare_chunks, scan_chunks
 from anabranch.kernels.triton.gated_delta_decode import step_heads
 from anabranch.kernels.triton.launch import FLOATS, cdiv, lasting_zeros, launch_options, next_power_of_2, num_processors
 from anabranch.ops.gated_delta import GatedDeltaCall
 
 DIMS = (16, 32, 64, 128)
 """Numbers of a key or a value: powers of 2, of which a head's state fits in the registers of a program."""
+CHUNK = 64
+"""Tokens of a chunk."""
+FP32_CHUNK = 16
+"""In fp32 on GPUs. There a product is no instruction: its loops are unrolled, which takes a compiler 15 s for 64."""
 COLUMNS = 32
 """Of the state, for a program of scan_chunks."""
 ROWS_ELEMENTS = 2048
@@ -60,42 +64,54 @@ def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
     if call.max_query != 1 and T > 1:
         do_chunks(call, y_THV, options)
     trigger = int(device.type == "cuda" and FEW_PROGRAMS * num_processors(device) >= H * R)
+    registers = {"maxnreg": 128} if options["DEPENDENT"] else {}  # so that two programs share a multiprocessor
     step_heads[(H, R)](
         x_TX, call.conv_PLC, call.state_PHKV, call.page_R, call.query_start_R, call.context_len_R,
         call.conv_weight_CW, call.decay_log_H, call.dt_bias_H, call.norm_weight_V, y_THV, counts_of(G, device),
         T, R, x_TX.stride(0), call.conv_PLC.stride(0), call.state_PHKV.stride(0), call.eps, trigger,
-        WP=next_power_of_2(options["W"]), FETCH=options["DEPENDENT"], num_warps=max(1, K * V // 2048), **options,
+        WP=next_power_of_2(options["W"]), FETCH=options["DEPENDENT"],
+        num_warps=max(1, K * V // 2048), **registers, **options,
     )  # fmt: skip
     return y_THV
 
 
 def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]) -> None:
     x_TX, (T, H, V), K, G = call.x_TX, y_THV.shape, options["K"], options["G"]
-    R, device = call.page_R.shape[0], x_TX.device
-    pages = call.page_R, call.query_start_R, call.context_len_R
-    q_TGK, k_TGK = torch.empty(2, T, G, K, dtype=x_TX.dtype, device=device)
+    R, device, fp32 = call.page_R.shape[0], x_TX.device, x_TX.dtype == torch.float32
+    chunk = FP32_CHUNK if fp32 and device.type != "cpu" else CHUNK
+    requests = call.query_start_R, call.context_len_R
+    qk_TGK = torch.empty(2, T, G, K, dtype=x_TX.dtype, device=device)
     w_THK = torch.empty(T, H, K, dtype=x_TX.dtype, device=device)
-    qk_THN = torch.empty(T, H, CHUNK, dtype=x_TX.dtype, device=device)
+    qk_THN = torch.empty(T, H, chunk, dtype=x_TX.dtype, device=device)
     sum_TH = torch.empty(T, H, dtype=torch.float32, device=device)
     strides = x_TX.stride(0), call.conv_PLC.stride(0)
-    warps, stages = (8, 1) if x_TX.dtype == torch.float32 else (4, 2)  # products in fp32 take registers
-    prepare_chunks[(H, T // CHUNK + R + 1)](
-        x_TX, call.conv_PLC, *pages, call.conv_weight_CW, call.decay_log_H, call.dt_bias_H,
-        q_TGK, k_TGK, w_THK, y_THV, qk_THN, sum_TH, T, R, *strides,
-        RP=next(bound for bound in MANY_REQUESTS if bound > R), PRECISION=precision(x_TX),
-        num_warps=warps, num_stages=1, **options,
+    chunks = T // chunk + R + 1
+    sizes = {"N": chunk, "RP": next(bound for bound in MANY_REQUESTS if bound > R)}
+    convolve_chunks[(2 * G + H, chunks)](
+        x_TX, call.conv_PLC, call.page_R, *requests, call.conv_weight_CW, qk_TGK, y_THV, T, R, *strides,
+        num_warps=8, **sizes, **options,
+    )  # fmt: skip
+    # Triton 3.6's products by four warps of Hopper read beyond shared memory where rows have less than 128 bytes.
+    warps = 4 if fp32 or min(K, V) >= 64 else 2
+    prepare_chunks[(H, chunks)](
+        x_TX, *requests, call.decay_log_H, call.dt_bias_H, *qk_TGK, w_THK, y_THV, qk_THN, sum_TH, T, R, strides[0],
+        PRECISION=precision(x_TX), num_warps=warps, num_stages=1, **sizes, **without(options, "W"),
     )  # fmt: skip
     columns = min(COLUMNS, V)
     scan_chunks[(V // columns, H, R)](
-        x_TX, call.conv_PLC, call.state_PHKV, *pages, q_TGK, k_TGK, w_THK, qk_THN, sum_TH, y_THV,
-        R, *strides, call.state_PHKV.stride(0), BV=columns, num_warps=warps, num_stages=stages, **options,
+        x_TX, call.conv_PLC, call.state_PHKV, call.page_R, *requests, *qk_TGK, w_THK, qk_THN, sum_TH, y_THV,
+        R, *strides, call.state_PHKV.stride(0),
+        N=chunk, BV=columns, num_warps=warps, num_stages=1 if fp32 else 2, **options,
     )  # fmt: skip
     rows = max(1, ROWS_ELEMENTS // V)
     norm_rows[(cdiv(T * H, rows),)](
         x_TX, call.norm_weight_V, y_THV, T * H, x_TX.stride(0), call.conv_PLC.shape[2], call.eps,
-        H=H, V=V, ROWS=rows, num_warps=4,
-        **{name: value for name, value in options.items() if name not in ("G", "HG", "K", "V", "W")},
+        H=H, V=V, ROWS=rows, num_warps=4, **without(options, "G", "HG", "K", "V", "W"),
     )  # fmt: skip
+
+
+def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
 
 
 def precision(x_TX: torch.Tensor) -> str:

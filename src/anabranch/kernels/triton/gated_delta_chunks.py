@@ -1,7 +1,7 @@
-"""The gated delta net for requests with several new tokens: in chunks of 64 tokens, with matrix products.
+"""The gated delta net for requests with several new tokens: in chunks of tokens, with matrix products.
 
 T token rows, R requests, G key heads (HG value heads share one), H value heads, K and V numbers of a key and a value,
-W width of the convolution, C convolved channels, N = 64 tokens of a chunk.
+W width of the convolution, C convolved channels, N tokens of a chunk.
 
 With c the sums of the logarithms of decays since the chunk's start, and S the state before the chunk, the updates Δ of
 all its tokens satisfy (I + A) Δ = β v − (β e^c k) S, where A_ij = β_i kᵢᵀkⱼ e^(c_i − c_j) for j < i. So, with M the
@@ -10,12 +10,12 @@ inverse of I + A:
     U = M (β v)    W = M (β e^c k)    Δ = U − W S    o = e^c q S + (q kᵀ e^(c_i − c_j), j ≤ i) Δ
     S ← e^(c_last) S + kᵀ (e^(c_last − c) Δ)
 
-`prepare_chunks` does for all chunks at once what does not need S, `scan_chunks` goes from chunk to chunk, and
-`norm_rows` normalises and gates what that has written. Requests with one new token, and padding, are left to
+`convolve_chunks` and `prepare_chunks` do for all chunks at once what does not need S, `scan_chunks` goes from chunk to
+chunk, and `norm_rows` normalises and gates what that has written. Requests with one new token, and padding, are left to
 step_heads, which comes last: until then their rows may hold anything.
 
-The inputs of the convolution that a page keeps are replaced by scan_chunks: prepare_chunks has read them by then.
-A row of U is in the place of the result that replaces it. Operands of products have the dtype of the inputs, but for
+The inputs of the convolution that a page keeps are replaced by scan_chunks: convolve_chunks has read them by then.
+The result is in the place of U, and U in that of the values. Operands of products have the dtype of the inputs, but for
 the inverse.
 """
 
@@ -27,14 +27,14 @@ from anabranch.kernels.triton.attention_prefill import find_rows
 from anabranch.kernels.triton.gated_delta_decode import gate, norm_gated
 from anabranch.kernels.triton.launch import wait_for_predecessor
 
-CHUNK = 64
-N = tl.constexpr(CHUNK)
 BLOCK = tl.constexpr(16)
 """Rows of the blocks on the diagonal that are inverted row by row."""
 
 
 @triton.jit
-def convolve_rows(x, x_stride, conv, weight_CW, channel, channels, first_row, num_rows, used, W: tl.constexpr):
+def convolve_rows(
+    x, x_stride, conv, weight_CW, channel, channels, first_row, num_rows, used, W: tl.constexpr, N: tl.constexpr
+):
     """Convolved inputs of a chunk in fp32, rounded to the dtype of the inputs; x is its first row, which is row
     `first_row` of the request. Inputs before those of the request are in its page, if `used`. Rows after its last are
     zero."""
@@ -47,53 +47,86 @@ def convolve_rows(x, x_stride, conv, weight_CW, channel, channels, first_row, nu
             x + source[:, None] * x_stride + channel[None, :],
             mask=(real & (first_row + source >= 0))[:, None] & (channel >= 0)[None, :], other=0.0,
         )  # fmt: skip
-        before = tl.load(
-            conv + (n + i)[:, None] * channels + channel[None, :],
-            mask=(real & (first_row + source < 0) & used)[:, None] & (channel >= 0)[None, :], other=0.0,
-        )  # fmt: skip
+        if (first_row == 0) & used:
+            inputs += tl.load(
+                conv + (n + i)[:, None] * channels + channel[None, :],
+                mask=(real & (source < 0))[:, None] & (channel >= 0)[None, :], other=0.0,
+            ).to(inputs.dtype)  # fmt: skip
         weight = tl.load(weight_CW + channel * W + i).to(tl.float32)
-        y += (inputs + before.to(inputs.dtype)).to(tl.float32) * weight[None, :]
+        y += inputs.to(tl.float32) * weight[None, :]
     return (y * tl.sigmoid(y)).to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def invert(a_NN, PRECISION: tl.constexpr):
+def invert(a_NN, N: tl.constexpr, PRECISION: tl.constexpr):
     """The inverse of I + a, of which only what is below the diagonal may not be zero.
 
-    I + a = (I + d) (I + m) with d the blocks on the diagonal and m = (I + d)⁻¹ (a − d); m⁴ is zero for 4 blocks, so
-    (I + m)⁻¹ = (I − m) (I + m²). (A series for all of a would be exact too, but its terms are huge where keys are
+    I + a = (I + d) (I + m) with d the blocks on the diagonal and m = (I + d)⁻¹ (a − d); m⁴ is zero for up to 4 blocks,
+    so (I + m)⁻¹ = (I − m) (I + m²). (A series for all of a would be exact too, but its terms are huge where keys are
     alike.)
     """
-    BLOCKS: tl.constexpr = N // BLOCK
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     diagonal = i // BLOCK == j // BLOCK
-    block, other = tl.arange(0, BLOCKS)[:, None, None, None], tl.arange(0, BLOCKS)[None, None, :, None]
-    d = tl.sum(tl.where(block == other, tl.reshape(a_NN, (BLOCKS, BLOCK, BLOCKS, BLOCK)), 0.0), 2)
-    row = tl.arange(0, BLOCK)[None, :, None]
-    inverse = -d
-    for n in range(1, BLOCK):  # rows before n are done
-        this = tl.sum(tl.where(row == n, inverse, 0.0), 1)
+    row = i % BLOCK
+    inverse = tl.where(diagonal, -a_NN, 0.0)
+    for n in range(1, BLOCK):  # rows before n are done; row n of every block at once, since their columns differ
+        this = tl.sum(tl.where(row == n, inverse, 0.0), 0)
         done = tl.where(row < n, inverse, 0.0)
-        this += tl.sum(tl.expand_dims(this, 2) * done, 1)
-        inverse = tl.where(row == n, tl.expand_dims(this, 1), inverse)
-    inverse += tl.where(row == tl.arange(0, BLOCK)[None, None, :], 1.0, 0.0)
-    wide = tl.broadcast_to(tl.expand_dims(inverse, 2), (BLOCKS, BLOCK, BLOCKS, BLOCK))
-    d_NN = tl.reshape(tl.where(block == other, wide, 0.0), (N, N))
-    m = tl.dot(d_NN, tl.where(diagonal, 0.0, a_NN), input_precision=PRECISION)
-    m2 = tl.dot(m, m, input_precision=PRECISION)
-    m_inverse = tl.where(i == j, 1.0, 0.0) - m + m2 - tl.dot(m, m2, input_precision=PRECISION)
-    return tl.dot(m_inverse, d_NN, input_precision=PRECISION)
+        this += tl.sum(tl.trans(tl.broadcast_to(this[None, :], (N, N))) * done, 0)
+        inverse = tl.where(diagonal & (row == n), this[None, :], inverse)
+    d_NN = inverse + tl.where(i == j, 1.0, 0.0)
+    if N == BLOCK:
+        return d_NN
+    else:
+        m = tl.dot(d_NN, tl.where(diagonal, 0.0, a_NN), input_precision=PRECISION)
+        m2 = tl.dot(m, m, input_precision=PRECISION)
+        m_inverse = tl.where(i == j, 1.0, 0.0) - m + m2 - tl.dot(m, m2, input_precision=PRECISION)
+        return tl.dot(m_inverse, d_NN, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+def convolve_chunks(
+    x_TX, conv_PLC, page_R, query_start_R, context_len_R, conv_weight_CW, qk_TGK, v_THV,
+    num_tokens, num_requests, x_stride, conv_stride,
+    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    N: tl.constexpr, RP: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A chunk of a request, and a head: of queries, of keys (both normalised), or of values."""
+    H: tl.constexpr = G * HG
+    C: tl.constexpr = 2 * G * K + H * V
+    head = tl.program_id(0)
+    r, begin, num_rows, _, length, first_row = find_rows(
+        query_start_R, context_len_R, num_requests, num_tokens, 0, tl.arange(0, RP), tl.program_id(1), 1, N, DEPENDENT
+    )
+    if (r >= num_requests) | (num_rows < 2) | (first_row >= num_rows) | (length == 0):
+        return
+    used = length > num_rows
+    token = (begin + first_row).to(tl.int64)
+    x, conv = x_TX + token * x_stride, conv_PLC + tl.load(page_R + r).to(tl.int64) * conv_stride
+    n = tl.arange(0, N)
+    real = first_row + n < num_rows
+    if head < 2 * G:
+        k_K = tl.arange(0, K)
+        y = convolve_rows(x, x_stride, conv, conv_weight_CW, head * K + k_K, C, first_row, num_rows, used, W, N)
+        y *= (tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * tl.where(head < G, K**-0.5, 1.0))[:, None]
+        place = (head // G * num_tokens + token + n).to(tl.int64)[:, None] * (G * K) + head % G * K + k_K[None, :]
+        tl.store(qk_TGK + place, y.to(qk_TGK.dtype.element_ty), mask=real[:, None] & (k_K >= 0)[None, :])
+    else:
+        v_V, h = tl.arange(0, V), head - 2 * G
+        channel = 2 * G * K + h * V + v_V
+        y = convolve_rows(x, x_stride, conv, conv_weight_CW, channel, C, first_row, num_rows, used, W, N)
+        place = (token + n)[:, None] * (H * V) + h * V + v_V[None, :]
+        tl.store(v_THV + place, y.to(v_THV.dtype.element_ty), mask=real[:, None] & (v_V >= 0)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests"])
 def prepare_chunks(
-    x_TX, conv_PLC, page_R, query_start_R, context_len_R, conv_weight_CW, decay_log_H, dt_bias_H,
-    q_TGK, k_TGK, w_THK, u_THV, qk_THN, sum_TH, num_tokens, num_requests, x_stride, conv_stride,
-    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    RP: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_TX, query_start_R, context_len_R, decay_log_H, dt_bias_H,
+    q_TGK, k_TGK, w_THK, v_THV, qk_THN, sum_TH, num_tokens, num_requests, x_stride,
+    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    N: tl.constexpr, RP: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of a request and a value head. Normalised queries and keys are stored by the first value head that has
-    them."""
+    """A chunk of a request and a value head. U replaces the values."""
     H: tl.constexpr = G * HG
     C: tl.constexpr = 2 * G * K + H * V
     h, b = tl.program_id(0), tl.program_id(1)
@@ -103,15 +136,16 @@ def prepare_chunks(
     )
     if (r >= num_requests) | (num_rows < 2) | (first_row >= num_rows) | (length == 0):
         return
-    used = length > num_rows
     dtype = x_TX.dtype.element_ty
     token = (begin + first_row).to(tl.int64)
-    x, conv = x_TX + token * x_stride, conv_PLC + tl.load(page_R + r).to(tl.int64) * conv_stride
     n, k_K, v_V = tl.arange(0, N), tl.arange(0, K), tl.arange(0, V)
     real = first_row + n < num_rows
-    head = token * H + h
+    head, shared = token * H + h, (token * G + g) * K
+    is_k, is_v = real[:, None] & (k_K >= 0)[None, :], real[:, None] & (v_V >= 0)[None, :]
+    k = tl.load(k_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
+    q = tl.load(q_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
 
-    gates = x + n * x_stride + C + H * V + h
+    gates = x_TX + token * x_stride + n * x_stride + C + H * V + h
     a, b = tl.load(gates + H, mask=real, other=0.0), tl.load(gates, mask=real, other=0.0)
     g_log, beta = gate(a, b, tl.load(decay_log_H + h), tl.load(dt_bias_H + h))
     sum_N = tl.cumsum(tl.where(real, g_log, 0.0), 0)
@@ -119,28 +153,18 @@ def prepare_chunks(
     i, j = n[:, None], n[None, :]
     decay = tl.exp(tl.where(i >= j, sum_N[:, None] - sum_N[None, :], 0.0))
 
-    k = convolve_rows(x, x_stride, conv, conv_weight_CW, (G + g) * K + k_K, C, first_row, num_rows, used, W)
-    k *= tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
-    k_d = k.to(dtype)
-    is_k = real[:, None] & (k_K >= 0)[None, :]
-    shared = (token * G + g) * K
-    tl.store(k_TGK + shared + i * (G * K) + k_K[None, :], k_d, mask=is_k & (h % HG == 0))
-    q = convolve_rows(x, x_stride, conv, conv_weight_CW, g * K + k_K, C, first_row, num_rows, used, W)
-    q *= (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * (K**-0.5))[:, None]
-    q_d = q.to(dtype)
-    tl.store(q_TGK + shared + i * (G * K) + k_K[None, :], q_d, mask=is_k & (h % HG == 0))
-    qk = tl.where(i >= j, tl.dot(q_d, tl.trans(k_d), input_precision="ieee") * decay, 0.0)
+    qk = tl.where(i >= j, tl.dot(q, tl.trans(k), input_precision="ieee") * decay, 0.0)
     tl.store(qk_THN + head * N + i * (H * N) + j, qk.to(dtype), mask=real[:, None] & (j >= 0))
 
-    kk = tl.dot(k_d, tl.trans(k_d), input_precision="ieee")
-    inverse = invert(tl.where(i > j, kk * decay * beta[:, None], 0.0), PRECISION).to(dtype)
-    w = tl.dot(inverse, (k_d.to(tl.float32) * (beta * tl.exp(sum_N))[:, None]).to(dtype), input_precision="ieee")
+    kk = tl.dot(k, tl.trans(k), input_precision="ieee")
+    inverse = invert(tl.where(i > j, kk * decay * beta[:, None], 0.0), N, PRECISION).to(dtype)
+    w = tl.dot(inverse, (k.to(tl.float32) * (beta * tl.exp(sum_N))[:, None]).to(dtype), input_precision="ieee")
     tl.store(w_THK + head * K + i * (H * K) + k_K[None, :], w.to(dtype), mask=is_k)
 
-    v = convolve_rows(x, x_stride, conv, conv_weight_CW, 2 * G * K + h * V + v_V, C, first_row, num_rows, used, W)
+    v_ptr = v_THV + head * V + i * (H * V) + v_V[None, :]
+    v = tl.load(v_ptr, mask=is_v, other=0.0).to(tl.float32)
     u = tl.dot(inverse, (v * beta[:, None]).to(dtype), input_precision="ieee")
-    is_v = real[:, None] & (v_V >= 0)[None, :]
-    tl.store(u_THV + head * V + i * (H * V) + v_V[None, :], u.to(dtype), mask=is_v)
+    tl.store(v_ptr, u.to(dtype), mask=is_v)
 
 
 @triton.jit
@@ -163,8 +187,8 @@ def keep_last(x, x_stride, conv, channel, channels, num_rows, used, W: tl.conste
 def scan_chunks(
     x_TX, conv_PLC, state_PHKV, page_R, query_start_R, context_len_R,
     q_TGK, k_TGK, w_THK, qk_THN, sum_TH, y_THV, num_requests, x_stride, conv_stride, state_stride,
-    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BV: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    N: tl.constexpr, BV: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BV columns of the state of a request and a value head, from its first chunk to its last. y holds U at first."""
     H: tl.constexpr = G * HG

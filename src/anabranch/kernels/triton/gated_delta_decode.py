@@ -102,8 +102,6 @@ def step_heads(
     if not single:
         return
 
-    place = state + k_K[:, None] * V + v_V[None, :]
-    state_KV = tl.load(place, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
     x, conv = x_TX + row.to(tl.int64) * x_stride, conv_PLC + page * conv_stride
     q_inputs = load_inputs(x, conv, q_channel, C, used, W, WP)
     k_inputs = load_inputs(x, conv, k_channel, C, used, W, WP)
@@ -127,6 +125,8 @@ def step_heads(
             keep(conv, q_channel, C, q_inputs, W, WP)
             keep(conv, k_channel, C, k_inputs, W, WP)
 
+    place = state + k_K[:, None] * V + v_V[None, :]
+    state_KV = tl.load(place, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
     state_KV *= tl.exp(g_log)
     delta = (v - tl.sum(state_KV * k[:, None], 0)) * beta
     o = tl.sum(state_KV * q[:, None], 0) + delta * tl.sum(k * q, 0)
