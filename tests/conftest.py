@@ -4,6 +4,7 @@ With ANABRANCH_TEST_ALL=1 (`make test-all`) slow tests run, and a missing tool f
 With TRITON_INTERPRET=1 (`make test-interpreter`) the tests marked `interpreter` run, and only these.
 """
 
+import gc
 import os
 import shutil
 import sysconfig
@@ -22,6 +23,13 @@ LEFT_OUT = pytest.StashKey[int]()
 
 hypothesis.settings.register_profile("anabranch", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("anabranch")
+
+gc.disable()  # until all modules are imported: there is much to search, and no garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # of those that -k and -m have left

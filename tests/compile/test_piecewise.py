@@ -69,7 +69,7 @@ GEMMA = ("gemma4_text_published", 8, 5)  # sliding x 5, full, full: and one from
     ("name", "num_pieces", "num_different", "look_into"),
     [
         (*QWEN, True),
-        (*QWEN, False),
+        pytest.param(*QWEN, False, marks=pytest.mark.slow),
         (*GEMMA, True),
         pytest.param(*GEMMA, False, marks=pytest.mark.slow),
     ],

@@ -150,7 +150,11 @@ def dry_run_jobs(case: str, folder: Path, num_steps: int) -> tuple[list[Job], li
     return jobs[:num_dry], jobs[num_dry:], where
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"gemma4-26b-a4b, FP8 cache", "qwen1.5-moe-a2.7b, uncaptured", "qwen3.6-35b-a3b, prompts captured"}
+"""What these have, others have one by one."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_steps_launch_only_what_the_dry_run_did(case: str, tmp_path: Path, thorough: bool) -> None:
     # Where steps are captured, few of these see every kernel that many do.
     num_steps = 60 if thorough or "graphs" in CASES[case] else 25

@@ -62,7 +62,7 @@ def serve(engine: Engine, seed: int) -> list[list[int]]:
     return counts
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gemma4_text"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", pytest.param("gemma4_text", marks=pytest.mark.slow)])
 def test_every_token_is_counted(family: str, platform: str, tmp_path: Path) -> None:
     folder = tiny.save(FAMILIES[family], tmp_path)
     for mode in MODES if family == "mixtral" else MODES[::4]:

@@ -34,7 +34,13 @@ SCALES = {layer: (0.003 * (layer + 1), 0.004 / (layer + 1)) for layer in range(3
 """Of keys and values in each layer; with these, some are out of range."""
 
 
-@pytest.fixture(scope="module", params=[QWEN, GEMMA], ids=lambda case: case.model_type)
+FOLDERS = [
+    pytest.param(QWEN, id="qwen3_moe"),
+    pytest.param(GEMMA, id="gemma4_text", marks=pytest.mark.slow),  # test_engine.py has it, with a plain cache
+]
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(request.param, tmp_path_factory.mktemp("model") / "model")
 

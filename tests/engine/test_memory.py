@@ -107,7 +107,7 @@ def limited() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["bench", "offline", "qwen3-30b-a3b", "--load-format", "dummy"],
+        pytest.param(["bench", "offline", "qwen3-30b-a3b", "--load-format", "dummy"], marks=pytest.mark.slow),
         ["generate", str(CONFIG), "x", "--load-format", "dummy"],
     ],
     ids=["bench offline", "generate"],

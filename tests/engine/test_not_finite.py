@@ -97,7 +97,7 @@ def visited_by_one(found: dict[str, list[Update]], first: int, end: int) -> tupl
     raise AssertionError("both visit the same experts: choose other prompts")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_expert_that_is_not_finite_ends_its_requests_alone(
     kind: str, value: float, folder: Path, platform: str, caplog: pytest.LogCaptureFixture

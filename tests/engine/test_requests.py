@@ -147,7 +147,7 @@ def test_prompt_logprobs_survive_preemption(folder: Path) -> None:
             max_model_len=80,
         )
         one = make_engine(config)
-        params = SamplingParams(temperature=0, max_tokens=30, prompt_logprobs=0)
+        params = SamplingParams(temperature=0, max_tokens=15, prompt_logprobs=0)
         for i in range(8):
             one.add(Request(id=str(i), prompt_ids=tuple((7 * i + j) % 250 for j in range(25 + i)), params=params))
         found = drain(one)

@@ -63,7 +63,10 @@ def known_faults(family: str) -> Iterator[Variant]:
             )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SLOW = {"qwen3_5_text", "qwen3_5_moe_text"}  # qwen3_5 and qwen3_5_moe without the outer keys
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAMILIES])
 def test_known_faults_and_a_few_more(family: str, tmp_path: Path) -> None:
     sample = random.Random(family).sample(list(config_fuzz.singles(family)), 4)
     verdicts, found = faults(chain(known_faults(family), sample, config_fuzz.combinations(family, 3, seed=1)), tmp_path)

@@ -146,9 +146,11 @@ def serve_a_crowd(server: Running, answers: dict[str, tuple[int, str]]) -> None:
         pytest.param("/v1/messages", marks=pytest.mark.slow),
     ],
 )
-def test_what_a_streamed_token_costs(server: Running, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_streamed_token_costs(
+    server: Running, path: str, capsys: pytest.CaptureFixture[str], thorough: bool
+) -> None:
     """In CPU time of the process that speaks HTTP; the engine's is not in it."""
-    num_tokens = 150
+    num_tokens = 150 if thorough else 60
     process = psutil.Process(server.process.pid)
     body: dict[str, Any] = {"max_tokens": num_tokens, "temperature": 0, "stream": True}
     if path != "/v1/messages":

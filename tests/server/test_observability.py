@@ -23,7 +23,8 @@ def server(model: Path) -> Iterator[Running]:
     with running(model, *flags) as server:
         for number in range(3):
             server.complete(f"{SECRET} {number}", max_tokens=20)
-        server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], "stop": SECRET, "n": 2})
+        chat = {"messages": [{"role": "user", "content": SECRET}], "stop": SECRET, "n": 2, "max_tokens": 40}
+        server.post("/v1/chat/completions", chat)
         server.post("/v1/completions", {"prompt": SECRET, SECRET: 1})
         server.post("/v1/completions", {"prompt": SECRET, "temperature": -1})
         server.get("/" + SECRET)
