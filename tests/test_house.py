@@ -25,6 +25,7 @@ ORDER = (
     "platforms",
     "ops",
     "kernels",
+    "parallel",
     "layers",
     "moe",
     "models",
@@ -44,11 +45,12 @@ NAMELESS = {"utils", "util", "common", "misc", "helpers"}
 WITHOUT_TORCH = ("models.config", "loader.checkpoint", "loader.locate", "engine.plan")
 YARDSTICK, LIMIT = 600, 800
 """Lines of a source file: above the first a warning, above the second a failure."""
-CORE = ("engine", "moe", "models", "layers", "ops", "compile", "platforms", "loader")
-CORE_LINES, PACKAGE_LINES = 11_500, 34_700
+CORE = ("engine", "moe", "models", "layers", "ops", "compile", "platforms", "loader", "parallel")
+CORE_LINES, PACKAGE_LINES = 12_400, 35_700
 """Ceilings: lines of all .py files of the core rooms, and of the whole package, docstrings and blank lines included.
 Quantised weights took 3,000 of the package's: formats, kernels, FP8 by FP8 on Hopper, the FP8 cache, `quantize`.
-Hybrid models took 1,000, of which 500 of the core's: the gated delta net, its kernels, three families.
+Hybrid models took 1,300, of which 800 of the core's: the gated delta net, its kernels, three families, checkpoints of
+states. Drafts took 400, and models that are divided among ranks 300 so far.
 
 A change that needs more raises the number here, in a commit whose message says what the lines are for.
 """

@@ -97,7 +97,7 @@ def test_a_gated_sum_is_fused_or_called_by_name(look_into: bool, tmp_path: Path)
     model = load("qwen2_moe_published", tmp_path)
     with torch.inference_mode():
         nodes = trace(model, look_into).graph.graph.nodes
-    by_name = [node for node in nodes if node.target == torch.ops.anabranch.add_gated.default]
+    by_name = [node for node in nodes if str(node.target) == "anabranch.add_gated.default"]
     assert len(by_name) == (0 if look_into else len(model.layers))
     assert any("sigmoid" in node.name for node in nodes) == look_into
 

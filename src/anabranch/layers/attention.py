@@ -15,6 +15,8 @@ from anabranch.layers.linear import Linear, PackedLinear, Rows
 from anabranch.layers.mixer import Cache, Rope
 from anabranch.layers.norm import RMSNorm
 from anabranch.layers.step import Step
+from anabranch.ops.weight import Shard
+from anabranch.parallel.group import ALONE, Group
 
 if TYPE_CHECKING:
     from anabranch.layers.config import AttentionConfig
@@ -23,29 +25,31 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """A Mixer whose cache is key pages and value pages, each [P, S, G, D]."""
 
-    def __init__(self, config: AttentionConfig, width: int, eps: float, cache_group: int) -> None:
+    def __init__(self, config: AttentionConfig, width: int, eps: float, cache_group: int, group: Group = ALONE) -> None:
         super().__init__()
         self.config = config
+        self.group = group
         self.eps = eps
         self.cache_group = cache_group
         self.mixed_shape = config.num_heads, config.head_dim
         self.written_shape = (2 * config.num_heads, config.head_dim) if config.gated else self.mixed_shape
         self.set_cache_scales()
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        ranks, shares = config.num_ranks, config.kv_shares
+        q, kv = config.num_heads * ranks * config.head_dim, config.num_kv_heads * shares * config.head_dim
         parts = {"q_proj": q, "k_proj": kv} if config.value_is_key else {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self.qkv_proj = PackedLinear(width, self._gated_rows() if config.gated else parts, config.qkv_bias)
-        self.o_proj = Linear(q, width, config.output_bias)
+        sections = ((q, ranks), *[(kv, shares)] * (len(parts) - 1), *([(q, ranks)] if config.gated else []))
+        rows, shard = self._gated_rows(q, kv) if config.gated else parts, Shard(0, config.rank, ranks, sections)
+        self.qkv_proj = PackedLinear(width, rows, config.qkv_bias, shard)
+        self.o_proj = Linear(q, width, config.output_bias, Shard(1, config.rank, ranks))
         if config.qk_norm != "none":
             per_head = config.qk_norm == "head"
             self.q_norm = RMSNorm(config.head_dim if per_head else q, eps)
             self.k_norm = RMSNorm(config.head_dim if per_head else kv, eps)
 
-    def _gated_rows(self) -> list[Rows]:
-        """Queries, keys, values, gates."""
-        D, kv = self.config.head_dim, self.config.num_kv_heads * self.config.head_dim
-        queries, gates = (
-            [("q_proj", (2 * head + gate) * D, D) for head in range(self.config.num_heads)] for gate in (0, 1)
-        )
+    def _gated_rows(self, q: int, kv: int) -> list[Rows]:
+        """Queries, keys, values, gates, of all ranks."""
+        D = self.config.head_dim
+        queries, gates = ([("q_proj", (2 * head + gate) * D, D) for head in range(q // D)] for gate in (0, 1))
         return [*queries, ("k_proj", 0, kv), ("v_proj", 0, kv), *gates]
 
     def set_cache_scales(self, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
@@ -65,17 +69,29 @@ class Attention(nn.Module):
         q_weight = k_weight = None
         if config.qk_norm != "none":
             q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
-        if config.clip:
-            # The clamp stands between norm and rope.
-            q, k = (norm(x.flatten(1)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-            q, k, v = (x.clamp(-config.clip, config.clip) for x in (q, k, v))
+        if config.clip or (config.qk_norm == "all" and config.num_ranks > 1):
+            q, k = self._norm_all(q, self.q_norm, config.num_ranks), self._norm_all(k, self.k_norm, config.kv_shares)
             q_weight = k_weight = None
+        if config.clip:  # it stands between norm and rope
+            q, k, v = (x.clamp(-config.clip, config.clip) for x in (q, k, v))
         scales = self.k_scale, self.v_scale
         call = ops.RopeStoreCall(
             q, k, v, rope[0], rope[1], q_weight, k_weight, config.v_norm, self.eps, k_pages, v_pages, slot_T, *scales
         )
         q = ops.rope_store(call)
         return torch.cat([q, heads[:, -config.num_heads :]], 1) if config.gated else q
+
+    def _norm_all(self, x_THD: torch.Tensor, norm: RMSNorm, shares: int) -> torch.Tensor:
+        """The norm over the heads of all ranks, of which this one has one of so many shares."""
+        x_TF = x_THD.flatten(1)
+        if self.config.num_ranks == 1:
+            return norm(x_TF).view_as(x_THD)
+        width, share = x_TF.shape[1], self.config.rank * shares // self.config.num_ranks
+        copies = self.config.num_ranks // shares  # ranks that have the same heads
+        mean_T1 = self.group.all_reduce(x_TF.float().square().sum(1, keepdim=True)) / (copies * shares * width)
+        weight_F = norm.weight[share * width : (share + 1) * width]
+        y_TF = x_TF.float() * torch.rsqrt(mean_T1 + norm.eps) * weight_F.float()
+        return y_TF.to(x_TF.dtype).view_as(x_THD)
 
     def mix(self, written: torch.Tensor, step: Step, cache: Cache) -> torch.Tensor:
         num_heads = self.config.num_heads
@@ -95,4 +111,4 @@ class Attention(nn.Module):
         return mixed_THD * torch.sigmoid(written[:, num_heads:]) if self.config.gated else mixed_THD
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
-        return self.o_proj(mixed.flatten(1))
+        return self.group.all_reduce(self.o_proj(mixed.flatten(1)))

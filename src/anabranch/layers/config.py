@@ -1,7 +1,9 @@
 """What the mixer of a layer is: its sizes, what it keeps between steps, which weights it has. Without torch."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol
 
 from anabranch.formats import Shape
@@ -28,7 +30,8 @@ class MixerConfig(Protocol):
     name: ClassVar[str]
     """What checkpoints call the mixer in a layer."""
     module: ClassVar[str]
-    """`module:class` of the layers.mixer.Mixer, made with (config, hidden width, norm eps, cache group)."""
+    """`module:class` of the layers.mixer.Mixer, made with (config, hidden width, norm eps, cache group, group of
+    ranks)."""
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -44,6 +47,9 @@ class MixerConfig(Protocol):
 
     def weight_shapes(self, width: int) -> Iterator[Shape]:
         """Of all its weights."""
+
+    def divide(self, rank: int, num_ranks: int) -> MixerConfig:
+        """What one of several ranks has of it; ValueError, with the cause, if it cannot be divided among so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,11 @@ class AttentionConfig:
     """Queries, keys and values are clamped to ±clip; 0: not."""
     cache_dtype: str | None = None
     """What keys and values are kept in; None: the model's dtype."""
+    rank: int = 0
+    num_ranks: int = 1
+    """Heads are those of one rank of so many."""
+    kv_shares: int = 1
+    """Different shares of the key-value heads: where there are fewer than ranks, several ranks have the same."""
 
     @property
     def cache(self) -> CacheSpec:
@@ -87,6 +98,15 @@ class AttentionConfig:
         yield width, q
         norms = {"none": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
         yield (norms + (qkv if self.qkv_bias else 0) + (width if self.output_bias else 0),)
+
+    def divide(self, rank: int, num_ranks: int) -> AttentionConfig:
+        if self.num_heads % num_ranks:
+            raise ValueError(f"{self.num_heads} attention heads cannot be divided among {num_ranks} ranks")
+        shares = min(self.num_kv_heads, num_ranks)
+        if self.num_kv_heads % shares or num_ranks % shares:
+            raise ValueError(f"{self.num_kv_heads} key-value heads cannot be divided among {num_ranks} ranks")
+        heads, kv_heads = self.num_heads // num_ranks, self.num_kv_heads // shares
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, rank=rank, num_ranks=num_ranks, kv_shares=shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,3 +150,6 @@ class GatedDeltaConfig:
         yield self.row, width
         yield width, self.num_heads * self.value_dim
         yield (self.channels * self.conv_width + 2 * self.num_heads + self.value_dim,)
+
+    def divide(self, rank: int, num_ranks: int) -> GatedDeltaConfig:
+        raise ValueError("layers with a gated delta net cannot be divided yet")

@@ -14,6 +14,7 @@ from anabranch import ops
 from anabranch.layers.linear import Linear, PackedLinear, Rows
 from anabranch.layers.mixer import Cache, Rope
 from anabranch.layers.step import Step
+from anabranch.parallel.group import ALONE, Group
 
 if TYPE_CHECKING:
     from anabranch.layers.config import GatedDeltaConfig
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 class GatedDelta(nn.Module):
     """A Mixer whose cache is (conv_PLC, state_PHKV), a page for each request."""
 
-    def __init__(self, config: GatedDeltaConfig, width: int, eps: float, cache_group: int) -> None:
+    def __init__(
+        self, config: GatedDeltaConfig, width: int, eps: float, cache_group: int, group: Group = ALONE
+    ) -> None:
         super().__init__()
         self.config = config
         self.eps = eps

@@ -7,33 +7,40 @@ from torch import nn
 
 from anabranch import ops
 from anabranch.formats import Index
-from anabranch.ops.weight import Layout, Piece, Weight
+from anabranch.ops.weight import WHOLE, Layout, Piece, Shard, Weight
+from anabranch.parallel.group import ALONE, Group
 
 Rows = tuple[str, int, int]
 """(a projection of the checkpoint, the first of its rows, how many)."""
 
 
 class Linear(nn.Module):
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+    """Sizes are those of all ranks together. A rank that has a share of the inputs computes a term of the sum."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.weight = Weight((outputs, inputs))
-        self.bias = Weight((outputs,)) if bias else None
+        self.weight = Weight((outputs, inputs), shard=shard)
+        self.bias = Weight((outputs,), shard=shard if shard.dim == 0 else WHOLE) if bias else None
+        self.adds_bias = bias and (shard.dim == 0 or shard.rank == 0)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return ops.linear(x_TD, self.weight, None if self.bias is None else self.bias.data)
+        bias = self.bias.data if self.bias is not None and self.adds_bias else None
+        return ops.linear(x_TD, self.weight, bias)
 
 
 class PackedLinear(Linear):
     """Projections that a checkpoint keeps apart (`q_proj`, `k_proj`, ...), computed as one."""
 
-    def __init__(self, inputs: int, parts: dict[str, int] | Sequence[Rows], bias: bool = False) -> None:
+    def __init__(
+        self, inputs: int, parts: dict[str, int] | Sequence[Rows], bias: bool = False, shard: Shard = WHOLE
+    ) -> None:
         """`parts`, in the order of our rows: projections and how many rows each has, or rows of projections."""
         taken: list[tuple[str, int, Index]]
         if isinstance(parts, dict):
             taken = [(part, size, ()) for part, size in parts.items()]
         else:
             taken = [(part, size, (slice(first, first + size),)) for part, first, size in parts]
-        super().__init__(inputs, sum(size for _, size, _ in taken), bias)
+        super().__init__(inputs, sum(size for _, size, _ in taken), bias, shard)
         for name, weight in self.named_children():
             pieces, begin = [], 0
             for part, size, rows in taken:
@@ -43,10 +50,23 @@ class PackedLinear(Linear):
             weight.layouts = (layout,)  # type: ignore[assignment]
 
 
+def vocabulary_shard(vocab_size: int, group: Group) -> Shard:
+    """Of an embedding or a head; whole where the vocabulary cannot be divided."""
+    return WHOLE if vocab_size % group.size else Shard(0, group.rank, group.size)
+
+
 class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, width: int) -> None:
+    def __init__(self, vocab_size: int, width: int, group: Group = ALONE) -> None:
         super().__init__()
-        self.weight = Weight((vocab_size, width))
+        self.weight = Weight((vocab_size, width), shard=vocabulary_shard(vocab_size, group))
+        self.group = group
 
     def forward(self, token_T: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(token_T, self.weight.dense())
+        weight_VD = self.weight.dense()
+        if self.weight.shard.num_ranks == 1:
+            return nn.functional.embedding(token_T, weight_VD)
+        # Each rank has the rows of its tokens; those of others are zeros.
+        local_T = token_T - self.group.rank * weight_VD.shape[0]
+        here_T = (local_T >= 0) & (local_T < weight_VD.shape[0])
+        x_TD = nn.functional.embedding(torch.where(here_T, local_T, 0), weight_VD)
+        return self.group.all_reduce(torch.where(here_T[:, None], x_TD, 0))

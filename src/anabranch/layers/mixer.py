@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from anabranch.layers.step import Step
+from anabranch.parallel.group import ALONE, Group
 
 if TYPE_CHECKING:
     from anabranch.layers.config import MixerConfig
@@ -51,7 +52,7 @@ class Mixer(Protocol):
         """x_TW of the mixer's result."""
 
 
-def make_mixer(config: MixerConfig, width: int, eps: float, cache_group: int) -> Any:
-    """The mixer of a config."""
+def make_mixer(config: MixerConfig, width: int, eps: float, cache_group: int, group: Group = ALONE) -> Any:
+    """The mixer of a config, which says what of it the rank of this group has."""
     module, _, name = config.module.partition(":")
-    return getattr(importlib.import_module(module), name)(config, width, eps, cache_group)
+    return getattr(importlib.import_module(module), name)(config, width, eps, cache_group, group)

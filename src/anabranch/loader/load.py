@@ -28,10 +28,12 @@ from anabranch.loader.resolve import resolve_dtype
 from anabranch.models import family
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder, DecoderLayer
+from anabranch.models.keys import ConfigError
 from anabranch.moe.experts import Experts
 from anabranch.moe.setup import MoESetup, make_setup
 from anabranch.ops.op import Op
 from anabranch.ops.weight import Weight
+from anabranch.parallel.group import ALONE, Group
 from anabranch.stages import count, stage
 
 log = logging.getLogger(__name__)
@@ -50,10 +52,13 @@ def load_model(
     shared_expert: str = "auto",
     quantization: str = "none",
     kv_cache_dtype: str = "auto",
+    group: Group = ALONE,
+    expert_parallel: bool = False,
 ) -> Decoder:
     """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it.
     `quantization`: a format of formats.rounded for the plain matrices of the layers. `kv_cache_dtype`: as in
-    EngineConfig; the model holds the scales of its cache."""
+    EngineConfig; the model holds the scales of its cache. `group`: the ranks among which it is divided; this one reads
+    its share of the weights. `expert_parallel`: whole experts are shared out, not a part of each."""
     with stage("config"):
         folder = locate(str(model), weights=load_format != "dummy")
         config = read_config(folder, kv_cache_dtype=kv_cache_dtype)
@@ -62,7 +67,9 @@ def load_model(
             config = _untie(config, checkpoint)
         platform = platform or platforms.current()
         kernels.bind(platform)
+        config = _divide(config, group, expert_parallel)
         moe = make_setup(platform, combine=moe_combine, shared_expert=shared_expert)
+        moe = replace(moe, group=group, expert_parallel=expert_parallel)
         decoder = build(config, DTYPES[resolve_dtype(dtype, config, platform)], moe)
         if checkpoint is None:
             names.set_formats(decoder, quantization)
@@ -82,6 +89,13 @@ def load_model(
         lay_out(decoder, platform)
     keep_attributes(decoder)
     return decoder
+
+
+def _divide(config: ModelConfig, group: Group, expert_parallel: bool) -> ModelConfig:
+    try:
+        return config.divide(group.rank, group.size, expert_parallel)
+    except ValueError as error:
+        raise ConfigError(f"{config.model_type}: {error}; take another number of ranks") from None
 
 
 def settle(decoder: Decoder, platform: platforms.Platform, copies: Sequence[names.Copy]) -> None:

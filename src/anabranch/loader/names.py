@@ -47,18 +47,23 @@ def match(model: Decoder, checkpoint: Checkpoint, quantization: str = "none") ->
     """One Copy for every tensor the model needs, in file order; CheckpointError if one is missing or left over. Plain
     matrices of layers are quantised as `quantization` says."""
     copies: list[Copy] = []
+    used: set[str] = set()
+    """Names of tensors, also of those that other ranks read."""
     for name, target, layouts in parameter_layouts(model):
         if isinstance(target, Weight):
             sources = model.config.sources or _rounded(name, target, quantization)
-            copies += _copies(target, name, layouts, sources, checkpoint)
+            found, all_ranks = _copies(target, name, layouts, sources, checkpoint)
+            copies += found
+            used |= all_ranks
         else:
             source = _find(checkpoint, _best(checkpoint, layouts, PLAIN_SOURCE)[0].name)
             _check(source, (TensorSpec(tuple(target.shape)),))
             owner = model.get_submodule(name.rpartition(".")[0])
             convert = _plus_one if isinstance(owner, RMSNorm) and owner.from_one else None
             copies.append(Copy(source, name, (), (), convert))
-    scales = {info.name for _, *found in cache_scales.find(model, checkpoint) for info in found}
-    _refuse_surplus(model, checkpoint, {copy.source.name for copy in copies} | scales)
+            used.add(source.name)
+    used |= {info.name for _, *infos in cache_scales.find(model, checkpoint) for info in infos}
+    _refuse_surplus(model, checkpoint, used)
     return sorted(copies, key=lambda copy: (copy.source.file, copy.source.begin))
 
 
@@ -131,7 +136,8 @@ def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
 
 def _copies(
     weight: Weight, path: str, layouts: list[Layout], sources: tuple[Source, ...], checkpoint: Checkpoint
-) -> Iterator[Copy]:
+) -> tuple[list[Copy], set[str]]:
+    """What this rank reads, and the names of all tensors of the weight."""
     source, layout = _choose(checkpoint, layouts, sources if len(weight.full_shape) > 1 else ())
     names = {piece.name: source.names(piece.name) for piece in layout}
     whole = torch.empty(weight.full_shape, device="meta")
@@ -163,14 +169,29 @@ def _copies(
     if weight.format is not format:
         with torch.device("meta"):
             weight.set_format(format)
+    copies: list[Copy] = []
     for piece in pieces:
         name, shape = piece.name, stored[piece.name]
         for tensor in specs:
             index, part = format.part(tensor, piece.index, weight.shape), format.part(tensor, piece.part, shape)
             info, changes = found[name][tensor], source.changes(tensor, format)
             convert = partial(source.convert, tensor, shape=shape, format=format) if changes else None
-            copy = Copy(info, f"{path}.{tensor}", index, part, convert)
-            yield from _slices(copy, shape) if len(shape) == 3 and (changes or part) else (copy,)
+            copy = _narrow(Copy(info, f"{path}.{tensor}", index, part, convert))
+            copies += _slices(copy, shape) if len(shape) == 3 and (changes or part) else (copy,)
+    return copies, {info.name for infos in found.values() for info in infos.values()}
+
+
+def _narrow(copy: Copy) -> Copy:
+    """A copy of some of the first dimension of a tensor, which reads no more than these."""
+    source = copy.source
+    if copy.convert is not None or not copy.part or not isinstance(copy.part[0], slice):
+        return copy
+    begin, end, _ = copy.part[0].indices(source.shape[0])
+    one = source.num_bytes // max(1, source.shape[0])
+    rows = replace(
+        source, shape=(end - begin, *source.shape[1:]), begin=source.begin + begin * one, end=source.begin + end * one
+    )
+    return replace(copy, source=rows, part=(slice(None), *copy.part[1:]))
 
 
 def _slices(copy: Copy, shape: Shape) -> Iterator[Copy]:

@@ -9,6 +9,8 @@ A key that changes what transformers computes is followed as transformers does, 
 name; `tests/models/test_config_fuzz.py` compares the two.
 """
 
+from __future__ import annotations
+
 import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,6 +74,24 @@ class ModelConfig:
         """The numbers that quantised weights are kept in, in words of --quantization: fp8, int8, int4, fp4; or mlx."""
         kinds = dict.fromkeys(source.format().kind for source in self.sources)
         return "+".join(kinds) or ("mlx" if self.packed else "none")
+
+    def divide(self, rank: int, num_ranks: int, expert_parallel: bool = False) -> ModelConfig:
+        """What a rank computes: its share of every mixer. ValueError, with the cause, if the model cannot be divided
+        among so many ranks; `expert_parallel`: among them are whole experts."""
+        if num_ranks == 1:
+            return self
+        for layer in self.layers:
+            widths = {"mlp_width": layer.mlp_width}
+            if layer.moe is not None:
+                widths["shared_width"] = layer.moe.shared_width
+                widths["num_experts" if expert_parallel else "moe_width"] = (
+                    layer.moe.num_experts if expert_parallel else layer.moe.width
+                )
+            for name, width in widths.items():
+                if width % num_ranks:
+                    raise ValueError(f"{name} = {width} cannot be divided among {num_ranks} ranks")
+        mixers = {mixer: mixer.divide(rank, num_ranks) for mixer in {layer.mixer for layer in self.layers}}
+        return replace(self, layers=tuple(replace(layer, mixer=mixers[layer.mixer]) for layer in self.layers))
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

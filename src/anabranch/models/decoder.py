@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.layers.linear import Embedding, Linear
+from anabranch.layers.linear import Embedding, Linear, vocabulary_shard
 from anabranch.layers.mixer import Cache, Mixer, Rope, make_mixer
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import Hidden, RMSNorm
@@ -31,13 +31,13 @@ class DecoderLayer(nn.Module):
         width, eps = model.hidden_size, model.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
         self.mixer_name = layer.mixer.name
-        self.add_module(self.mixer_name, make_mixer(layer.mixer, width, eps, cache_group))
+        self.add_module(self.mixer_name, make_mixer(layer.mixer, width, eps, cache_group, moe.group))
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp: nn.Module
         if layer.moe is not None:
             self.mlp = MoELayer(layer.moe, width, model.activation, moe)
         else:
-            self.mlp = MLP(width, layer.mlp_width, model.activation, model.mlp_bias)
+            self.mlp = MLP(width, layer.mlp_width, model.activation, model.mlp_bias, moe.group)
 
     def set_fp8_norms(self) -> None:
         """After loading: norms whose rows are multiplied by weights in FP8 may quantise them."""
@@ -115,12 +115,16 @@ class Decoder(nn.Module):
         layer_class = family.layer_class()
         group_of = {layer_id: g for g, group in enumerate(config.cache_groups) for layer_id in group.layers}
         ropes = list(dict.fromkeys(layer.mixer.rope for layer in config.layers))
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, moe.group)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             layer_class(config, layer, group_of[layer_id], moe) for layer_id, layer in enumerate(config.layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = None
+        if not config.tie_embeddings:
+            head = vocabulary_shard(config.vocab_size, moe.group)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, shard=head)
+        self.group = moe.group
         self.rotaries = nn.ModuleList(map(Rotary, ropes))
         self.rope_of_layer = [ropes.index(layer.mixer.rope) for layer in config.layers]
         for module in self.modules():
@@ -171,6 +175,8 @@ class Decoder(nn.Module):
         """logits_TV of hidden rows; pick the rows first, the vocabulary is large. They are in the model's dtype, which
         fp32 holds exactly: readers convert them while reading. Where they are capped, they are fp32."""
         logits = ops.linear(x_TD, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x_TD)
+        if logits.shape[1] != self.config.vocab_size:
+            logits = self.group.all_gather(logits, dim=1)
         if self.config.logit_softcap:
             logits = torch.tanh(logits.float() / self.config.logit_softcap) * self.config.logit_softcap
         return logits

@@ -59,3 +59,23 @@ class LocalDispatcher:
 
     def combine(self, rows_MD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         return rows_MD
+
+
+class FilteringDispatcher:
+    """Every rank of a group has all tokens and some experts, `count` of them from `first` on: nothing moves, and each
+    rank's rows are terms of a sum over the group."""
+
+    is_local = False
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self.count = first, count
+
+    def dispatch(
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, Dispatched]:
+        local_TK = expert_TK - self.first
+        here_TK = (local_TK >= 0) & (local_TK < self.count)
+        return x_TD, Dispatched(torch.where(here_TK, local_TK, -1), weight_TK, x_TD.shape[0])
+
+    def combine(self, rows_MD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        return rows_MD

@@ -8,13 +8,29 @@ from torch import nn
 
 from anabranch import ops
 from anabranch.moe.dispatch import Dispatched
-from anabranch.ops.weight import Piece, Weight
+from anabranch.ops.weight import Piece, Shard, Weight
+from anabranch.parallel.group import ALONE, Group
 
 
 class Experts(nn.Module):
-    def __init__(self, num_experts: int, width: int, inner: int, activation: str, combine: str) -> None:
+    """Sizes are those of all ranks together; a rank has a share of each expert, or all of some."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        width: int,
+        inner: int,
+        activation: str,
+        combine: str,
+        group: Group = ALONE,
+        expert_parallel: bool = False,
+    ) -> None:
         super().__init__()
-        self.num_experts = num_experts
+        rank, size = group.rank, group.size
+        gate_up_shard = down_shard = Shard(0, rank, size)
+        if not expert_parallel:
+            gate_up_shard, down_shard = Shard(1, rank, size, ((inner, size), (inner, size))), Shard(2, rank, size)
+        self.num_experts = num_experts // size if expert_parallel else num_experts
         self.activation = activation
         self.combine = combine
         projections = (("gate_proj", slice(0, inner)), ("up_proj", slice(inner, 2 * inner)))
@@ -26,10 +42,12 @@ class Experts(nn.Module):
                 (Piece("experts.gate_up_proj"),),
                 tuple(Piece(f"experts.{e}.{name}.weight", (e, rows)) for e in every for name, rows in projections),
             ),
+            shard=gate_up_shard,
         )
         self.down_EDI = Weight(
             (num_experts, width, inner),
             ((Piece("experts.down_proj"),), tuple(Piece(f"experts.{e}.down_proj.weight", (e,)) for e in every)),
+            shard=down_shard,
         )
 
     def forward(self, x_MD: torch.Tensor, dispatched: Dispatched, combined: bool = True) -> torch.Tensor:

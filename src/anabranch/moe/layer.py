@@ -15,6 +15,7 @@ from anabranch import ops
 from anabranch.layers.linear import Linear
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import Hidden, UnreducedRows
+from anabranch.moe.dispatch import FilteringDispatcher
 from anabranch.moe.experts import Experts
 from anabranch.moe.setup import MoESetup, overlap
 from anabranch.ops.weight import Weight
@@ -44,8 +45,12 @@ class RoutedExperts(nn.Module):
     def __init__(self, router: nn.Module, config: MoEConfig, width: int, activation: str, setup: MoESetup) -> None:
         super().__init__()
         self.router = router
-        self.experts = Experts(config.num_experts, width, config.width, activation, setup.combine)
+        group = self.group = setup.group
+        sizes = config.num_experts, width, config.width
+        self.experts = Experts(*sizes, activation, setup.combine, group, setup.expert_parallel)
         self.dispatcher = setup.dispatcher
+        if setup.expert_parallel and group.size > 1:
+            self.dispatcher = FilteringDispatcher(group.rank * self.experts.num_experts, self.experts.num_experts)
         self.on_route: Callable[[torch.Tensor], None] | None = None
         """Called with expert_TK of every step, if set."""
 
@@ -53,6 +58,12 @@ class RoutedExperts(nn.Module):
         self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None = None, router_input_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Rows from `num_tokens` on are padding. The router reads x unless it has an input of its own."""
+        return self.group.all_reduce(self.partial(x_TD, num_tokens, router_input_TD))
+
+    def partial(
+        self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None, router_input_TD: torch.Tensor | None
+    ) -> torch.Tensor:
+        """This rank's term of the sum over ranks."""
         weight_TK, expert_TK = self.route(x_TD if router_input_TD is None else router_input_TD, num_tokens)
         x_MD, dispatched = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK)
         return self.dispatcher.combine(self.experts(x_MD, dispatched), dispatched)
@@ -70,26 +81,29 @@ class MoELayer(RoutedExperts):
 
     def __init__(self, config: MoEConfig, width: int, activation: str, setup: MoESetup) -> None:
         super().__init__(Router(config, width), config, width, activation, setup)
-        self.shared_expert = MLP(width, config.shared_width, activation) if config.shared_width else None
+        self.shared_expert = None
+        if config.shared_width:
+            self.shared_expert = MLP(width, config.shared_width, activation, group=setup.group, partial=True)
         self.shared_expert_gate = Linear(width, 1) if config.shared_gate else None
         self.side_stream = setup.side_stream
         self.reduce_in_norm: int | None = None
-        if self.shared_expert is None and setup.dispatcher.is_local:
+        if self.shared_expert is None and self.dispatcher.is_local and setup.group.size == 1:
             self.reduce_in_norm = setup.reduce_in_norm
 
     def forward(
         self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None = None, router_input_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        shared_expert, gate, routed = self.shared_expert, self.shared_expert_gate, super().forward
+        shared_expert, gate = self.shared_expert, self.shared_expert_gate
         if shared_expert is None:
-            return routed(x_TD, num_tokens, router_input_TD)
+            return super().forward(x_TD, num_tokens, router_input_TD)
         routed_TD, (shared_TD, gate_T1) = overlap(
             self.side_stream,
             x_TD,
-            main=lambda x: routed(x, num_tokens, router_input_TD),
+            main=lambda x: self.partial(x, num_tokens, router_input_TD),
             side=lambda x: (shared_expert(x), None if gate is None else gate(x)),
         )
-        return routed_TD + shared_TD if gate_T1 is None else ops.add_gated(routed_TD, shared_TD, gate_T1)
+        y_TD = routed_TD + shared_TD if gate_T1 is None else ops.add_gated(routed_TD, shared_TD, gate_T1)
+        return self.group.all_reduce(y_TD)
 
     def forward_to_norm(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> Hidden:
         """`forward` for a result that goes to a norm, which may sum the experts' rows itself while it reads them."""

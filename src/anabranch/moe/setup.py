@@ -11,6 +11,7 @@ import torch
 
 from anabranch import ops
 from anabranch.moe.dispatch import Dispatcher, LocalDispatcher
+from anabranch.parallel.group import ALONE, Group
 from anabranch.platforms.platform import InlineStream
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class MoESetup:
     """How a kernel sums the experts' rows; see ops.experts."""
     reduce_in_norm: int | None = None
     """With more tokens than this the next norm sums the experts' rows; None: never."""
+    group: Group = ALONE
+    """Ranks that have the same tokens; each computes a part of every expert, or all of some."""
+    expert_parallel: bool = False
+    """Each rank has some of the experts, not a part of each."""
 
 
 def make_setup(platform: Platform, *, combine: str = "fastest", shared_expert: str = "auto") -> MoESetup:

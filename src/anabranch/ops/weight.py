@@ -33,48 +33,62 @@ Layout = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a weight that one rank holds: of each of its pieces, an equal share along one dimension."""
+    """The part of a weight that one rank holds: an equal share of each section of one dimension."""
 
     dim: int = 0
     rank: int = 0
     num_ranks: int = 1
+    sections: tuple[tuple[int, int], ...] = ()
+    """(size, number of shares) of each; with fewer shares than ranks, as many ranks in a row hold the same. (): one
+    section, with a share for every rank."""
+
+    def ranges(self, size: int) -> Iterator[range]:
+        """What this rank holds of a dimension of that size."""
+        begin = 0
+        for length, shares in self.sections or ((size, self.num_ranks),):
+            if length % shares or self.num_ranks % shares:
+                raise ValueError(f"{length} rows or columns cannot be divided among {self.num_ranks} ranks")
+            count, share = length // shares, self.rank * shares // self.num_ranks
+            yield range(begin + share * count, begin + (share + 1) * count)
+            begin += length
 
     def shape(self, shape: Shape) -> Shape:
         """The shape of this rank's part."""
-        if shape[self.dim] % self.num_ranks:
-            raise ValueError(f"{shape[self.dim]} rows or columns cannot be divided among {self.num_ranks} ranks")
-        return (*shape[: self.dim], shape[self.dim] // self.num_ranks, *shape[self.dim + 1 :])
+        return (*shape[: self.dim], sum(map(len, self.ranges(shape[self.dim]))), *shape[self.dim + 1 :])
 
     def pieces(self, layout: Layout, shape: Shape) -> Iterator[Piece]:
         """The pieces of this rank: where they go in its part, and which part of the checkpoint tensor they are.
 
-        Example, rank 1 of 2, dim 0, q of 8 rows and k of 4: q[4:8] goes to rows 0:4, k[2:4] to rows 4:6.
+        Example, rank 1 of 2, dim 0, sections q of 8 rows and k of 4: q[4:8] goes to rows 0:4, k[2:4] to rows 4:6.
         """
         if self.num_ranks == 1:
             yield from layout
             return
         for piece in layout:
             index = piece.index + (slice(None),) * (self.dim + 1 - len(piece.index))
-            place = index[self.dim]
-            if isinstance(place, int):  # one of several whole pieces, an expert: this rank has it or not
-                count = shape[self.dim] // self.num_ranks
-                if place // count == self.rank:
-                    yield Piece(piece.name, (*index[: self.dim], place % count, *index[self.dim + 1 :]), piece.part)
-                continue
-            begin, end, _ = place.indices(shape[self.dim])
-            if (end - begin) % self.num_ranks:
-                raise ValueError(f"{piece.name}: {end - begin} cannot be divided among {self.num_ranks} ranks")
-            count, first = (end - begin) // self.num_ranks, begin // self.num_ranks
-            # Dimensions that an integer picks in the weight do not exist in the checkpoint tensor.
-            dim = sum(not isinstance(place, int) for place in index[: self.dim])
-            part = piece.part + (slice(None),) * (dim + 1 - len(piece.part))
-            taken = part[dim]
-            offset = self.rank * count + ((taken.start or 0) if isinstance(taken, slice) else taken)
-            yield Piece(
-                piece.name,
-                (*index[: self.dim], slice(first, first + count), *index[self.dim + 1 :]),
-                (*part[:dim], slice(offset, offset + count), *part[dim + 1 :]),
-            )
+            place, offset = index[self.dim], 0
+            for held in self.ranges(shape[self.dim]):
+                if isinstance(place, int):  # one of several whole pieces, an expert: this rank has it or not
+                    if place in held:
+                        ours = offset + place - held.start
+                        yield Piece(piece.name, (*index[: self.dim], ours, *index[self.dim + 1 :]), piece.part)
+                else:
+                    first, end, _ = place.indices(shape[self.dim])
+                    low, high = max(first, held.start), min(end, held.stop)
+                    if low < high:
+                        rows = slice(offset + low - held.start, offset + high - held.start)
+                        part = self._part(piece, index, low - first, high - low)
+                        yield Piece(piece.name, (*index[: self.dim], rows, *index[self.dim + 1 :]), part)
+                offset += len(held)
+
+    def _part(self, piece: Piece, index: Index, skipped: int, count: int) -> Index:
+        """Of the part of the checkpoint tensor that is taken, `count` rows after the first `skipped`."""
+        # Dimensions that an integer picks in the weight do not exist in the checkpoint tensor.
+        dim = sum(not isinstance(place, int) for place in index[: self.dim])
+        part = piece.part + (slice(None),) * (dim + 1 - len(piece.part))
+        taken = part[dim]
+        begin = skipped + ((taken.start or 0) if isinstance(taken, slice) else taken)
+        return (*part[:dim], slice(begin, begin + count), *part[dim + 1 :])
 
 
 WHOLE = Shard()

@@ -43,10 +43,10 @@ class Gemma4Layer(nn.Module):
         super().__init__()
         width, eps = model.hidden_size, model.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(layer.attention, width, eps, cache_group)
+        self.self_attn = Attention(layer.attention, width, eps, cache_group, moe.group)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.pre_feedforward_layernorm = RMSNorm(width, eps)
-        self.mlp = MLP(width, layer.mlp_width, model.activation)
+        self.mlp = MLP(width, layer.mlp_width, model.activation, group=moe.group)
         self.post_feedforward_layernorm = RMSNorm(width, eps)
         self.layer_scalar = nn.Parameter(torch.empty(1))
         self.moe: RoutedExperts | None = None
