@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from anabranch import platforms
 from anabranch.config import EngineConfig
 from anabranch.engine.engine import Engine, make_engine
+from anabranch.platforms.fake import FakePlatform
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
 from tests.models import tiny
@@ -21,6 +24,7 @@ CASES = {case.name: case for case in tiny.CASES if case.model_type.startswith(("
 SLOW = set(CASES) - {"qwen3_5_moe_published"}  # to the engine they are alike
 FOLDERS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [], id=name) for name in CASES]
 DEFAULTS = {"dtype": "float32", "num_pages": 256, "page_size": 4, "max_num_seqs": 8, "max_model_len": 128}
+DEFAULTS |= {"moe_combine": "ordered"}  # the same bits every time
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
 
 
@@ -168,3 +172,24 @@ def test_answers_to_one_prompt_share_its_state(engine) -> None:
     (alone,) = run(engine(prefix_cache=False), [prompt])
     for updates in found:
         assert [token for token, _ in answer(updates)] == [token for token, _ in answer(alone)]
+
+
+def test_graphs_leave_checkpoints_as_they_are(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured while the engine is idle and the pool full of checkpoints; what replays them starts there."""
+    rng = random.Random(4)
+    prompts = [draw(rng, length) for length in (9, 30, 17, 44)]
+    expected = one_by_one(engine(prefix_cache=False), prompts)
+    monkeypatch.setattr(platforms, "current", FakePlatform)
+    one = engine(graphs="full", num_pages=128)
+    assert one.runner.states
+    for turn in range(3):
+        found = one_by_one(one, prompts)
+        for updates, others in zip(found, expected, strict=True):
+            assert [token for token, _ in answer(updates)] == [token for token, _ in answer(others)]
+        assert all(updates[-1].num_cached for updates in found) == (turn > 0)
+        kept = [state_LP.clone() for state_LP in one.runner.states[0]]
+        for _ in range(20):
+            one.idle(waiting=True)
+        for before, after in zip(kept, one.runner.states[0], strict=True):
+            assert torch.equal(before, after)
+    assert one.kv.num_cached[0] == 4
