@@ -943,3 +943,19 @@ def test_check_sees_damage(damage: str) -> None:
         request.node = request.node.parent
     with pytest.raises(AssertionError):
         kv.check()
+
+
+@pytest.mark.parametrize("damage", ["source", "pending", "own"])
+def test_check_sees_damaged_states(damage: str) -> None:
+    kv = with_states()
+    chunks(kv, "a", range(10))
+    kv.begin("b", range(10))
+    kv.check()
+    if damage == "source":
+        kv._requests["b"].source.clear()
+    elif damage == "pending":
+        kv._requests["a"].pending = 8, [5]
+    else:
+        kv.pages("a")[1][0] = 7
+    with pytest.raises(AssertionError):
+        kv.check()
