@@ -45,6 +45,9 @@ class EngineConfig:
     """KV pages of the pool (of the largest group). Auto: what memory_fraction leaves after weights and workspace."""
     memory_fraction: float = 0.0
     prefix_cache: bool = True
+    state_interval: int = 8192
+    """Tokens of a long prompt between two copies of its states for the prefix cache, in models that have states. In the
+    35B-A3B of Qwen3.6 a copy takes as much memory as keys and values of 3,000 tokens."""
     async_scheduling: bool = True
     """Launch the next step before the last one's tokens are read."""
     graphs: str = "auto"
@@ -85,7 +88,7 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least = {"max_num_seqs": 1, "expert_load_interval": 0} | dict.fromkeys(AUTO_NUMBERS, 0)
+        at_least = {"max_num_seqs": 1, "state_interval": 1, "expert_load_interval": 0} | dict.fromkeys(AUTO_NUMBERS, 0)
         for name, low in at_least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:

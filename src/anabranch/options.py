@@ -25,6 +25,7 @@ HELP = {
     "page_size": "tokens in a KV page",
     "num_pages": "KV pages (auto: as many as fit into the memory)",
     "prefix_cache": "compute a prefix that prompts share only once",
+    "state_interval": "tokens of a long prompt between two copies of its states for the prefix cache",
     "async_scheduling": "launch a step before the tokens of the last one are read",
     "graphs": "how steps are captured as graphs; see docs/tuning.md",
     "moe_combine": "how experts' rows are summed; ordered: the same bits every time",

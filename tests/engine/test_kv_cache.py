@@ -50,13 +50,19 @@ class Request:
         self.path: list[Entry] | None = None
         """Entries it has been given or has inserted, as far as it knows; None: it no longer inserts."""
         self.num_computed = 0
+        self.source: dict[int, int] = {}
+        """Per group with states, the checkpoint it starts from, until it has a page of its own."""
+        self.stops: list[int] = []
+        self.prompt_end = self.next_state = 0
+        self.pending: tuple[int, list[int]] | None = None
+        self.in_answer: Entry | None = None
 
 
 class Model:
     def __init__(self, windows: Sequence[int], num_pages: Sequence[int], size: int) -> None:
         self.windows, self.num_pages, self.size = windows, num_pages, size
-        self.caches = STATE not in windows
-        """Whether there is a prefix cache."""
+        self.states = [g for g, window in enumerate(windows) if window == STATE]
+        self.state_interval, self.answer_interval = 4 * size, 2 * size
         self.entries: dict[Key, Entry] = {}
         self.requests: dict[str, Request] = {}
         self.clock = 0
@@ -67,7 +73,16 @@ class Model:
         return salt, tuple(tokens[: count * self.size])
 
     def held(self, group: int) -> set[int]:
-        return {page for request in self.requests.values() for page in request.tables[group] if page is not None}
+        return set(self.references(group))
+
+    def references(self, group: int) -> list[int]:
+        """Of requests, on pages of this group."""
+        found = []
+        for request in self.requests.values():
+            found += [page for page in request.tables[group] if page is not None]
+            found += [page for g, page in request.source.items() if g == group]
+            found += [page for g, page in zip(self.states, request.pending[1]) if g == group] if request.pending else []
+        return found
 
     def cached(self, group: int) -> set[int]:
         return {page for entry in self.entries.values() if (page := entry.pages[group]) is not None}
@@ -76,28 +91,60 @@ class Model:
         return self.num_pages[group] - len(self.held(group) | self.cached(group))
 
     def needed(self, count: int, window: int) -> set[int]:
-        """Pages that the query after so many pages sees."""
+        """Pages that the query after so many pages sees; the state after the last of them."""
         position = count * self.size
+        if window == STATE:
+            return {count - 1}
         return {t // self.size for t in range(max(0, position - window + 1) if window else 0, position)}
 
     def begin(self, id: str, salt: str, tokens: list[int], reuse: bool) -> Request:
         found: list[Entry] = []
-        for count in range(1, (len(tokens) - 1) // self.size + 1 if reuse and self.caches else 0):
+        most = branch = (len(tokens) - 1) // self.size
+        if reuse:
+            branch = 0
+        for count in range(1, most + 1 if reuse else 0):
             path = [self.entries.get(self.key(salt, tokens, i + 1)) for i in range(count)]
             whole = [entry for entry in path if entry is not None]
-            if len(whole) == count and all(
-                whole[i].pages[g] is not None for g, w in enumerate(self.windows) for i in self.needed(count, w)
-            ):
+            if len(whole) < count:
+                break
+            holes = {g for g, w in enumerate(self.windows) for i in self.needed(count, w) if whole[i].pages[g] is None}
+            if not holes:
                 found = whole
+            if holes.issubset(self.states):
+                branch = count
         tables = [
-            [entry.pages[g] if i in self.needed(len(found), w) else None for i, entry in enumerate(found)]
+            [
+                entry.pages[g] if w != STATE and i in self.needed(len(found), w) else None
+                for i, entry in enumerate(found)
+            ]
             for g, w in enumerate(self.windows)
         ]
         request = self.requests[id] = Request(id, salt, tokens, tables)
-        request.path = found if self.caches else None
+        request.path = found
         request.num_computed = len(found) * self.size
+        if self.states:
+            request.source = {g: page for g in self.states if found and (page := found[-1].pages[g]) is not None}
+            request.prompt_end = most * self.size
+            request.stops = sorted(self.size * count for count in {most, branch} if count > len(found))
+            self.seen["branch"] += len(request.stops) > 1
+            self.plan(request, request.num_computed)
         self.touch(found)
         return request
+
+    def plan(self, request: Request, num_kept: int) -> None:
+        interval = self.state_interval if request.stops else self.answer_interval
+        request.next_state = min([num_kept + interval, *request.stops])
+
+    def chunk(self, request: Request, count: int) -> int:
+        """How many of the next tokens can be computed before the state has to be copied."""
+        if self.states and request.stops:
+            begin = request.num_computed
+            ends = [end for end in range(begin + 1, begin + count + 1) if end <= request.stops[0]]
+            at_page_ends = [end for end in ends if end % self.size == 0]
+            if ends and ends[-1] >= request.next_state and at_page_ends:
+                ends = at_page_ends
+            count = ends[-1] - begin if ends else 1
+        return count
 
     def touch(self, path: Sequence[Entry]) -> None:
         self.clock += 1
@@ -107,13 +154,72 @@ class Model:
     def grow(self, request: Request, num_tokens: int) -> int:
         """Logical pages it gets more, or −1."""
         need = max(0, -(-num_tokens // self.size) - len(request.tables[0]))
-        needs = [int(not table and need > 0) if w == STATE else need for w, table in zip(self.windows, request.tables)]
-        if any(self.num_pages[g] - len(self.held(g)) < mine for g, mine in enumerate(needs)):
+        needs = [
+            int(need > 0 and all(page is None for page in table)) if w == STATE else need
+            for w, table in zip(self.windows, request.tables)
+        ]
+        free = [self.num_pages[g] - len(self.held(g)) for g in range(len(needs))]
+        taken = [g for g, page in request.source.items() if not free[g] and self.references(g).count(page) == 1]
+        for g in taken:
+            needs[g] = 0
+        if any(free[g] < mine for g, mine in enumerate(needs)):
             return -1
         for g, mine in enumerate(needs):
             while self.num_free(g) < mine:
                 self.evict(g)
+            if g in taken:
+                self.seen["taken"] += 1
+                for entry in self.entries.values():
+                    if entry.pages[g] == request.source[g]:
+                        entry.pages[g] = None
+                request.tables[g][0] = request.source.pop(g)
+                self.sweep()
         return need
+
+    def keep(self, request: Request) -> bool:
+        """Whether it makes a checkpoint now, with pages that are free then."""
+        computed = request.num_computed
+        if not self.states or computed < request.next_state or computed % self.size:
+            return False
+        request.stops = [stop for stop in request.stops if stop > computed]
+        self.plan(request, computed)
+        assert request.path is not None
+        key = self.key(request.salt, request.tokens, computed // self.size)
+        if len(request.path) * self.size == computed and self.entries.get(key) is request.path[-1]:
+            if all(request.path[-1].pages[g] is not None for g in self.states):
+                self.seen["known"] += 1
+                return False
+        request.pending = None
+        if any(len(self.held(g)) == self.num_pages[g] for g in self.states):
+            self.seen["no room"] += 1
+            return False
+        for g in self.states:
+            if not self.num_free(g):
+                self.evict(g)
+        return True
+
+    def attach(self, request: Request) -> None:
+        """A checkpoint whose tokens are all committed goes into the cache."""
+        if request.pending is None or not request.path or self.alive(request) != request.path:
+            return
+        num_tokens, pages = request.pending
+        if num_tokens > len(request.path) * self.size:
+            self.seen["pending"] += 1
+            return
+        entry, request.pending = request.path[num_tokens // self.size - 1], None
+        self.touch(request.path[: num_tokens // self.size])
+        new = all(entry.pages[g] is None for g in self.states)
+        self.seen["checkpoint"] += new
+        for g, page in zip(self.states, pages):
+            if entry.pages[g] is None:
+                entry.pages[g] = page
+        if new and num_tokens > request.prompt_end:
+            earlier, request.in_answer = request.in_answer, entry
+            for (salt, tokens), other in list(self.entries.items()):
+                below = [k for s, k in self.entries if s == salt and k[: -self.size] == tokens and k]
+                if other is earlier and len(below) == 1:
+                    other.pages = [None if g in self.states else page for g, page in enumerate(other.pages)]
+                    self.seen["replaced"] += 1
 
     def evict(self, group: int) -> None:
         held = self.held(group)
@@ -169,12 +275,13 @@ class Model:
             known = key in self.entries
             entry = self.entries.setdefault(key, Entry(len(self.windows)))
             for g, table in enumerate(request.tables):
-                if entry.pages[g] is None:
+                if entry.pages[g] is None and g not in self.states:
                     entry.pages[g] = table[i]
                     self.seen["filled"] += known and table[i] is not None
             new.append(entry)
         self.touch(new)
         request.path = path + new
+        self.attach(request)
 
     def slide(self, request: Request, num_computed: int) -> None:
         for g, window in enumerate(self.windows):
@@ -196,8 +303,11 @@ class World:
     """Every call goes to both; all that can be seen must agree after each."""
 
     def __init__(self, windows: Sequence[int], num_pages: Sequence[int], size: int, max_chunk: int) -> None:
-        self.kv = KVCache([group(w) for w in windows], num_pages, size, max_chunk=max_chunk)
         self.model = Model(windows, num_pages, size)
+        interval = self.model.state_interval
+        groups = [group(w) for w in windows]
+        self.kv = KVCache(groups, num_pages, size, max_chunk=max_chunk, state_interval=interval)
+        self.kv.answer_interval = self.model.answer_interval
         self.size = size
         self.content: dict[tuple[int, int], Key] = {}
         """What was written to (group, page) last: the salt and all tokens up to the last one in the page."""
@@ -213,6 +323,8 @@ class World:
         found = self.kv.begin(id, tokens, salt, reuse)
         request = self.model.begin(id, salt, tokens, reuse)
         assert found == request.num_computed < len(tokens) and found % self.size == 0
+        for g, page in request.source.items():
+            assert self.content[g, page] == self.model.key(salt, tokens, found // self.size), "a state of other tokens"
         for g, table in enumerate(request.tables):
             for i, page in enumerate(table):
                 if page is not None:
@@ -226,6 +338,7 @@ class World:
         grown = self.kv.grow(request.id, num_tokens)
         assert grown == (need >= 0)
         self.take(request, need)
+        self.copy()
         if not grown and len(self.requests) == 1:
             assert not self.kv.fits(num_tokens), "alone, and yet refused what should fit"
         self.verify()
@@ -238,6 +351,10 @@ class World:
             new = table[len(request.tables[g]) :]
             assert len(new) == max(0, need)
             if self.model.windows[g] == STATE:  # only the first is a page
+                if need > 0 and g in request.source:
+                    assert table[0] not in self.model.cached(g) | self.model.held(g)
+                    request.tables[g][0] = table[0]
+                    del request.source[g]
                 first = len(request.tables[g]) == 0
                 assert not any(new[first:])
                 new = [*new[:first], *[None] * len(new[first:])]
@@ -252,19 +369,33 @@ class World:
         given = self.kv.advance(request.id, known, begin, count)
         model.commit(request, min(begin, len(known)))
         model.slide(request, begin)
+        if model.keep(request):
+            made, self.kv.copies[: len(model.states)] = self.kv.copies[: len(model.states)], []
+            assert [(g, source) for g, source, _ in made] == [(g, request.tables[g][0]) for g in model.states]
+            for g, source, page in made:
+                assert page not in model.held(g) | model.cached(g)
+                self.content[g, page] = self.content[g, source]
+            request.pending = begin, [page for _, _, page in made]
+            model.attach(request)
         room = [
             model.num_pages[g] - len(model.held(g)) + len(request.tables[g])
             for g, w in enumerate(model.windows)
             if w > 0
         ]
-        count = max(1, min([count, *(pages * self.size - begin for pages in room)]))
+        count = max(1, model.chunk(request, min([count, *(pages * self.size - begin for pages in room)])))
         need = model.grow(request, begin + count)
         assert given == (count if need >= 0 else 0)
         self.take(request, need)
+        self.copy()
         self.verify()
         if given:
             self.compute(request, begin + given)
         return given > 0
+
+    def copy(self) -> None:
+        for g, source, target in self.kv.copies:
+            self.content[g, target] = self.content[g, source]
+        self.kv.copies.clear()
 
     def compute(self, request: Request, num_tokens: int) -> None:
         """Write keys and values of the tokens up to here: into pages that nobody else reads."""
@@ -274,6 +405,9 @@ class World:
                 page = table[i]
                 assert page is not None and self.kv.pools[g].counts[page] == 1, "a write to a shared page"
                 end = min(num_tokens, (i + 1) * self.size)
+                if self.model.windows[g] == STATE:
+                    end, before = num_tokens, (request.salt, tuple(request.tokens[: request.num_computed]))
+                    assert not request.num_computed or self.content[g, page] == before, "a state of other tokens"
                 self.content[g, page] = request.salt, tuple(request.tokens[:end])
         request.num_computed = num_tokens
 
@@ -362,7 +496,7 @@ def walk(world: World, rng: random.Random, num_operations: int, max_pages: int) 
                 request.tokens.append(0 if rng.random() < 0.9 else 1)
             chunk = rng.choice((1, size, rng.randint(1, world.kv.max_chunk)))
             lag = rng.choice((0, 0, 1, size + 1))
-            if rng.random() < 0.3:
+            if rng.random() < (0.8 if world.model.states else 0.3):
                 given = world.commit_slide_grow(request, chunk, min(lag, len(request.tokens)))
             else:
                 given = world.advance(request, chunk, lag, slide_first=rng.random() < 0.2)
@@ -376,9 +510,10 @@ SHAPES = {
     "full and sliding": ((0, 7), (26, 20)),
     "sliding": ((5,), (10,)),
     "two full, two sliding": ((4, 0, 0, 20), (14, 22, 26, 18)),
-    "full and state": ((0, STATE), (24, 3)),
-    "state, sliding and full": ((STATE, 7, 0), (4, 20, 26)),
-    "state": ((STATE,), (3,)),
+    "full and state": ((0, STATE), (26, 6)),
+    "state, sliding and full": ((STATE, 7, 0), (6, 20, 26)),
+    "full and two states": ((STATE, 0, STATE), (6, 22, 7)),
+    "state": ((STATE,), (5,)),
 }
 
 
@@ -392,11 +527,14 @@ def test_random_walk(shape: str, size: int, thorough: bool) -> None:
     world = World(windows, num_pages, size, max_chunk=3 * size)
     walk(world, random.Random(f"{shape} {size}"), num_operations, max_pages=10)
     assert world.num_operations >= num_operations
-    events = {"refused"}
-    if STATE not in windows:
-        events |= {"found"} | ({"leaf", "copies", "dead"} if 0 in windows else {"bare"})
-        events |= {"hole", "filled"} if any(windows) else set()
-    assert events == {event for event, count in world.model.seen.items() if count}, "the walk has been everywhere"
+    events = {"refused", "found"} | ({"leaf", "copies", "dead"} if 0 in windows else {"bare"})
+    events |= {"hole"} if any(windows) else set()
+    events |= {"filled"} if any(window > 0 for window in windows) else set()
+    if STATE in windows:
+        events |= {"checkpoint", "branch", "pending", "taken", "no room"}
+        events |= {"replaced"} if size < 16 else set()  # few answers get that long
+    seen = {event for event, count in world.model.seen.items() if count}
+    assert events <= seen <= events | {"replaced", "known"}, "the walk has been everywhere"
 
 
 class Machine(RuleBasedStateMachine):
@@ -404,7 +542,7 @@ class Machine(RuleBasedStateMachine):
     def start(self, shape: str, size: int, pages: int) -> None:
         windows, _ = SHAPES[shape]
         self.world = World(
-            windows, [3 if w == STATE else pages + 6 * (w > 0) for w in windows], size, max_chunk=2 * size
+            windows, [4 if w == STATE else pages + 6 * (w > 0) for w in windows], size, max_chunk=2 * size
         )
 
     def pick(self, index: int) -> Request | None:
@@ -426,7 +564,11 @@ class Machine(RuleBasedStateMachine):
             if request.num_computed == len(request.tokens):
                 request.tokens.append(0)
             chunk = min(chunk, self.world.kv.max_chunk)
-            if not self.world.advance(request, chunk, lag, slide_first):
+            if self.world.model.states and slide_first:
+                given = self.world.commit_slide_grow(request, chunk, min(lag, len(request.tokens)))
+            else:
+                given = self.world.advance(request, chunk, lag, slide_first)
+            if not given:
                 self.world.release(self.world.requests[-1])
 
     @rule(index=st.integers(0, 3))
@@ -620,8 +762,8 @@ def test_two_with_the_same_prompt_leave_room_for_the_one_that_stays() -> None:
 
 
 def test_a_state_is_one_page_for_the_life_of_a_request() -> None:
-    kv = KVCache([group(0), group(STATE)], [12, 2], 4, max_chunk=16)
-    assert not kv.prefix_cache and run(kv, "a", range(10)) == 0
+    kv = KVCache([group(0), group(STATE)], [12, 2], 4, prefix_cache=False, max_chunk=16)
+    assert run(kv, "a", range(10)) == 0
     full, state = kv.pages("a")
     page = state[0]
     assert len(set(full)) == 3 and state == [page, 0, 0] and kv.num_free == [9, 1]
@@ -634,6 +776,133 @@ def test_a_state_is_one_page_for_the_life_of_a_request() -> None:
     kv.release("a")
     assert kv.num_cached == [0, 0] and run(kv, "a", range(10)) == 0, "it begins again, without a prefix"
     assert kv.pages("a")[1][0] == page and kv.fits(48) and not kv.fits(49)
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def with_states(num_states: int = 8, **options: int) -> KVCache:
+    return KVCache([group(0), group(STATE)], [64, num_states], 4, max_chunk=64, **options)
+
+
+def chunks(kv: KVCache, id: str, tokens: Sequence[int], chunk: int = 64, end: int | None = None) -> list[int]:
+    """Run it as a scheduler does, up to `end` tokens; the lengths at which it starts and its chunks end."""
+    ends = [kv.begin(id, tokens)]
+    while ends[-1] < (end or len(tokens)):
+        given = kv.advance(id, tokens, ends[-1], min(chunk, len(tokens) - ends[-1]))
+        assert given
+        kv.check()
+        ends.append(ends[-1] + given)
+    kv.commit(id, tokens, ends[-1])
+    return ends
+
+
+def states(kv: KVCache) -> set[int]:
+    """The lengths of all checkpoints."""
+    return {node.depth * kv.page_size for node in kv.tree.nodes() if node.pages[1] is not None}
+
+
+def test_a_prompt_is_found_again_where_its_last_whole_page_ends() -> None:
+    kv = with_states()
+    for length, ends in ((20, [0, 16, 20]), (21, [16, 20, 21]), (3, [0, 3]), (5, [0, 4, 5])):
+        assert chunks(kv, "a", range(length)) == ends
+        kv.release("a")
+        again = chunks(kv, "b", range(length))
+        assert again == ends[-2:] and kv.num_cached[1] == len(states(kv))
+        kv.release("b")
+    assert states(kv) == {16, 20, 4}
+    assert (kv.num_queries, kv.num_hits) == (98, 2 * 16 + 20 + 4)
+
+
+def test_a_request_gets_a_copy_of_the_checkpoint() -> None:
+    kv = with_states()
+    chunks(kv, "a", range(10))
+    own = kv.pages("a")[1][0]
+    ((group_, source, checkpoint),) = kv.copies
+    assert (group_, source) == (1, own) != (1, checkpoint)
+    kv.copies.clear()
+    assert kv.begin("b", range(10)) == 8 and kv.num_free[1] == 6, "it holds the checkpoint"
+    assert kv.grow("b", 10) and kv.num_free[1] == 6
+    assert kv.copies == [(1, checkpoint, kv.pages("b")[1][0])] and kv.pages("b")[1][0] not in (own, checkpoint)
+    assert kv.pages("b")[0][:2] == kv.pages("a")[0][:2]
+
+
+def test_the_last_page_of_states_is_taken_over() -> None:
+    """A pool of one state serves requests one after another, and each starts from what the last one left."""
+    kv = with_states(num_states=1)
+    for _ in range(2):
+        chunks(kv, "a", range(10))
+        kv.release("a")
+    assert states(kv) == set(), "while it ran there was no page for a checkpoint"
+    kv = with_states(num_states=2)
+    chunks(kv, "a", range(10))
+    checkpoint = kv.copies.pop()[2]
+    other = [*range(10)]
+    assert chunks(kv, "b", other) == [8, 10] and kv.copies == [] and kv.pages("b")[1][0] == checkpoint
+    assert states(kv) == set()
+    kv.release("a")
+    assert chunks(kv, "c", other) == [0, 8, 10], "there was no state to start from, and now there is a page for one"
+    kv.release("b")
+    assert kv.begin("d", other) == 0
+
+
+def test_where_prompts_part_a_state_is_kept_for_the_third() -> None:
+    kv = with_states()
+    stem = list(range(12))
+    assert chunks(kv, "a", [*stem, *[50] * 9]) == [0, 20, 21]
+    assert chunks(kv, "b", [*stem, *[60] * 9]) == [0, 12, 20, 21]
+    assert chunks(kv, "c", [*stem, *[70] * 9]) == [12, 20, 21]
+    assert states(kv) == {12, 20} and kv.num_cached[1] == 4
+
+
+def test_long_prompts_have_states_in_between_where_chunks_end() -> None:
+    kv = with_states(state_interval=10)
+    assert chunks(kv, "a", range(50), chunk=7) == [0, 7, 12, 19, 24, 31, 36, 43, 48, 50]
+    assert states(kv) == {12, 24, 36, 48}
+
+
+def test_an_answer_keeps_its_latest_state() -> None:
+    kv = with_states()
+    kv.answer_interval = 8
+    tokens = [*range(40)]
+    kv.begin("a", tokens[:6])
+    seen, computed = [], 0
+    for known in range(6, 40):  # two tokens are not known yet when the next is computed
+        while computed < known:
+            computed += kv.advance("a", tokens[: max(6, known - 2)], computed, known - computed)
+            kv.check()
+        seen.append(sorted(states(kv)))
+    assert seen[0] == [4] and [4, 12] in seen and seen[-1] == [4, 36]
+    assert max(map(len, seen)) == 2
+    kv.release("a")
+    assert kv.begin("b", tokens) == 36
+
+
+def test_states_go_with_their_pages_and_before_them() -> None:
+    kv = KVCache([group(0), group(STATE)], [12, 3], 4, max_chunk=64)
+    for i in range(3):
+        chunks(kv, "a", [i] * 10)
+        kv.release("a")
+    assert kv.num_cached == [6, 2], "one state is the request's: the oldest checkpoint went"
+    assert kv.begin("b", [0] * 10) == 0, "its keys and values are there, but no state"
+    kv.release("b")
+    chunks(kv, "c", [9] * 48)
+    assert kv.num_cached[1] == 1 and states(kv) == {44}, "evicted with their nodes"
+
+
+def test_a_checkpoint_whose_tokens_never_come_is_given_back() -> None:
+    kv = with_states()
+    kv.answer_interval = 4
+    tokens = [*range(8)]
+    kv.begin("a", tokens[:4])
+    assert kv.advance("a", tokens[:4], 0, 4) == 4
+    assert kv.advance("a", tokens[:4], 4, 1) == 1 and states(kv) == {4}
+    kv.commit("a", tokens[:5], 5)
+    assert kv.grow("a", 8) and kv.advance("a", tokens[:6], 8, 1) == 1
+    kv.check()
+    assert kv.num_free[1] == 6 and kv.num_cached[1] == 1  # the request's own and the pending one are held
+    kv.release("a")
+    assert kv.num_free[1] == 8 and states(kv) == {4}
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 3, 5, 9, STATE])
@@ -672,5 +941,21 @@ def test_check_sees_damage(damage: str) -> None:
         kv.pages("a")[1][0] = 3
     else:
         request.node = request.node.parent
+    with pytest.raises(AssertionError):
+        kv.check()
+
+
+@pytest.mark.parametrize("damage", ["source", "pending", "own"])
+def test_check_sees_damaged_states(damage: str) -> None:
+    kv = with_states()
+    chunks(kv, "a", range(10))
+    kv.begin("b", range(10))
+    kv.check()
+    if damage == "source":
+        kv._requests["b"].source.clear()
+    elif damage == "pending":
+        kv._requests["a"].pending = 8, [5]
+    else:
+        kv.pages("a")[1][0] = 7
     with pytest.raises(AssertionError):
         kv.check()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
 from anabranch.layers.cache import KeepWindow
 from anabranch.loader.load import build
@@ -60,6 +61,17 @@ def test_short_requests_have_their_states(tmp_path: Path) -> None:
         assert found.kv - 2 * plan.request_bytes(config, 8192, 4, "bfloat16") < used <= found.kv
     states = all_of_them * plan.page_bytes(config.cache_groups[0], 4, "bfloat16")
     assert 0.49 * found.kv < states <= found.kv / 2
+
+
+def test_checkpoints_have_a_budget_of_their_own(tmp_path: Path) -> None:
+    """As many states again as requests have, and no more memory for both than half."""
+    config = read_config(tiny.save(next(c for c in tiny.CASES if c.model_type == "qwen3_next"), tmp_path / "model"))
+    assert plan.pages_for(config, 100, 40, 4) == [10, 100] and plan.pages_for(config, 100, 40, 4, True) == [20, 100]
+    found = plan.plan_memory(config, 200_000_000, fraction=0.5, dtype="bfloat16", page_size=4)
+    for reuse, num_states in ((False, 100), (True, 200)):
+        options = EngineConfig(model="m", max_num_seqs=100, page_size=4, max_model_len=8192, prefix_cache=reuse)
+        pages = found.pool_pages(options, "")
+        assert pages[0] == num_states and plan.pages_bytes(config, pages, 4, "bfloat16") <= found.kv
 
 
 def test_largest_context_is_the_boundary(tmp_path: Path) -> None:

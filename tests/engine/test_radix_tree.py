@@ -32,7 +32,7 @@ class Request:
     ) -> None:
         """`lost`: per group, the pages it has given back before it inserts."""
         self.tree = tree
-        path = tree.match(ids(text), salt, len(text) // SIZE) if reuse else []
+        path = tree.match(ids(text), salt, len(text) // SIZE)[0] if reuse else []
         begin, count = len(path), len(text) // SIZE
         self.firsts = [policy.first_page(begin * SIZE, SIZE) for policy in tree.policies]
         self.tables: list[list[int]] = []
@@ -95,7 +95,7 @@ def evict(tree: RadixTree, group: int = 0) -> set[str]:
 
 
 def found(tree: RadixTree, text: str, salt: str = "") -> str:
-    path = tree.match(ids(text), salt, len(text) // SIZE)
+    path, _ = tree.match(ids(text), salt, len(text) // SIZE)
     return text_of(path[-1]) if path else ""
 
 
@@ -119,7 +119,7 @@ def test_match_is_whole_pages_from_the_root() -> None:
     assert found(tree, "abcde") == "abcd"
     assert found(tree, "abXdef") == "ab"
     assert found(tree, "cdef") == found(tree, "a") == found(tree, "") == ""
-    assert [len(tree.match(ids("abcdef"), "", most)) for most in range(5)] == [0, 1, 2, 3, 3]
+    assert [len(tree.match(ids("abcdef"), "", most)[0]) for most in range(5)] == [0, 1, 2, 3, 3]
 
 
 def test_what_is_there_is_not_stored_twice() -> None:

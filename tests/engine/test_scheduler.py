@@ -24,7 +24,8 @@ class World:
         self.random = random.Random(0)
         self.num_kinds = 12 if ends else EOS  # EOS is the 10th of 12 kinds of token
         self.groups, self.page_size, self.depth = groups, page_size, depth
-        self.kv = KVCache(groups, pages, page_size, max_chunk=budget)
+        self.kv = KVCache(groups, pages, page_size, max_chunk=budget, state_interval=8)
+        self.kv.answer_interval = 8
         self.scheduler = Scheduler(self.kv, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=max_len)
         self.device: dict[tuple[int, int, int], tuple] = {}
         self.launched: list[list[tuple[Share, int]]] = []
@@ -53,6 +54,9 @@ class World:
         several = [share.end - share.begin > 1 for share in shares]
         assert several == sorted(several), "shares of one token come first"
         if shares:
+            for g, source, target in self.kv.copies:
+                self.device[g, target, 0] = self.device[g, source, 0]
+            self.kv.copies.clear()
             self.launched.append([(share, self.compute(share)) for share in shares])
         if self.launched and (len(self.launched) > self.depth or not shares):
             self.read(self.launched.pop(0))
@@ -130,7 +134,10 @@ WORLDS = {
     "full": {},
     "full and sliding": {"groups": (FULL, SLIDING), "pages": (24, 16)},
     "sliding": {"groups": (SLIDING,), "pages": (18,)},
-    "full and state": {"groups": (FULL, STATE), "pages": (24, 4)},
+    "full and state": {"groups": (FULL, STATE), "pages": (24, 7)},
+    "few states": {"groups": (FULL, STATE), "pages": (24, 4)},
+    "state, full and sliding": {"groups": (STATE, FULL, SLIDING), "pages": (8, 24, 16), "depth": 0},
+    "tight, with states": {"groups": (FULL, STATE), "pages": (16, 9), "seqs": 8, "budget": 6},
     "synchronous": {"depth": 0},
     "page of 1": {"page_size": 1, "pages": (80,)},
     "tight": {"pages": (16,), "seqs": 8, "budget": 6},
@@ -143,12 +150,12 @@ def test_random_walk(name: str, thorough: bool) -> None:
     for seed in range(4 if thorough else 1):
         rng = random.Random(f"{name} {seed}")
         world = World(**WORLDS[name])
+        kinds = prompts(rng, 200)
         for _ in range(4500):
             what = rng.random()
             if what < 0.10 and len(world.sequences) < 30:
-                prompt = prompts(rng, 1)[0]
                 world.add(
-                    prompt,
+                    rng.choice(kinds),
                     rng.randrange(1, 25),
                     priority=rng.choice([0, 0, 0, 1, -1]),
                     salt=rng.choice(["", "", "x"]),
@@ -165,7 +172,8 @@ def test_random_walk(name: str, thorough: bool) -> None:
             assert sequence.tokens == world.alone(sequence), sequence.id
         for pool, cached in zip(world.kv.pools, world.kv.num_cached, strict=True):
             assert pool.num_free + cached == pool.num_pages
-    assert name != "tight" or world.scheduler.num_preemptions > 0
+        assert world.kv.num_hits > 0
+    assert "tight" not in name or world.scheduler.num_preemptions > 0
 
 
 def test_eight_times_more_than_the_pool_holds() -> None:
@@ -230,3 +238,28 @@ def test_abort_of_a_waiting_a_running_and_an_in_flight_sequence() -> None:
     world.drain()
     assert b.tokens == world.alone(b)
     assert world.kv.usage() == 0
+
+
+def test_siblings_start_from_the_state_of_their_prompt() -> None:
+    """Requests with the same prompt that come together, as for n > 1: one of them computes it."""
+    world = World(groups=(FULL, STATE), pages=(60, 12), budget=64, depth=0, ends=False)
+    family = [world.add([3] * 19, 5) for _ in range(4)]
+    stranger, other = world.add([4] * 19, 5, salt="x"), world.add([3] * 19, 5, salt="x")
+    world.step()
+    assert [sequence.num_computed for sequence in family] == [16, 0, 0, 0]
+    world.step()
+    assert [sequence.num_computed for sequence in family] == [19] * 4
+    assert [sequence.num_cached for sequence in family] == [0, 16, 16, 16]
+    world.drain()
+    assert (stranger.num_cached, other.num_cached) == (0, 0)
+    for sequence in (*family, stranger, other):
+        assert sequence.tokens == world.alone(sequence)
+
+
+def test_a_preempted_sequence_resumes_from_a_state() -> None:
+    world = World(groups=(FULL, STATE), pages=(16, 6), seqs=4, budget=64, ends=False)
+    sequences = [world.add([i] * 12, 30) for i in range(3)]
+    world.drain()
+    assert world.scheduler.num_preemptions > 0 and world.kv.num_hits > 0
+    for sequence in sequences:
+        assert sequence.tokens == world.alone(sequence)

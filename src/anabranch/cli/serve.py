@@ -79,7 +79,7 @@ def _add_rare(group: Any) -> None:
     group.add_argument("--allowed-hosts", type=names, default=(), metavar="NAME,...", help=hosts)
     add_engine_options(group, "load_format", "expert_load_interval")
     add_fields(group, Settings, RARE_SETTINGS)
-    add_engine_options(group, "page_size", "num_pages", "prefix_cache", "async_scheduling", *FLAGS)
+    add_engine_options(group, "page_size", "num_pages", "prefix_cache", "state_interval", "async_scheduling", *FLAGS)
 
 
 class Help(argparse.Action):

@@ -65,6 +65,7 @@ class Engine:
             config.page_size,
             prefix_cache=config.prefix_cache,
             max_chunk=config.page_size,  # where groups that slide are short of pages, chunks shrink to this
+            state_interval=config.state_interval,
         )
         longest = self._longest(config.max_model_len)
         if longest < config.max_model_len:
@@ -233,6 +234,9 @@ class Engine:
         for sequence in self.scheduler.admitted:
             self.metrics.admit(sequence.id, sequence.num_prompt)
         self.metrics.steps += 1
+        if self.kv.copies:
+            self.runner.copy_states(self.kv.copies)
+            self.kv.copies.clear()
         return self.runner.launch(shares, self.kv.pages)
 
     def _read(self, launched: Launched) -> list[Update]:

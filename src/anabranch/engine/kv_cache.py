@@ -8,16 +8,26 @@ Worked example, pages of 4 tokens, a group that keeps all and one with a window 
 the tree knows the first 8, begins with 8 tokens and pages [[7, 2], [3, 5]]. grow(10) makes it [[7, 2, 9], [3, 5, 1]].
 After 10 tokens the next query, at position 10, sees 5 .. 10: slide gives back the second group's first page and leaves
 [[7, 2, 9], [0, 5, 1]]. A third group with one state per request would have [4, 0, 0] all the time.
+
+States change with every token, so requests share copies of them, checkpoints in the tree: where a prompt's last whole
+page ends, where it leaves what others have computed, every `state_interval` tokens of a long one, and one in an answer.
+These are ends of pages, and chunks end there (`largest_chunk`): a state can be copied between two steps only. `copies`
+lists what is to be copied before the next step, in this order. A request that starts from a checkpoint gets a copy of
+it, or the page itself if there is no other. Checkpoints take pages that no request wants, and evict older ones.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import gt
 
 from anabranch.engine.pages import PagePool
 from anabranch.engine.radix_tree import Node, RadixTree
 from anabranch.layers.cache import NEVER, CacheGroup
+
+ANSWER_INTERVAL = 256
+"""Tokens of an answer after which its checkpoint is replaced by a later one: the next turn of a conversation computes
+at most as many again, and the copy costs less than a hundredth of what the tokens cost."""
 
 
 @dataclass(slots=True)
@@ -39,6 +49,18 @@ class _Tables:
     """None: it has no part in the prefix cache."""
     node: Node | None = None
     """How far it has committed: as many pages as the node is deep. May be dead."""
+    source: dict[int, int] = field(default_factory=dict)
+    """Until it has states of its own: per group, the checkpoint it starts from, which it holds."""
+    stops: list[int] = field(default_factory=list)
+    """Lengths at which a chunk of its prompt has to end for a checkpoint, the next one last."""
+    prompt_end: int = 0
+    """The last of these."""
+    next_state: int = NEVER
+    """Computed tokens from which on a checkpoint is made, where a page ends."""
+    pending: tuple[int, list[int]] | None = None
+    """A checkpoint of this many tokens, not all of which are known and committed: per group with states, its page."""
+    in_answer: Node | None = None
+    """Where it has put the latest checkpoint of its answer. May be dead."""
 
 
 class KVCache:
@@ -50,20 +72,26 @@ class KVCache:
         prefix_cache: bool = True,
         *,
         max_chunk: int,
+        state_interval: int = NEVER,
     ) -> None:
-        """`num_pages` has one number a group; `max_chunk` is the most tokens of one request computed in one step. There
-        is no prefix cache if a group's pages cannot be reused."""
+        """`num_pages` has one number a group; `max_chunk` is the most tokens of one request computed in one step;
+        `state_interval`: tokens of a prompt after which a checkpoint is made where a chunk ends."""
         assert len(groups) == len(num_pages) > 0 and page_size > 0 and max_chunk > 0
         self.page_size = page_size
         self.policies = [group.policy for group in groups]
-        self.prefix_cache = prefix_cache and all(policy.reusable for policy in self.policies)
+        self.prefix_cache = prefix_cache
         self.max_chunk = max_chunk
+        self.state_interval = state_interval
+        self.answer_interval = ANSWER_INTERVAL
         self.pools = [PagePool(n) for n in num_pages]
         self.tree = RadixTree(self.pools, self.policies, page_size)
+        self.shares_states = prefix_cache and bool(self.tree.states)
         self.num_queries = 0
         """Tokens looked up in the tree, by requests that then got the pages to run."""
         self.num_hits = 0
         """Those of them that were found."""
+        self.copies: list[tuple[int, int, int]] = []
+        """(group, source page, target page) of states, in order, until taken by who copies them."""
         self._requests: dict[str, _Tables] = {}
 
     # The life of a request.
@@ -75,10 +103,13 @@ class KVCache:
         assert tokens
         tree, size = self.tree, self.page_size
         path: list[Node] = []
+        most = num_paged = (len(tokens) - 1) // size
         if reuse and self.prefix_cache:
-            path = tree.match(tokens, salt, (len(tokens) - 1) // size)
+            path, num_paged = tree.match(tokens, salt, most)
         found = len(path) * size
         firsts = [policy.first_page(found, size) for policy in self.policies]
+        for group in tree.states:
+            firsts[group] = len(path)
         tables: list[list[int]] = []
         for group, first in enumerate(firsts):
             table = [0] * first
@@ -96,6 +127,15 @@ class KVCache:
                 tree.touch(path[-1])
             request.root, request.node = tree.enter(salt, path[-1] if path else None)
             request.next_commit = found + size
+            if self.shares_states:
+                request.stops = [pages * size for pages in sorted({most, num_paged}, reverse=True) if pages > len(path)]
+                request.prompt_end = most * size
+                self._plan_state(request, found)
+                for group in tree.states if path else ():
+                    page = path[-1].pages[group]
+                    assert page is not None
+                    tree.share(group, page)
+                    request.source[group] = page
         return found
 
     def grow(self, id: str, num_tokens: int) -> bool:
@@ -105,13 +145,19 @@ class KVCache:
         if num_tokens <= request.capacity:
             return True
         begin, end = len(request.tables[0]), -(-num_tokens // self.page_size)
-        needs = [policy.num_pages(begin, end) for policy in self.policies]
-        if any(map(gt, needs, self.num_free)):
+        needs, free = [policy.num_pages(begin, end) for policy in self.policies], self.num_free
+        for group, page in request.source.items():
+            needs[group] = 1 if free[group] or self.tree.num_holders(group, page) > 1 else 0
+        if any(map(gt, needs, free)):
             return False
         for group, (table, pool, need) in enumerate(zip(request.tables, self.pools, needs)):
             while pool.num_free < need:
                 self.tree.evict(group)
-            table += pool.allocate(need)
+            pages = pool.allocate(need)
+            if group in request.source:
+                self._start_from(request, group, pages)
+            else:
+                table += pages
             if len(table) < end:
                 table += [0] * (end - len(table))
         request.capacity = end * self.page_size
@@ -120,11 +166,25 @@ class KVCache:
         request.lookup = 0, 0
         return True
 
+    def _start_from(self, request: _Tables, group: int, pages: list[int]) -> None:
+        """Its state becomes a copy of its source on this page; without one it takes the source itself."""
+        source = request.source.pop(group)
+        if pages:
+            self.copies.append((group, source, pages[0]))
+            self.tree.release(group, source)
+        else:
+            self.tree.drop_state(group, source)
+        request.tables[group][0] = pages[0] if pages else source
+        request.firsts[group] = 0
+
     def advance(self, id: str, tokens: Sequence[int], num_computed: int, count: int) -> int:
-        """Commit, slide and grow for the next `count` tokens at once, as a running request does in every step. Gives
-        how many of them there are pages for: fewer where groups that slide are short, 0 where others are."""
+        """Commit, slide, make a checkpoint where one is due, and grow for the next `count` tokens at once, as a running
+        request does in every step. Gives how many of them are to be computed: see `largest_chunk`; 0: there are no
+        pages."""
         self.commit(id, tokens, min(num_computed, len(tokens)))
         self.slide(id, num_computed)
+        if num_computed >= self._requests[id].next_state and not num_computed % self.page_size:
+            self._keep_states(self._requests[id], num_computed)
         count = self.largest_chunk(id, num_computed, count)
         return count if self.grow(id, num_computed + count) else 0
 
@@ -135,7 +195,8 @@ class KVCache:
         return min(request.capacity, request.next_commit, request.next_slide)
 
     def largest_chunk(self, id: str, num_computed: int, count: int) -> int:
-        """How many of the next `count` tokens the groups that slide have pages for, at least 1.
+        """How many of the next `count` tokens the groups that slide have pages for, at least 1, up to where a
+        checkpoint is to be made.
 
         A chunk longer than the window needs more pages at once than the request needs later: better a shorter chunk
         than to wait for pages that only the chunk needs. Other groups keep what they get, so there is nothing to gain.
@@ -144,6 +205,11 @@ class KVCache:
             capacity, free = self._requests[id].capacity, self.num_free
             for group, _ in self.tree.sliding:
                 count = min(count, capacity + free[group] * self.page_size - num_computed)
+        if self.tree.states and (stops := self._requests[id].stops):
+            end = min(num_computed + count, stops[-1])
+            if end >= self._requests[id].next_state and (page_end := end - end % self.page_size) > num_computed:
+                end = page_end
+            count = end - num_computed
         return max(1, count)
 
     def commit(self, id: str, tokens: Sequence[int], num_computed: int) -> None:
@@ -155,6 +221,59 @@ class KVCache:
         num_pages = num_computed // self.page_size
         request.node = self.tree.extend(request.node, tokens, num_pages, request.tables, request.firsts)
         request.next_commit = (request.node.depth + 1) * self.page_size
+        self._add_states(request)
+
+    def _keep_states(self, request: _Tables, num_computed: int) -> None:
+        """Copy its states into a checkpoint, if it needs one there and there are pages."""
+        while request.stops and request.stops[-1] <= num_computed:
+            request.stops.pop()
+        self._plan_state(request, num_computed)
+        node, states = request.node, self.tree.states
+        assert node is not None
+        if node.alive and node.depth * self.page_size == num_computed:
+            if all(node.pages[group] is not None for group in states):
+                return
+        self._drop_pending(request)
+        if not all(self.num_free[group] for group in states):
+            return
+        pages = []
+        for group in states:
+            if not self.pools[group].num_free:
+                self.tree.evict(group)
+            pages += self.pools[group].allocate(1)
+            self.copies.append((group, request.tables[group][0], pages[-1]))
+        request.pending = num_computed, pages
+        self._add_states(request)
+
+    def _plan_state(self, request: _Tables, num_kept: int) -> None:
+        """When its next checkpoint is due, the last having been made after `num_kept` tokens."""
+        request.next_state = num_kept + (self.state_interval if request.stops else self.answer_interval)
+        if request.stops:
+            request.next_state = min(request.next_state, request.stops[-1])
+
+    def _add_states(self, request: _Tables) -> None:
+        """Its pending checkpoint, if it has one, goes into the tree as soon as its tokens are there."""
+        node, size = request.node, self.page_size
+        assert node is not None
+        if request.pending is None or not node.alive or node.depth * size < request.pending[0]:
+            return
+        (num_tokens, pages), request.pending = request.pending, None
+        while node.depth * size > num_tokens:
+            assert node.parent is not None
+            node = node.parent
+        self.tree.touch(node)
+        added = [self.tree.add_state(node, *state) for state in zip(self.tree.states, pages, strict=True)]
+        if all(added) and num_tokens > request.prompt_end:
+            earlier, request.in_answer = request.in_answer, node
+            if earlier is not None and earlier.alive and len(earlier.children) == 1:
+                for group in self.tree.states:
+                    self.tree.drop_state(group, earlier.pages[group])
+
+    def _drop_pending(self, request: _Tables) -> None:
+        if request.pending is not None:
+            for group, page in zip(self.tree.states, request.pending[1], strict=True):
+                self.tree.release(group, page)
+            request.pending = None
 
     def slide(self, id: str, num_computed: int) -> None:
         """The next query is at position num_computed: give back what it does not need."""
@@ -174,6 +293,9 @@ class KVCache:
         """Finished, aborted or preempted: give back all its pages. What was committed stays until evicted."""
         request = self._requests.pop(id)
         tree, node = self.tree, request.node
+        self._drop_pending(request)
+        for group, page in request.source.items():
+            tree.release(group, page)
         if node is not None:
             tree.touch(node)
         for group, pages in enumerate(self._pages(request)):
@@ -227,14 +349,19 @@ class KVCache:
             for request in self._requests.values():
                 for page in self._pages(request)[group]:
                     counts[page] += 1
+                if group in request.source:
+                    counts[request.source[group]] += 1
+                if request.pending is not None and group in self.tree.states:
+                    counts[request.pending[1][self.tree.states.index(group)]] += 1
             assert counts == pool.counts
         assert 0 <= self.num_hits <= self.num_queries
         assert 0 <= self.usage() <= 1
 
     def _check_request(self, request: _Tables) -> None:
-        for table, first, pages, policy in zip(request.tables, request.firsts, self._pages(request), self.policies):
+        for group, (table, first, pages) in enumerate(zip(request.tables, request.firsts, self._pages(request))):
             assert len(table) * self.page_size == request.capacity
-            assert 0 <= first <= (len(table) if policy.slides else 0)
+            assert 0 <= first <= (len(table) if self.policies[group].slides or group in request.source else 0)
+            assert self.policies[group].per_token or group in request.source or len(pages) == min(len(table), 1)
             assert not any(table[:first]) and not any(table[first + len(pages) :])
             assert len(set(pages)) == len(pages), "a page twice in one request"
         assert request.next_slide == self._next_slide(request.firsts)

@@ -1,6 +1,6 @@
 """The pages themselves: the tensors of every layer, shaped as its CacheSpec says.
 
-P pages, S tokens in a page.
+P pages, S tokens in a page, L layers of a group.
 """
 
 import math
@@ -19,13 +19,31 @@ def allocate(
 ) -> list[Cache]:
     """Zeroed pages for every layer; `num_pages` gives a number for each of config.cache_groups.
 
+    The states of a group's layers are one after another in memory: see `stack_states`.
     Zeroed, because kernels read whole pages and a masked weight of 0 does not cancel a stray NaN.
     """
     layers: dict[int, Cache] = {}
     for group, pages in zip(config.cache_groups, num_pages, strict=True):
+        if not group.policy.per_token:
+            states = allocate_layer(group.spec, len(group.layers) * pages, page_size, dtype, device)
+            layers |= zip(group.layers, zip(*(state.view(-1, pages, *state.shape[1:]) for state in states)))
+            continue
         for layer_id in group.layers:
             layers[layer_id] = allocate_layer(group.spec, pages, page_size, dtype, device)
     return [layers[layer_id] for layer_id in range(len(config.layers))]
+
+
+def stack_states(config: ModelConfig, layers: Sequence[Cache]) -> dict[int, Cache]:
+    """Of each group with states, the tensors of all its layers in one, [L, P, *shape]; `layers` as `allocate` gives
+    them."""
+    return {
+        index: tuple(
+            state.as_strided((len(group.layers), *state.shape), (state.numel(), *state.stride()))
+            for state in layers[group.layers[0]]
+        )
+        for index, group in enumerate(config.cache_groups)
+        if not group.policy.per_token
+    }
 
 
 def allocate_layer(spec: CacheSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Cache:

@@ -104,11 +104,14 @@ def held_pages(config: ModelConfig, context: int, page_size: int) -> list[int]:
     return [group.policy.held_pages(context, page_size) for group in config.cache_groups]
 
 
-def pages_for(config: ModelConfig, num_pages: int, context: int, page_size: int) -> list[int]:
+def pages_for(config: ModelConfig, num_pages: int, context: int, page_size: int, reuse: bool = False) -> list[int]:
     """Pages of each cache group where the largest has `num_pages`: in the proportion that requests of `context` tokens
-    hold them."""
+    hold them. With the prefix cache (`reuse`) as many states again, for checkpoints."""
     held = held_pages(config, context, page_size)
-    return [max(2, num_pages * pages // max(held)) for pages in held]
+    return [
+        max(2, num_pages * pages // max(held)) * (2 if reuse and not group.policy.per_token else 1)
+        for pages, group in zip(held, config.cache_groups)
+    ]
 
 
 def pages_bytes(config: ModelConfig, num_pages: Sequence[int], page_size: int, dtype: str) -> int:
@@ -163,7 +166,8 @@ class MemoryPlan:
 
     def num_pages(self, context: int, num_seqs: int = 0) -> list[int]:
         """Pages of each cache group, in the proportion that requests of `context` tokens hold them. A short request has
-        as much state as a long one: up to `num_seqs` have theirs as far as half of the memory goes."""
+        as much state as a long one, and so has a checkpoint: there are states for `num_seqs` of them, as far as half of
+        the memory goes."""
         kv, groups = max(0, self.kv), self.config.cache_groups
         held = held_pages(self.config, context, self.page_size)
         one = request_bytes(self.config, context, self.page_size, self.dtype)
@@ -182,10 +186,9 @@ class MemoryPlan:
                 f"the model does not fit: of {self.usable / 1e9:.2f} GB, {self.weights / 1e9:.2f} GB of weights and "
                 f"{self.workspace / 1e9:.2f} GB of workspace leave nothing for KV pages; {advice}"
             )
-        reuse = options.prefix_cache and all(group.policy.reusable for group in self.config.cache_groups)
-        most = options.max_num_seqs * (2 if reuse else 1)
+        most = options.max_num_seqs * (2 if options.prefix_cache else 1)
         longest = held_pages(self.config, options.max_model_len, options.page_size)
-        planned = self.num_pages(min(options.max_model_len, 8192), options.max_num_seqs)
+        planned = self.num_pages(min(options.max_model_len, 8192), most)
         return [min(pages, most * held) for pages, held in zip(planned, longest, strict=True)]
 
 
@@ -223,7 +226,8 @@ def check_memory(
     are resolved. Where the number of pages is given, they and the weights are all that is certain to be needed."""
     weights = sum(weight_bytes(quantized(config, options.quantization), dtype).values())
     if options.num_pages:
-        pages = pages_for(config, options.num_pages, options.max_model_len, options.page_size)
+        sizes = options.num_pages, options.max_model_len, options.page_size
+        pages = pages_for(config, *sizes, options.prefix_cache)
         kv = pages_bytes(config, pages, options.page_size, dtype)
         workspace, usable = 0, free
     else:

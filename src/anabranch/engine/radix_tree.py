@@ -9,6 +9,10 @@ use, so what is evicted is a leaf. In groups that slide any page may go and leav
 query after a match needs must be there. With such groups alone a node may be bare; a bare leaf goes at once, unless
 pinned.
 
+In groups with one state per request a node's page is a *checkpoint*: a copy of the state after all tokens up to the
+node's end. Few nodes have one, and a match ends at a node that has. No request holds it while it runs, since each has a
+state of its own, so it may be evicted at any time.
+
 Two requests may compute the same tokens at the same time. The first to insert wins; the second keeps pages of its own,
 and its further nodes are then children of nodes that it does not hold. Such nodes can be unused without being leaves.
 When no unused leaf is left they go too, and all below them: the requests there hold copies of every page on their path
@@ -49,6 +53,9 @@ class RadixTree:
         self.policies = policies
         self.page_size = page_size
         self.sliding = [(group, policy) for group, policy in enumerate(policies) if policy.slides]
+        self.states = [group for group, policy in enumerate(policies) if not policy.per_token]
+        self._sparse = [policy.slides or not policy.per_token for policy in policies]
+        """Per group, whether nodes may have holes."""
         self.roots: dict[str, Node] = {}
         self.num_cached = [0] * len(pools)
         """Per group, the pages in the tree."""
@@ -56,9 +63,9 @@ class RadixTree:
         """Per group, those of them that no request holds."""
         self._clock = 0
         self._owner: list[list[Node | None]] = [[None] * pool.num_pages for pool in pools]
-        # The group whose queue orders leaves. Groups that do not slide have pages in the same nodes, held by the same
+        # The group whose queue orders leaves. Groups that keep all have pages in the same nodes, held by the same
         # requests.
-        self._leaf_group = next((group for group, policy in enumerate(policies) if not policy.slides), None)
+        self._leaf_group = next((group for group, sparse in enumerate(self._sparse) if not sparse), None)
         # One heap a group of (stamp, −depth, page), at most one entry a page. Every unused page has one, or is in
         # _inner. Entries are lazy: a page may be held or gone by now, or used since; then its key is too low, never too
         # high, so it is put right when it comes up.
@@ -67,11 +74,11 @@ class RadixTree:
         self._inner: dict[int, None] = {}
         """Pages of the leaf group that came up and were not leaves. Lazy too."""
 
-    def match(self, tokens: Sequence[int], salt: str, max_pages: int) -> list[Node]:
-        """The longest path that a request may start from."""
+    def match(self, tokens: Sequence[int], salt: str, max_pages: int) -> tuple[list[Node], int]:
+        """The longest path that a request may start from, and how many pages it would have if all nodes had states."""
         path: list[Node] = []
         node, size = self.roots.get(salt), self.page_size
-        usable = 0
+        usable = paged = 0
         run = [0] * len(self.sliding)  # pages without a hole, up to here
         while node is not None and len(path) < max_pages:
             begin = len(path) * size
@@ -84,8 +91,10 @@ class RadixTree:
                 run[i] = 0 if node.pages[group] is None else run[i] + 1
                 whole &= run[i] >= node.depth - policy.first_page(node.depth * size, size)
             if whole:
-                usable = len(path)
-        return path[:usable]
+                paged = len(path)
+                if all(node.pages[group] is not None for group in self.states):
+                    usable = paged
+        return path[:usable], paged
 
     def enter(self, salt: str, node: Node | None) -> tuple[Node, Node]:
         """A request begins at this node of a match (None: at the root). Returns (root, node), both pinned."""
@@ -115,7 +124,7 @@ class RadixTree:
         """Insert a request's first `num_pages` pages, from its node on; its pin moves to the last node, the result.
 
         `tables` has the request's pages of each group; those before `firsts` it no longer has. Where the tree has a
-        page already it keeps its own; a hole is filled.
+        page already it keeps its own; a hole is filled. States are added by `add_state`.
         """
         start, size = node, self.page_size
         while not node.alive:
@@ -129,12 +138,27 @@ class RadixTree:
                 child = node.children[key] = Node(node, key, len(self.pools))
             child.stamp = self._clock
             for group, first in enumerate(firsts):
-                if index >= first and child.pages[group] is None:
+                if index >= first and child.pages[group] is None and group not in self.states:
                     self._keep(child, group, tables[group][index])
             node = child
         start.pins -= 1
         node.pins += 1
         return node
+
+    def add_state(self, node: Node, group: int, page: int) -> bool:
+        """A checkpoint for the node, which was touched just now, with the caller's reference on it. False: it has one
+        already, which stays."""
+        missing = node.pages[group] is None
+        if missing:
+            self._keep(node, group, page)
+        self.release(group, page)
+        return missing
+
+    def drop_state(self, group: int, page: int | None) -> None:
+        """The tree no longer keeps this checkpoint, if it does."""
+        if page is not None and (node := self._owner[group][page]) is not None:
+            self._drop(node, group)
+            self._shed(node)
 
     def touch(self, node: Node) -> None:
         """The path to this node is in use now: with equal stamps the deeper goes first."""
@@ -143,6 +167,10 @@ class RadixTree:
         while up is not None:
             up.stamp = self._clock
             up = up.parent
+
+    def num_holders(self, group: int, page: int) -> int:
+        """References of requests on this page."""
+        return self.pools[group].counts[page] - (self._owner[group][page] is not None)
 
     def share(self, group: int, page: int) -> None:
         """A request holds this page of the tree."""
@@ -162,7 +190,7 @@ class RadixTree:
     def evict(self, group: int) -> None:
         """Free at least one page of this group; one must be unused."""
         assert self.num_unused[group] > 0
-        if self.policies[group].slides:
+        if self._sparse[group]:
             node = self._oldest(group)
             assert node is not None
             self._drop(node, group)
@@ -207,7 +235,7 @@ class RadixTree:
     def _queue(self, group: int, node: Node) -> None:
         page = node.pages[group]
         assert page is not None
-        if (self.policies[group].slides or group == self._leaf_group) and not self._queued[group][page]:
+        if (self._sparse[group] or group == self._leaf_group) and not self._queued[group][page]:
             self._queued[group][page] = True
             heappush(self._heaps[group], (node.stamp, -node.depth, page))
 
@@ -279,11 +307,11 @@ class RadixTree:
             held = set()
             for group, page in enumerate(node.pages):
                 if page is None:
-                    assert self.policies[group].slides, "a hole in a group that keeps all"
+                    assert self._sparse[group], "a hole in a group that keeps all"
                     continue
                 assert page not in kept[group], f"page {page} is in two nodes"
                 kept[group][page] = node
-                if not self.policies[group].slides:
+                if not self._sparse[group]:
                     held.add(self.pools[group].counts[page] > 1)
             assert len(held) <= 1, "groups that keep all are held together"
         for group, nodes in enumerate(kept):
@@ -298,7 +326,7 @@ class RadixTree:
         entries = {page: (stamp, depth) for stamp, depth, page in heap}
         assert len(entries) == len(heap) == sum(queued) and all(queued[page] for page in entries)
         assert all(heap[(i - 1) // 2] <= heap[i] for i in range(1, len(heap)))
-        if not self.policies[group].slides and group != self._leaf_group:
+        if not self._sparse[group] and group != self._leaf_group:
             assert not heap
             return
         for page in unused:

@@ -19,6 +19,8 @@ from anabranch.platforms import Fetch, Platform
 Pages = Callable[[str], list[list[int]]]
 """Request id → for each cache group, the page of each logical page, all equally many. The same object as long as the
 sequence keeps its slot: it may only get longer."""
+StateCopy = tuple[int, int, int]
+"""(cache group, source page, target page), in all layers of the group."""
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
@@ -62,6 +64,10 @@ class Runner(Protocol):
     def idle(self, waiting: bool = False) -> None:
         """Do one thing that makes later steps faster, if there is any. `waiting`: the caller waits for it."""
         return
+
+    def copy_states(self, copies: list[StateCopy]) -> None:
+        """Enqueue copies of states, one after another, before the next step. Only for models that have states."""
+        raise NotImplementedError
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step, its shares of one token first."""

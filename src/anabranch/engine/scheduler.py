@@ -217,6 +217,8 @@ class Scheduler:
                 return
             params = sequence.request.params
             reuse = params.prompt_logprobs is None and not params.return_routed_experts
+            if reuse and self.kv.shares_states and self._has_sibling(sequence):
+                return
             found = self.kv.begin(sequence.id, sequence.tokens, sequence.request.cache_salt, reuse)
             count = self.kv.largest_chunk(sequence.id, found, min(len(sequence.tokens) - found, budget))
             if not self.kv.grow(sequence.id, found + count):
@@ -230,6 +232,14 @@ class Scheduler:
                 sequence.num_cached = found
             budget -= count
             yield self._share(sequence, found, count)
+
+    def _has_sibling(self, sequence: Sequence) -> bool:
+        """Whether one with the same prompt computes it now: this one can soon start from its states."""
+        prompt, salt = sequence.request.prompt_ids, sequence.request.cache_salt
+        return any(
+            s.num_computed < s.num_prompt and s.request.prompt_ids == prompt and s.request.cache_salt == salt
+            for s in self.running
+        )
 
     def _share(self, sequence: Sequence, begin: int, count: int) -> Share:
         """The share of `count` tokens, for which there are pages; the sequence is changed as if they were computed."""

@@ -23,7 +23,7 @@ from anabranch.engine.batch import HostStep, StepMaker
 from anabranch.engine.dry_run import dry_run
 from anabranch.engine.expert_counter import ExpertCounter
 from anabranch.engine.progress import Tally
-from anabranch.engine.runner import Launched, Pages, Progress, Runner
+from anabranch.engine.runner import Launched, Pages, Progress, Runner, StateCopy
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_plan import Logprobs, Sampled, SamplingMode, token_logprobs
 from anabranch.engine.scheduler import Sequence, Share
@@ -100,7 +100,8 @@ class TorchRunner(Runner):
     def num_pages(self) -> list[int]:
         config, model = self.config, self.model.config
         if config.num_pages:
-            return plan.pages_for(model, config.num_pages, config.max_model_len, config.page_size)
+            sizes = config.num_pages, config.max_model_len, config.page_size
+            return plan.pages_for(model, *sizes, config.prefix_cache)
         memory = self.platform.memory()
         found = plan.plan_memory(
             model,
@@ -122,6 +123,7 @@ class TorchRunner(Runner):
         groups = self.model.config.cache_groups
         self.kv = kv_tensors.allocate(self.model.config, num_pages, config.page_size, self.dtype, device)
         states = [index for index, group in enumerate(groups) if not group.policy.per_token]
+        self.states = kv_tensors.stack_states(self.model.config, self.kv)
         sizes = config.max_num_seqs, config.max_model_len, config.page_size
         self.steps = StepMaker(len(groups), *sizes, device, states=states)
         self.sampler = Sampler(config.max_num_seqs, self.model.config.vocab_size, device, config.seed)
@@ -209,6 +211,12 @@ class TorchRunner(Runner):
         """The model's layer loop, and the list to which it adds expert_TK of every MoE layer."""
         recorded = self.experts.record(True)
         return self.model.parts(token_T, position_T, num_tokens), recorded
+
+    def copy_states(self, copies: list[StateCopy]) -> None:
+        with torch.inference_mode():
+            for group, source, target in copies:
+                for state_LP in self.states[group]:
+                    state_LP[:, target].copy_(state_LP[:, source])
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step, its shares of one token first; nothing here waits for the device."""

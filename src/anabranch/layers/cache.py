@@ -19,8 +19,6 @@ class CachePolicy:
 
     per_token: ClassVar[bool] = True
     """A page has an entry for each of its tokens; else it is one state."""
-    reusable: ClassVar[bool] = True
-    """A request may start from pages that another one with the same beginning has filled."""
     slides: ClassVar[bool] = False
     """Pages are given back while the request runs."""
 
@@ -87,10 +85,9 @@ class KeepWindow(CachePolicy):
 @dataclass(frozen=True, slots=True)
 class OneState(CachePolicy):
     """One state for the whole request, in its logical page 0. At position 0 the layer takes it for zero, whatever the
-    page holds, so nothing needs clearing."""
+    page holds, so nothing needs clearing. The next token changes it, so that requests share copies of it."""
 
     per_token: ClassVar[bool] = False
-    reusable: ClassVar[bool] = False
 
     def num_pages(self, begin: int, end: int) -> int:
         return int(begin == 0 < end)
