@@ -125,6 +125,9 @@ class GatedDeltaConfig:
     interleaved: bool = False
     """Checkpoints keep the projections in two tensors, key head by key head."""
     state_dtype: str = "float32"
+    rank: int = 0
+    num_ranks: int = 1
+    """Heads are those of one rank of so many."""
     rope: ClassVar[None] = None
 
     @property
@@ -152,4 +155,7 @@ class GatedDeltaConfig:
         yield (self.channels * self.conv_width + 2 * self.num_heads + self.value_dim,)
 
     def divide(self, rank: int, num_ranks: int) -> GatedDeltaConfig:
-        raise ValueError("layers with a gated delta net cannot be divided yet")
+        if self.num_key_heads % num_ranks:
+            raise ValueError(f"{self.num_key_heads} key heads of a delta net cannot be divided among {num_ranks} ranks")
+        heads, key_heads = self.num_heads // num_ranks, self.num_key_heads // num_ranks
+        return replace(self, num_heads=heads, num_key_heads=key_heads, rank=rank, num_ranks=num_ranks)

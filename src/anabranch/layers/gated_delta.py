@@ -14,6 +14,7 @@ from anabranch import ops
 from anabranch.layers.linear import Linear, PackedLinear, Rows
 from anabranch.layers.mixer import Cache, Rope
 from anabranch.layers.step import Step
+from anabranch.ops.weight import Shard, Weight
 from anabranch.parallel.group import ALONE, Group
 
 if TYPE_CHECKING:
@@ -32,19 +33,21 @@ class GatedDelta(nn.Module):
         self.cache_group = cache_group
         self.written_shape = (config.row,)
         self.mixed_shape = config.num_heads, config.value_dim
-        values = config.num_heads * config.value_dim
-        parts = {
-            "in_proj_qkv": config.channels,
-            "in_proj_z": values,
-            "in_proj_b": config.num_heads,
-            "in_proj_a": config.num_heads,
-        }
-        self.in_proj = PackedLinear(width, interleaved_rows(config) if config.interleaved else parts)
-        # Modules for their parameters' names; the op computes them.
-        self.conv1d = nn.Conv1d(config.channels, config.channels, config.conv_width, groups=config.channels, bias=False)
-        self.norm = nn.RMSNorm(config.value_dim)
-        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(config.num_heads, dtype=torch.float32)) for _ in range(2))
-        self.out_proj = Linear(values, width)
+        self.group = group
+        rank, ranks = config.rank, config.num_ranks
+        heads = config.num_heads * ranks
+        keys, values = config.num_key_heads * ranks * config.key_dim, heads * config.value_dim
+        channels = (keys, ranks), (keys, ranks), (values, ranks)
+        parts = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+        rows = interleaved_rows(config) if config.interleaved else parts
+        sections = *channels, (values, ranks), (heads, ranks), (heads, ranks)
+        self.in_proj = PackedLinear(width, rows, shard=Shard(0, rank, ranks, sections))
+        self.conv1d = Convolution(2 * keys + values, config.conv_width, Shard(0, rank, ranks, channels))
+        self.norm = nn.RMSNorm(config.value_dim)  # for its parameter's name; the op computes it
+        self.A_log, self.dt_bias = (
+            Weight((heads,), shard=Shard(0, rank, ranks), dtype=torch.float32) for _ in range(2)
+        )
+        self.out_proj = Linear(values, width, shard=Shard(1, rank, ranks))
 
     def project(self, x_TW: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (self.in_proj(x_TW),)
@@ -60,9 +63,9 @@ class GatedDelta(nn.Module):
             step.page_tables[self.cache_group][:, 0],  # logical page 0 of each request is its state
             step.query_start_R,
             step.context_len_R,
-            self.conv1d.weight[:, 0],
-            self.A_log,
-            self.dt_bias,
+            self.conv1d.weight.data[:, 0],
+            self.A_log.data,
+            self.dt_bias.data,
             self.norm.weight,
             self.eps,
             self.config.num_key_heads,
@@ -71,16 +74,25 @@ class GatedDelta(nn.Module):
         return ops.gated_delta(call)
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
-        return self.out_proj(mixed.flatten(1))
+        return self.group.all_reduce(self.out_proj(mixed.flatten(1)))
+
+
+class Convolution(nn.Module):
+    """Of each channel by itself; the op computes it."""
+
+    def __init__(self, channels: int, width: int, shard: Shard) -> None:
+        super().__init__()
+        self.weight = Weight((channels, 1, width), shard=shard)
 
 
 def interleaved_rows(config: GatedDeltaConfig) -> list[Rows]:
     """`in_proj_qkvz` has, key head by key head, its query, its key, the values and z of its value heads; `in_proj_ba`
-    their b and a. The order here is all queries, keys, values, z, b, a."""
+    their b and a. The order here is all queries, keys, values, z, b, a, of all ranks."""
     per_key_head = config.num_heads // config.num_key_heads
+    key_heads = config.num_key_heads * config.num_ranks
     K, values = config.key_dim, per_key_head * config.value_dim
     rows: list[Rows] = []
     for name, sizes in (("in_proj_qkvz", (K, K, values, values)), ("in_proj_ba", (per_key_head, per_key_head))):
         for i, size in enumerate(sizes):
-            rows += [(name, head * sum(sizes) + sum(sizes[:i]), size) for head in range(config.num_key_heads)]
+            rows += [(name, head * sum(sizes) + sum(sizes[:i]), size) for head in range(key_heads)]
     return rows

@@ -91,8 +91,9 @@ def _rounded(path: str, weight: Weight, quantization: str) -> tuple[Source, ...]
 
 
 def is_projection(path: str, shape: Shape) -> bool:
-    """Whether a weight is a matrix of a layer that is multiplied by: not the embedding, the head or a router."""
-    return path.startswith("layers.") and ".router." not in path and len(shape) > 1
+    """Whether a weight is a matrix of a layer that is multiplied by: not the embedding, the head, a router or a
+    convolution."""
+    return path.startswith("layers.") and not any(part in path for part in (".router.", ".conv1d.")) and len(shape) > 1
 
 
 def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Parameter, list[Layout]]]:
