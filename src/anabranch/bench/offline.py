@@ -38,7 +38,7 @@ from anabranch.kernels.compiling import compile_server
 from anabranch.llm import LLM
 from anabranch.loader.locate import locate
 from anabranch.models.config import read_config
-from anabranch.options import FLAGS, above_zero, add_engine_options, at_least, engine_fields
+from anabranch.options import FLAGS, SPECULATION, above_zero, add_engine_options, at_least, engine_fields
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 
@@ -92,7 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--shrink", type=int, default=1, metavar="N", help="workloads N times smaller, to see that everything runs")
     add("--max-num-seqs", type=at_least(1), default=512, metavar="N", help="requests that run at once (default 512)")
     add("--max-num-batched-tokens", type=at_least(1), default=0, metavar="N", help="tokens of a step (default auto)")
-    add_engine_options(parser, *FLAGS)
+    add_engine_options(parser, *FLAGS, *SPECULATION)
     parser.set_defaults(tune="off")  # figures are taken with the tables that are there
 
 
@@ -313,5 +313,5 @@ def about(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig that figures depend on."""
-    names = ("max_num_seqs", "max_num_batched_tokens", "expert_load_interval", *FLAGS)
+    names = ("max_num_seqs", "max_num_batched_tokens", "expert_load_interval", *FLAGS, *SPECULATION)
     return {name: getattr(options, name) for name in names}
