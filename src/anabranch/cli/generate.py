@@ -82,11 +82,13 @@ def run(options: argparse.Namespace) -> int:
         loaded = time.perf_counter()
         params = sampling_params(options, llm.sampling_defaults)
         count = asyncio.run(write_answer(llm, prompt, params, [], before=prompt))
+        drafted, accepted = llm.engine.metrics.draft_tokens, llm.engine.metrics.accepted_tokens
     print()
     if not options.quiet:
         seconds = time.perf_counter() - loaded
+        drafts = f"; {accepted} of {drafted} drafts were right" if drafted else ""
         print(
-            f"[{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.1f} tokens/s; "
+            f"[{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.1f} tokens/s{drafts}; "
             f"ready after {loaded - started:.2f} s]",
             file=sys.stderr,
         )

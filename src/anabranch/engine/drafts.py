@@ -20,8 +20,9 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """What followed the latest earlier occurrence of the last few tokens, and again from there on if it ends before
-    `most` tokens. A call costs as much as there are new tokens, however many there are in all."""
+    """What followed the latest earlier occurrence of the last few tokens; where that is too short, as if it repeated.
+    The fewer tokens agree, the fewer drafts: one after two that agree, two after three. The time of a call depends on
+    the new tokens alone."""
 
     def __init__(self) -> None:
         self.after: dict[tuple[int, ...], int] = {}
@@ -37,11 +38,12 @@ class NgramDrafter:
                 ngrams = zip(*(tokens[first + i : length - n + i] for i in range(n)))
                 self.after.update(zip(ngrams, range(first + n, length)))
         self.num_indexed = length - 1
-        places = (self.after.get(tuple(tokens[-n:])) for n in LENGTHS)
-        place = next((place for place in places if place is not None), None)
-        if place is None:
-            return []
-        draft, period = list(tokens[place : place + most]), length - place
-        while len(draft) < most:
-            draft.append(draft[-period])
-        return draft
+        for n in LENGTHS:
+            place = self.after.get(tuple(tokens[-n:]))
+            if place is not None:
+                count, period = most if n == LENGTHS[0] else min(most, n - 1), length - place
+                drafts = list(tokens[place : place + count])
+                while len(drafts) < count:
+                    drafts.append(drafts[-period])
+                return drafts
+        return []
