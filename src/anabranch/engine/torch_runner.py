@@ -60,6 +60,8 @@ class TorchRunner(Runner):
     def __init__(self, config: EngineConfig, platform: Platform, progress: Progress | None) -> None:
         self.platform = platform
         self.config = config
+        self.drafting = config.speculative != "none"
+        """Whether rows of a decode step may be drafts: then the host knows the tokens of all rows."""
         memory = platform.memory()
         plan.check_memory(  # before the weights take memory
             read_config(config.model, kv_cache_dtype=config.kv_cache_dtype),
@@ -226,7 +228,7 @@ class TorchRunner(Runner):
         record = bool(routed) and any(share.sequence.slot in routed for share in shares)
 
         rows = self.steps.host_step(shares, pages)
-        if rows.logit_rows is not None and len(rows.logit_rows) == len(rows.slots):  # drafts, and no prompt
+        if rows.logit_rows is not None and self.drafting and len(rows.logit_rows) == len(rows.slots):
             rows = rows.separate()
         launched = self._replay(shares, rows, record)
         if launched is None:
@@ -296,7 +298,7 @@ class TorchRunner(Runner):
         logits_RV = self.model.logits(self.model(step, kv))
         slot_R = packed_3R[0].long()
         slot_R = torch.where(slot_R < 0, self.config.max_num_seqs, slot_R)
-        turn_R = None if self.config.speculative == "none" or kind == "greedy" else captured_turns(slot_R)
+        turn_R = captured_turns(slot_R) if self.drafting and kind == "drawn" else None
         token_R = self.sampler.sample_slots(logits_RV, slot_R, kind, turn_R)
         self.steps.last_token_S.index_copy_(0, slot_R, token_R)
         self.experts.count(recorded)
