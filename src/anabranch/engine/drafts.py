@@ -7,8 +7,8 @@ what the rows before it sampled. Plain ints.
 from collections.abc import Sequence
 from typing import Protocol
 
-LENGTHS = (4, 3, 2)
-"""Tokens that must agree with an earlier place; the longest first."""
+LONGEST = 4
+"""Tokens that must agree with an earlier place, if possible; or three, or two."""
 
 
 class Drafter(Protocol):
@@ -27,23 +27,21 @@ class NgramDrafter:
     def __init__(self) -> None:
         self.after: dict[tuple[int, ...], int] = {}
         """The tokens of an n-gram → the place after its latest occurrence, where a token is known."""
-        self.num_indexed = 0
-        """Places up to here are in `after`."""
+        self.next_place = LONGEST
+        """The first place that is not in `after`."""
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        length = len(tokens)
-        for n in LENGTHS:
-            if length > n:
-                first = max(0, self.num_indexed + 1 - n)
-                ngrams = zip(*(tokens[first + i : length - n + i] for i in range(n)))
-                self.after.update(zip(ngrams, range(first + n, length)))
-        self.num_indexed = length - 1
-        for n in LENGTHS:
-            place = self.after.get(tuple(tokens[-n:]))
-            if place is not None:
-                count, period = most if n == LENGTHS[0] else min(most, n - 1), length - place
-                drafts = list(tokens[place : place + count])
-                while len(drafts) < count:
+        after, length = self.after, len(tokens)
+        for place in range(self.next_place, length):
+            ngram = tuple(tokens[place - LONGEST : place])
+            after[ngram] = after[ngram[1:]] = after[ngram[2:]] = place
+        self.next_place = max(LONGEST, length)
+        last = tuple(tokens[-LONGEST:])
+        for ngram, count in ((last, most), (last[1:], 2), (last[2:], 1)):
+            found = after.get(ngram)
+            if found is not None:
+                drafts, period = list(tokens[found : found + min(count, most)]), length - found
+                while len(drafts) < min(count, most):
                     drafts.append(drafts[-period])
                 return drafts
         return []
