@@ -59,8 +59,9 @@ class Timed:
             model=SimpleNamespace(vocab_size=150_000),
             config=SimpleNamespace(max_model_len=4200),
             metrics=SimpleNamespace(draft_tokens=10, accepted_tokens=0),
-            drafting=False,
+            set_drafting=lambda drafting: setattr(self, "drafting", drafting),
         )
+        self.drafting = False
 
     def generate(self, prompts: list[list[int]], params: Any) -> list[Any]:
         count, length, tokens = len(prompts), len(prompts[0]), params.max_tokens
@@ -68,7 +69,7 @@ class Timed:
         self.prompts += prompts
         assert params.temperature == 0 and params.ignore_eos and not params.detokenize
         slow = 3.0 if len(self.calls) % 2 else 1.0  # every second run is disturbed
-        if self.engine.drafting:
+        if self.drafting:
             slow /= 2.5
             self.engine.metrics.draft_tokens += 4 * count * (tokens - 1)
             self.engine.metrics.accepted_tokens += 3 * count * (tokens - 1)

@@ -186,7 +186,8 @@ def test_a_wrong_draft_that_gives_nan_disturbs_nobody(
     engine.runner.model.embed_tokens.weight.data[wrong] = float("nan")
     params = SamplingParams(max_tokens=24, seed=1, ignore_eos=True, logit_bias={wrong: -100.0})
     found = []
-    for engine.drafting in (False, True):
+    for drafting in (False, True):
+        engine.set_drafting(drafting)
         updates = serve(engine, dict.fromkeys(PROMPTS, params))
         found.append({id: [token for update in mine for token in update.token_ids] for id, mine in updates.items()})
     assert engine.metrics.draft_tokens > 100 and engine.metrics.accepted_tokens == 0

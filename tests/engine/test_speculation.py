@@ -194,7 +194,7 @@ def test_warm_prefix_is_cold(engine, alone) -> None:
     warm = run(one, longer)
     assert_same(warm, expected)
     assert all(update.num_cached >= len(request.prompt_ids) - 8 for update, request in zip(warm, longer, strict=True))
-    one.drafting = False
+    one.set_drafting(False)
     assert_same(run(one, longer), expected)
 
 
@@ -273,7 +273,7 @@ def test_tokens_are_distributed_as_without_drafts(tmp_path: Path, monkeypatch: p
     one = make_engine(EngineConfig(model=str(folder), **(DEFAULTS | {"max_num_seqs": 64, "speculative": "ngram"})))
     found = run(one, batch)
     assert 0.3 < one.stats()["spec_decode_acceptance"] < 0.9
-    one.drafting = False
+    one.set_drafting(False)
     assert_same(run(one, batch), found)
     one.close()
     counts = Counter(tuple(update.token_ids) for update in found)
@@ -326,7 +326,7 @@ def test_ngrams_draft_for_the_bundled_model() -> None:
     steps, stats = engine.metrics.steps, engine.stats()
     assert stats["spec_decode_acceptance"] > 0.3 and stats["spec_decode_accepted_tokens"] > 20
     stopped = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, stop=(" friend",)))
-    engine.drafting = False
+    engine.set_drafting(False)
     plain = llm.generate(prompts, params)
     for mine, other, cut in zip(drafted, plain, stopped, strict=True):
         assert (mine.token_ids, mine.text) == (other.token_ids, other.text)

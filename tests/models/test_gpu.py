@@ -87,11 +87,11 @@ def test_drafts_change_no_answer(model_type: str, graphs: str, tmp_path: Path, m
     options = {"num_pages": 256, "tune": "off", "graphs": graphs, "max_num_seqs": 8, "speculative": "ngram"}
     with LLM(str(folder), dtype="float32", **options) as llm:
         for chosen in ([0], [1, 2], [0, 1, 2, 3, 4]):  # as one graph: greedy, drawn, logits alone
-            llm.engine.drafting = False
+            llm.engine.set_drafting(False)
             some = [prompts[i] for i in chosen], [params[i] for i in chosen]
             plain = llm.generate(*some)
             guesses.known = [[*prompt, *output.token_ids] for prompt, output in zip(some[0], plain, strict=True)]
-            llm.engine.drafting = True
+            llm.engine.set_drafting(True)
             accepted = llm.engine.metrics.accepted_tokens
             drafted = llm.generate(*some)
             assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]

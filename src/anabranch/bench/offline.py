@@ -202,9 +202,10 @@ class Bench:
         engine = self.llm.engine
         metrics, ms = engine.metrics, {}
         before = metrics.draft_tokens, metrics.accepted_tokens
-        for engine.drafting in (False, True):
+        for drafting in (False, True):
+            engine.set_drafting(drafting)
             self.random.seed(0)  # the same prompts
-            ms[engine.drafting] = self.decode_ms(batch, PHRASE)
+            ms[drafting] = self.decode_ms(batch, PHRASE)
         drafted, accepted = metrics.draft_tokens - before[0], metrics.accepted_tokens - before[1]
         acceptance, speed_up = accepted / max(1, drafted), ms[False] / ms[True]
         self.result.values.setdefault("speculation", {})[str(batch)] = {

@@ -85,7 +85,7 @@ class Engine:
             max_samples=config.max_samples,
         )
         self.drafting = config.speculative != "none"
-        """Whether new requests get drafts. To be changed only while there are no requests."""
+        """Whether requests get drafts."""
         self.metrics = Metrics()
         self.sequences: dict[str, Sequence] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -203,6 +203,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self.in_flight is not None or bool(self.compiling)
+
+    def set_drafting(self, drafting: bool) -> None:
+        """Whether new requests get drafts, in an engine with speculation and without requests."""
+        assert not self.sequences and self.config.speculative != "none"
+        if self.in_flight is not None:  # launched before the last request had ended
+            self._read(self.in_flight)
+            self.in_flight = None
+        self.drafting = drafting
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
