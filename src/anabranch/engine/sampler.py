@@ -172,7 +172,7 @@ class Sampler:
         if mode == "greedy":
             return Sampled(_best(logits_RV))
         turns = None if len(set(slots)) == len(slots) else _turns(slots)
-        if mode == "drawn" and self.by_slot:
+        if mode == "drawn" and (self.by_slot or turns is not None):
             turn_R = None if turns is None else self._upload(turns)
             return Sampled(self.sample_slots(logits_RV, self._upload(slots), mode, turn_R))
         if turns is not None:
