@@ -14,6 +14,8 @@ SERVED_TOKENS = 8192
 LARGE_MEMORY, LARGE_STEP = 64 << 30, 16384
 """Bytes of memory from which offline batches are run in steps of this many tokens: on an H200 the experts of
 Qwen3-30B-A3B are 5 % faster than with half as many, and a step needs 0.7 GB more."""
+MAX_DRAFTING = 256
+"""Token rows that sample, up to which there is room for all drafts of all requests, whatever max_num_seqs is."""
 DTYPES = ("float32", "float16", "bfloat16")
 CHOICES = {
     "graphs": ("auto", "full", "pieces", "compiled", "traced", "decode", "none"),
@@ -23,6 +25,7 @@ CHOICES = {
     "quantization": ("none", "fp8", "int4"),
     "kv_cache_dtype": ("auto", "model", "fp8_e4m3"),
     "generation_config": ("auto", "model", "none"),
+    "speculative": ("none", "ngram"),
 }
 """Fields of EngineConfig that have one of a few values."""
 
@@ -80,6 +83,11 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     """What keys and values are kept in. model: the dtype that is computed in; fp8_e4m3: a byte each, with the scales
     that the checkpoint has for them, or 1. Auto: model."""
+    speculative: str = "none"
+    """Where drafts of next tokens come from, several of which one step verifies. ngram: what followed the last tokens
+    where they occurred before. Answers stay the same; steps are not launched ahead (see async_scheduling)."""
+    speculative_tokens: int = 4
+    """The most drafts of one request in a step."""
     expert_load_interval: int = 16
     """Steps between two copies of the expert histogram, which counts every token, to the host; 0: no histogram."""
     generation_config: str = "auto"
@@ -88,7 +96,8 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least = {"max_num_seqs": 1, "state_interval": 1, "expert_load_interval": 0} | dict.fromkeys(AUTO_NUMBERS, 0)
+        at_least = {"max_num_seqs": 1, "speculative_tokens": 1, "state_interval": 1, "expert_load_interval": 0}
+        at_least |= dict.fromkeys(AUTO_NUMBERS, 0)
         for name, low in at_least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -100,6 +109,13 @@ class EngineConfig:
             raise ValueError(f"seed must be an integer of 64 bits, not {self.seed!r}")
         if not 0 <= self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction!r}")
+
+    @property
+    def max_samples(self) -> int:
+        """Token rows of a step that sample: one for each request, and drafts. Where many requests run, rows are worth
+        more to them than to drafts."""
+        drafts = self.speculative_tokens if self.speculative != "none" else 0
+        return max(self.max_num_seqs, min(self.max_num_seqs * (1 + drafts), MAX_DRAFTING))
 
 
 def batch_tokens(total: int) -> int:

@@ -15,6 +15,8 @@ Number = TypeVar("Number", int, float)
 
 FLAGS = ("graphs", "moe_combine", "shared_expert", "tune", "quantization", "kv_cache_dtype")
 """Fields of EngineConfig that are options of every command that runs an engine."""
+SPECULATION = ("speculative", "speculative_tokens")
+"""Those of the commands that generate answers."""
 HELP = {
     "dtype": "what to compute in (default: the model's own)",
     "load_format": "dummy: random weights, only the config is read",
@@ -32,6 +34,8 @@ HELP = {
     "shared_expert": "where a shared expert runs",
     "tune": "measure the experts' tiles at start if no table fits",
     "quantization": "quantise the weights of a plain checkpoint while loading it",
+    "speculative": "ngram: verify several next tokens in one step, guessed from repetitions in prompt and answer",
+    "speculative_tokens": "the most guesses of one request in a step",
     "kv_cache_dtype": "what keys and values are kept in; auto, model: what is computed in",
 }
 """Help of options, by field of EngineConfig."""

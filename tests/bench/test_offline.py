@@ -56,8 +56,12 @@ class Timed:
         self.calls: list[tuple[int, int, int]] = []
         self.prompts: list[list[int]] = []
         self.engine = SimpleNamespace(
-            model=SimpleNamespace(vocab_size=150_000), config=SimpleNamespace(max_model_len=4200)
+            model=SimpleNamespace(vocab_size=150_000),
+            config=SimpleNamespace(max_model_len=4200),
+            metrics=SimpleNamespace(draft_tokens=10, accepted_tokens=0),
+            set_drafting=lambda drafting: setattr(self, "drafting", drafting),
         )
+        self.drafting = False
 
     def generate(self, prompts: list[list[int]], params: Any) -> list[Any]:
         count, length, tokens = len(prompts), len(prompts[0]), params.max_tokens
@@ -65,6 +69,10 @@ class Timed:
         self.prompts += prompts
         assert params.temperature == 0 and params.ignore_eos and not params.detokenize
         slow = 3.0 if len(self.calls) % 2 else 1.0  # every second run is disturbed
+        if self.drafting:
+            slow /= 2.5
+            self.engine.metrics.draft_tokens += 4 * count * (tokens - 1)
+            self.engine.metrics.accepted_tokens += 3 * count * (tokens - 1)
         self.clock.now += slow * (1e-6 * count * length + 1e-3 * count * (tokens - 1))
         return [SimpleNamespace(token_ids=[0] * tokens) for _ in prompts]
 
@@ -109,6 +117,19 @@ def test_decode_is_the_best_of_two_without_the_first_token(timed: Timed) -> None
     assert timed.calls == expected
     found = bench.result.values["decode_ms"]
     assert found == {str(batch): pytest.approx(batch) for batch in (1, 4, 16, 64, 128, 256)}
+
+
+def test_speculation_is_decode_of_repetitive_prompts_with_drafts_and_without(timed: Timed) -> None:
+    bench = bench_of(timed)
+    bench.measure(["speculation"])
+    half = len(timed.calls) // len(Workloads().batches) // 2
+    assert timed.calls[:half] == timed.calls[half : 2 * half] == [(1, 128, 2), *2 * [(1, 128, 1)], *2 * [(1, 128, 129)]]
+    assert timed.prompts[:half] == timed.prompts[half : 2 * half]
+    assert all(prompt == prompt[:16] * 8 and len(set(prompt)) > 10 for prompt in timed.prompts)
+    found = bench.result.values["speculation"]
+    assert list(found) == ["1", "4", "16", "64", "128", "256"]
+    times = {"ms": pytest.approx(4 / 2.5), "ms_without": pytest.approx(4), "speed_up": pytest.approx(2.5)}
+    assert found["4"] == {**times, "draft_tokens": 4 * 4 * (1 + 2 * 128), "acceptance": 0.75}
 
 
 def test_throughput_counts_all_tokens_and_those_that_came_out(timed: Timed) -> None:
@@ -158,7 +179,7 @@ def test_what_was_measured_survives_an_interruption(
 ) -> None:
     seconds = Bench.seconds
 
-    def interrupted(self: Bench, count: int, length: int, num_tokens: int) -> float:
+    def interrupted(self: Bench, count: int, length: int, num_tokens: int, phrase: int = 0) -> float:
         if (count, num_tokens) == (2, 3):
             raise KeyboardInterrupt
         return seconds(self, count, length, num_tokens)
@@ -199,7 +220,8 @@ def test_two_machines_are_not_mixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--only", "latency"), "--only: 'latency' is none of startup, ttft, decode, throughput"),
+        (("--only", "latency"), "--only: 'latency' is none of startup, ttft, decode, throughput, speculation"),
+        (("--only", "decode,speculation"), "--only speculation: needs --speculative"),
         (("--batches", "1,x"), "--batches: '1,x' is no list of numbers"),
         (("--batches", "0"), "--batches: at least 1"),
         (("--shrink", "0"), "--shrink: at least 1"),

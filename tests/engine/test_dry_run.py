@@ -64,6 +64,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen1.5-moe-a2.7b, uncaptured": {"graphs": "none"},
     "qwen3-30b-a3b, prompts captured": {"graphs": "pieces"},
     "qwen3-30b-a3b, decode captured": {"graphs": "decode", "max_num_seqs": 64},
+    "qwen3-30b-a3b, drafts": {"speculative": "ngram", "max_num_seqs": 60},
+    "gemma4-26b-a4b, drafts": {"speculative": "ngram", "speculative_tokens": 7, "max_num_seqs": 1},
+    "qwen3-30b-a3b, drafts uncaptured": {"speculative": "ngram", "graphs": "none"},
 }
 
 
@@ -101,6 +104,12 @@ class Serving:
             shares.append(self.share(slots.pop(), rng.choice(usual), end - 1, end, 1))
         left, most = self.most_tokens - num_single, self.about(self.most_tokens)
         prompts = []
+        if self.runner.config.speculative != "none" and rng.random() < 0.5:
+            shares, drafting = self.drafted(
+                shares, min(left, self.runner.config.max_samples - num_single - num_prompts)
+            )
+            prompts += drafting
+            left -= sum(share.num_samples - 1 for share in drafting)
         for _ in range(num_prompts):
             count = min(self.about(most), left, self.longest)
             if count:
@@ -111,6 +120,21 @@ class Serving:
         self.launch(shares + sorted(prompts, key=lambda share: min(2, share.end - share.begin)))
         if rng.random() < 0.2:
             self.runner.idle()
+
+    def drafted(self, shares: list[Share], room: int) -> tuple[list[Share], list[Share]]:
+        """(shares of one token, those of them that have drafts now)"""
+        single, drafting = [], []
+        for share in shares:
+            most = min(room, self.runner.config.speculative_tokens, self.longest - share.end)
+            if most < 1 or self.rng.random() < 0.2:
+                single.append(share)
+                continue
+            count = self.rng.randint(1, most)
+            share.sequence.tokens, share.sequence.drafts = TOKENS[: share.end], [7] * count
+            self.num_pages[share.sequence.id] = -(-(share.end + count) // self.runner.config.page_size)
+            drafting.append(share._replace(end=share.end + count, num_samples=1 + count))
+            room -= count
+        return single, drafting
 
     def share(self, slot: int, params: SamplingParams, begin: int, end: int, num_samples: int) -> Share:
         self.number += 1

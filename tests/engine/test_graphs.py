@@ -15,6 +15,7 @@ from anabranch import platforms
 from anabranch.compile import capture, prompt
 from anabranch.compile.compiled import CompiledDecoder
 from anabranch.config import CHOICES, EngineConfig
+from anabranch.engine import engine as engine_module
 from anabranch.engine import torch_runner
 from anabranch.engine.engine import Engine, make_engine
 from anabranch.layers.norm import UnreducedRows
@@ -23,6 +24,7 @@ from anabranch.moe import setup as moe_setup
 from anabranch.platforms.fake import FakePlatform
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
+from tests.engine.test_speculation import Guesses
 from tests.models import tiny
 
 FAMILIES = {case.model_type: case for case in reversed(tiny.CASES)}
@@ -147,6 +149,41 @@ def test_captured_is_uncaptured_when_preempted(tmp_path: Path, fake: FakePlatfor
         folder, fake, requests([0, 1, 2, 3] * 4, 1), ("none", "pieces", "full"), num_pages=36, max_model_len=72
     )
     assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gemma4_text", marks=pytest.mark.slow)])
+def test_captured_is_uncaptured_with_drafts(
+    family: str, tmp_path: Path, fake: FakePlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without drafts. Steps that verify drafts are captured as decode steps are, each row like a request."""
+    folder, arrivals = tiny.save(FAMILIES[family], tmp_path), requests([*range(len(PARAMS)), 0, 2, 3, 0], 0)
+    plain = make_engine(EngineConfig(model=str(folder), **DEFAULTS))
+    expected = {id: flat(updates) for id, updates in serve(plain, arrivals, {}).items()}
+    plain.close()
+    known = [[*request.prompt_ids, *expected[request.id][0]] for _, request in arrivals]
+    monkeypatch.setattr(engine_module, "NgramDrafter", Guesses(known))
+    num_verifying = 0
+    replay = capture.Captured.replay
+
+    def noted(self: capture.Captured[Any], input: torch.Tensor) -> Any:
+        nonlocal num_verifying
+        slots = [slot for slot in input[0].tolist() if slot >= 0]
+        num_verifying += len(set(slots)) < len(slots)
+        return replay(self, input)
+
+    monkeypatch.setattr(capture.Captured, "replay", noted)
+    for modes in MODES:
+        num_verifying = 0
+        engine = make_engine(EngineConfig(model=str(folder), speculative="ngram", **(DEFAULTS | modes)))
+        found = serve(engine, arrivals, {})
+        assert 0 < engine.metrics.accepted_tokens < engine.metrics.draft_tokens
+        assert (num_verifying > 10) == (modes["graphs"] not in ("none", "pieces"))
+        engine.close()
+        assert engine.kv.usage() == 0
+        for id in expected:
+            tokens, *logprobs, experts, reason = flat(found[id])
+            near = (pytest.approx(one, abs=2e-4) for one in logprobs)
+            assert expected[id] == (tokens, *near, experts, reason), id
 
 
 def test_captured_is_uncaptured_where_norms_sum_the_experts(

@@ -10,6 +10,7 @@ import pytest
 
 from anabranch import platforms
 from anabranch.config import EngineConfig
+from anabranch.engine import engine as engine_module
 from anabranch.engine.engine import Engine, make_engine
 from anabranch.llm import LLM
 from anabranch.moe.layer import RoutedExperts
@@ -167,3 +168,28 @@ def test_offline_answers_say_error_and_the_others_are_kept(folder: Path, platfor
         bad, good = llm.generate(prompts, params)
         assert bad.completions[0].finish_reason == "error" and bad.token_ids == []
         assert good.token_ids == whole[1].token_ids
+
+
+@pytest.mark.parametrize("graphs", ["none", "full"])
+def test_a_wrong_draft_that_gives_nan_disturbs_nobody(
+    folder: Path, platform: str, graphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row has no token, and its keys and values are NaN until the token that takes its place overwrites them."""
+    wrong = 7
+
+    class Wrong:
+        def propose(self, tokens: list[int], most: int) -> list[int]:
+            return [wrong] * most
+
+    monkeypatch.setattr(engine_module, "NgramDrafter", Wrong)
+    engine = make(folder, graphs=graphs, speculative="ngram")
+    engine.runner.model.embed_tokens.weight.data[wrong] = float("nan")
+    params = SamplingParams(max_tokens=24, seed=1, ignore_eos=True, logit_bias={wrong: -100.0})
+    found = []
+    for drafting in (False, True):
+        engine.set_drafting(drafting)
+        updates = serve(engine, dict.fromkeys(PROMPTS, params))
+        found.append({id: [token for update in mine for token in update.token_ids] for id, mine in updates.items()})
+    assert engine.metrics.draft_tokens > 100 and engine.metrics.accepted_tokens == 0
+    assert found[0] == found[1] and [len(tokens) for tokens in found[0].values()] == [24, 24]
+    engine.close()

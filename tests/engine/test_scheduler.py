@@ -17,18 +17,43 @@ STATE = CacheGroup((2,), CacheSpec(((2, 2),), OneState()))
 EOS = 9
 
 
+class Guesses:
+    """A drafter that knows what comes next and is often wrong."""
+
+    def __init__(self, world, sequence) -> None:
+        self.world, self.sequence, self.random = world, sequence, random.Random(sequence.id)
+
+    def propose(self, tokens, most) -> list[int]:
+        assert tokens == self.sequence.tokens and most >= 1
+        found: list[int] = []
+        while len(found) < most and self.random.random() < 0.9:
+            right = self.world.token_after(self.sequence, (*tokens, *found))
+            found.append(right if self.random.random() < 0.7 else self.random.randrange(12))
+        return found
+
+
 class World:
     """Scheduler, pages, and a device that is a dict: which token's key each slot of each page holds."""
 
-    def __init__(self, groups=(FULL,), pages=(24,), page_size=4, budget=16, seqs=5, max_len=60, depth=1, ends=True):
+    def __init__(
+        self, groups=(FULL,), pages=(24,), page_size=4, budget=16, seqs=5, max_len=60, depth=1, ends=True, drafts=0
+    ):
         self.random = random.Random(0)
         self.num_kinds = 12 if ends else EOS  # EOS is the 10th of 12 kinds of token
         self.groups, self.page_size, self.depth = groups, page_size, depth
         self.kv = KVCache(groups, pages, page_size, max_chunk=budget, state_interval=8)
         self.kv.answer_interval = 8
-        self.scheduler = Scheduler(self.kv, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=max_len)
+        self.drafts, self.max_samples, self.num_accepted = drafts, 2 * seqs, 0
+        self.scheduler = Scheduler(
+            self.kv,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_len,
+            max_drafts=drafts,
+            max_samples=self.max_samples,
+        )
         self.device: dict[tuple[int, int, int], tuple] = {}
-        self.launched: list[list[tuple[Share, int]]] = []
+        self.launched: list[list[tuple[Share, list[int]]]] = []
         self.sequences: dict[str, Sequence] = {}
         self.finished: dict[str, Sequence] = {}
         self.num_added = 0
@@ -43,6 +68,8 @@ class World:
         )
         sequence = Sequence(request, self.num_added, waits, frozenset({EOS}))
         self.num_added += 1
+        if self.drafts and not waits:
+            sequence.drafter = Guesses(self, sequence)
         self.scheduler.add(sequence)
         self.sequences[sequence.id] = sequence
         return sequence
@@ -51,6 +78,7 @@ class World:
         shares = self.scheduler.schedule()
         assert sum(share.end - share.begin for share in shares) <= self.scheduler.max_num_batched_tokens
         assert len({share.sequence.id for share in shares}) == len(shares)
+        assert sum(share.num_samples for share in shares) <= self.max_samples
         several = [share.end - share.begin > 1 for share in shares]
         assert several == sorted(several), "shares of one token come first"
         if shares:
@@ -61,11 +89,11 @@ class World:
         if self.launched and (len(self.launched) > self.depth or not shares):
             self.read(self.launched.pop(0))
 
-    def compute(self, share: Share) -> int:
-        """Write keys for the share's tokens; check that every key its queries see is the sequence's own, and
-        that a state is that of the tokens before."""
+    def compute(self, share: Share) -> list[int]:
+        """Write keys for the share's tokens, drafts included; check that every key its queries see is the sequence's
+        own, and that a state is that of the tokens before. Returns what its rows sample."""
         sequence = share.sequence
-        tokens = sequence.tokens + [None] * sequence.num_pending
+        assert share.end <= sequence.num_tokens + len(sequence.drafts)
         tables = self.kv.pages(sequence.id)
         salt = sequence.request.cache_salt
         for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
@@ -81,12 +109,13 @@ class World:
                 for i in range(max(0, query - WINDOW + 1) if group is SLIDING else 0, query + 1):
                     key = g, table[i // self.page_size], i % self.page_size
                     assert self.device[key] == (salt, i, self.history(sequence, i)), (sequence.id, i)
-        assert len(tokens) >= share.end
-        return self.next_token(sequence, share.end)
+        ends = range(share.end - share.num_samples + 1, share.end + 1)
+        return [self.token_after(sequence, self.history(sequence, end - 1)) for end in ends]
 
     def history(self, sequence: Sequence, i: int) -> tuple:
-        """What a key at position i depends on: all tokens up to it (those on the device are a function of the rest)."""
-        tokens = list(sequence.tokens[: i + 1])
+        """What a key at position i depends on: all tokens up to it (those on the device are a function of the rest),
+        be they drafts."""
+        tokens = [*sequence.tokens, *sequence.drafts][: i + 1]
         while len(tokens) <= i:
             tokens.append(self.token_after(sequence, tuple(tokens)))
         return tuple(tokens)
@@ -94,13 +123,13 @@ class World:
     def token_after(self, sequence: Sequence, tokens: tuple) -> int:
         return random.Random(hash((sequence.request.prompt_ids, tokens))).randrange(self.num_kinds)
 
-    def next_token(self, sequence: Sequence, length: int) -> int:
-        return self.token_after(sequence, self.history(sequence, length - 1))
-
-    def read(self, launched: list[tuple[Share, int]]) -> None:
-        for share, token in launched:
-            if share.num_samples and self.scheduler.read(share.sequence, token) and share.sequence.finish_reason:
-                self.finished[share.sequence.id] = self.sequences.pop(share.sequence.id)
+    def read(self, launched: list[tuple[Share, list[int]]]) -> None:
+        for share, tokens in launched:
+            count = self.scheduler.verify(share, tokens) if share.num_samples > 1 else share.num_samples
+            self.num_accepted += max(0, count - 1)
+            for token in tokens[:count]:
+                if self.scheduler.read(share.sequence, token) and share.sequence.finish_reason:
+                    self.finished[share.sequence.id] = self.sequences.pop(share.sequence.id)
 
     def abort(self, id: str) -> None:
         self.scheduler.finish(self.sequences.pop(id), "abort")
@@ -141,6 +170,11 @@ WORLDS = {
     "synchronous": {"depth": 0},
     "page of 1": {"page_size": 1, "pages": (80,)},
     "tight": {"pages": (16,), "seqs": 8, "budget": 6},
+    "drafts": {"drafts": 4},
+    "drafts, synchronous": {"drafts": 4, "depth": 0},
+    "drafts, full and sliding": {"drafts": 4, "groups": (FULL, SLIDING), "pages": (24, 16), "depth": 0},
+    "drafts longer than a page, sliding": {"drafts": 7, "groups": (SLIDING,), "pages": (18,), "seqs": 8, "depth": 0},
+    "drafts, tight": {"drafts": 3, "pages": (16,), "seqs": 8, "budget": 6},
 }
 
 
@@ -174,6 +208,7 @@ def test_random_walk(name: str, thorough: bool) -> None:
             assert pool.num_free + cached == pool.num_pages
         assert world.kv.num_hits > 0
     assert "tight" not in name or world.scheduler.num_preemptions > 0
+    assert (world.num_accepted > 100) == ("drafts" in name)
 
 
 def test_eight_times_more_than_the_pool_holds() -> None:

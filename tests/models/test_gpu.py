@@ -69,6 +69,41 @@ def test_an_fp8_cache(model_type: str, tmp_path: Path) -> None:
     assert outputs[0].token_ids[0] == int(expected[-1].argmax())
 
 
+@pytest.mark.parametrize("graphs", ["full", "pieces", "none"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gemma4_text"])
+def test_drafts_change_no_answer(model_type: str, graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, drawn, and with what is not sampled in the graph; captured as decode steps where graphs are full."""
+    from anabranch.engine import engine as engine_module
+    from anabranch.llm import LLM, SamplingParams
+    from tests.engine.test_speculation import Guesses
+
+    case = CASES[model_type]
+    folder = tiny.save(case, tmp_path / "model")
+    prompts = [tiny.prompt(case)[:length] for length in (9, 30, 53, 12, 41)]
+    usual = {"max_tokens": 40, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0, **usual),
+        SamplingParams(temperature=1, seed=1, **usual),
+        SamplingParams(temperature=0.8, seed=2, top_k=20, top_p=0.9, **usual),
+        SamplingParams(temperature=0, logprobs=2, **usual),
+        SamplingParams(temperature=0.9, seed=3, logit_bias={3: 2.0}, **usual),
+    ]
+    guesses = Guesses([])
+    monkeypatch.setattr(engine_module, "NgramDrafter", guesses)
+    options = {"num_pages": 256, "tune": "off", "graphs": graphs, "max_num_seqs": 8, "speculative": "ngram"}
+    with LLM(str(folder), dtype="float32", **options) as llm:
+        for chosen in ([0], [1, 2], [0, 1, 2, 3, 4]):  # as one graph: greedy, drawn, logits alone
+            llm.engine.set_drafting(False)
+            some = [prompts[i] for i in chosen], [params[i] for i in chosen]
+            plain = llm.generate(*some)
+            guesses.known = [[*prompt, *output.token_ids] for prompt, output in zip(some[0], plain, strict=True)]
+            llm.engine.set_drafting(True)
+            accepted = llm.engine.metrics.accepted_tokens
+            drafted = llm.generate(*some)
+            assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+            assert llm.engine.metrics.accepted_tokens - accepted > 15 * len(chosen)
+
+
 def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     from anabranch.engine.single import SingleSequence
     from anabranch.loader.load import load_model

@@ -72,6 +72,26 @@ def test_the_format_of_the_weights_is_named(server: Running) -> None:
     assert re.search(r"ready after [\d.]+ s; context 2048 tokens, quantization fp8", server.log())
 
 
+def test_drafts_are_counted_and_change_no_answer(server: Running, model: Path) -> None:
+    repetitive = {"prompt": "aaaa", "max_tokens": 60, "logit_bias": {"97": 100}, "ignore_eos": True}
+    bodies = [repetitive, {"prompt": "abcabc", "max_tokens": 40, "seed": 1, "stop": "b"}]
+
+    def answers(server: Running) -> list[dict[str, object]]:
+        found = [server.post("/v1/completions", body).json() for body in bodies]
+        return [one["choices"] + [one["usage"]] for one in found]
+
+    with running(model, "--speculative", "ngram", "--metrics-compat", "vllm", "--quantization", "fp8") as drafting:
+        assert answers(drafting) == answers(server)
+        drafting.until_idle()
+        found = values(drafting)
+    label = f"|model_name={NAME}"
+    for prefix in ("anabranch:spec_decode", "vllm:spec_decode"):
+        names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total", "draft_acceptance_rate")
+        steps, drafts, accepted, rate = (found[f"{prefix}_{name}{label}"] for name in names)
+        assert 10 < steps < drafts and 40 < accepted <= drafts and rate == pytest.approx(accepted / drafts)
+    assert values(server)[f"anabranch:spec_decode_num_drafts_total{label}"] == 0
+
+
 def test_counts_go_up_by_what_was_done(server: Running) -> None:
     key = f"anabranch:generation_tokens_total|model_name={NAME}"
     before = values(server)[key]

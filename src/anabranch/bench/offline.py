@@ -1,12 +1,13 @@
 """Run the offline workloads that engines are compared by: start, time to first token, decode at several batch sizes,
-throughput.
+throughput; with --speculative, also what drafts gain.
 
 CONFIG is the name of a bundled config (qwen3-30b-a3b, qwen3.6-35b-a3b, qwen1.5-moe-a2.7b, gemma4-26b-a4b; with
 --load-format dummy), a folder or a hub id. Prompts are token ids, all different, uniform in [1000, 100000) from
 random.Random(0); sampling is greedy and ignores end-of-text; nothing is detokenised; the prefix cache is off. TTFT: one
 request, one token, median of 5 after a warm-up. Decode at batch B: prompts of 128 tokens, (best of 2 full runs − best
-of 2 one-token runs) / (N − 1), N = 129 (65 from batch 128 on). Throughput: 512 requests in one call. Start: a separate
-process with empty caches (import_s, startup_s), then this one (import_warm_s, startup_warm_s).
+of 2 one-token runs) / (N − 1), N = 129 (65 from batch 128 on). Throughput: 512 requests in one call. Speculation:
+decode of prompts that repeat 16 random tokens, with drafts and without, and the share of drafts that were right. Start:
+a separate process with empty caches (import_s, startup_s), then this one (import_warm_s, startup_warm_s).
 
 Each figure is written to the JSON file as soon as it is measured. Parts may be measured by several calls with the same
 file, as long as commit, model and machine stay the same.
@@ -38,15 +39,17 @@ from anabranch.kernels.compiling import compile_server
 from anabranch.llm import LLM
 from anabranch.loader.locate import locate
 from anabranch.models.config import read_config
-from anabranch.options import FLAGS, above_zero, add_engine_options, at_least, engine_fields
+from anabranch.options import FLAGS, SPECULATION, above_zero, add_engine_options, at_least, engine_fields
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 
-KINDS = ("startup", "ttft", "decode", "throughput")
+KINDS = ("startup", "ttft", "decode", "throughput", "speculation")
 SAME = ("engine", "model", "version", "commit", "load_format", "dtype", "options", "shrink")
 """Values that must be equal for two calls to share a file; so must the machine."""
 CACHES = {"TRITON_CACHE_DIR": "triton", "ANABRANCH_CACHE": "anabranch", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Environment variables that name the caches of kernels and tables, and a folder for each."""
+PHRASE = 16
+"""Tokens that the prompts for drafts repeat."""
 LARGE = 64
 """The largest batch that decodes for the longer time."""
 
@@ -86,13 +89,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser, "load_format", "dtype", "expert_load_interval")
     add("--max-model-len", type=at_least(1), default=16384, metavar="N", help="tokens of context (default 16384)")
     add("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share of memory (default 0.85)")
-    add("--only", default=",".join(KINDS), metavar="KINDS", help=f"some of {', '.join(KINDS)}, separated by commas")
+    add("--only", metavar="KINDS", help=f"some of {', '.join(KINDS)}, separated by commas")
     add("--batches", metavar="N,N", help="measure decode at these batch sizes only")
     add("--json", metavar="FILE", help="write the figures to a file, after each one")
     add("--shrink", type=int, default=1, metavar="N", help="workloads N times smaller, to see that everything runs")
     add("--max-num-seqs", type=at_least(1), default=512, metavar="N", help="requests that run at once (default 512)")
     add("--max-num-batched-tokens", type=at_least(1), default=0, metavar="N", help="tokens of a step (default auto)")
-    add_engine_options(parser, *FLAGS)
+    add_engine_options(parser, *FLAGS, *SPECULATION)
     parser.set_defaults(tune="off")  # figures are taken with the tables that are there
 
 
@@ -141,6 +144,7 @@ class Bench:
         parts: dict[str, dict[str, Callable[[], str]]] = {
             "ttft": {f"ttft {n}": partial(self.ttft, n) for n in workloads.lengths if n <= longest},
             "decode": {f"decode {n}": partial(self.decode, n) for n in workloads.batches},
+            "speculation": {f"speculation {n}": partial(self.speculation, n) for n in workloads.batches},
             "throughput": {f"thr_{i}_{o}": partial(self.throughput, n, i, o) for n, i, o in workloads.throughput},
         }
         figures = [figure for kind in kinds for figure in parts[kind].items()]
@@ -152,16 +156,19 @@ class Bench:
             print(f"{name:>16}  {shown}", flush=True)
             self.result.save()
 
-    def prompts(self, count: int, length: int) -> list[list[int]]:
+    def prompts(self, count: int, length: int, phrase: int) -> list[list[int]]:
         vocabulary = self.llm.engine.model.vocab_size
         low, high = (1000, 100_000) if vocabulary >= 100_000 else (0, vocabulary)
-        return [[self.random.randrange(low, high) for _ in range(length)] for _ in range(count)]
+        phrase = phrase or length
+        phrases = [[self.random.randrange(low, high) for _ in range(phrase)] for _ in range(count)]
+        return [(tokens * -(-length // phrase))[:length] for tokens in phrases]
 
-    def seconds(self, count: int, length: int, num_tokens: int) -> float:
+    def seconds(self, count: int, length: int, num_tokens: int, phrase: int = 0) -> float:
+        """`phrase`: so many tokens, which each prompt repeats; 0: no repetition."""
         params = SamplingParams(
             temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
-        prompts = self.prompts(count, length)
+        prompts = self.prompts(count, length, phrase)
         started = time.perf_counter()
         outputs = self.llm.generate(prompts, params)  # type: ignore[arg-type]
         seconds = time.perf_counter() - started
@@ -180,13 +187,36 @@ class Bench:
         return f"{ms:.2f} ms"
 
     def decode(self, batch: int) -> str:
-        length, num_tokens = self.workloads.decode_length, self.workloads.decode_tokens[batch > LARGE]
-        self.seconds(batch, length, 2)
-        one = min(self.seconds(batch, length, 1) for _ in range(2))
-        full = min(self.seconds(batch, length, num_tokens) for _ in range(2))
-        ms = 1e3 * (full - one) / (num_tokens - 1)
+        ms = self.decode_ms(batch)
         self.result.values.setdefault("decode_ms", {})[str(batch)] = ms
         return f"{ms:.3f} ms"
+
+    def decode_ms(self, batch: int, phrase: int = 0) -> float:
+        length, num_tokens = self.workloads.decode_length, self.workloads.decode_tokens[batch > LARGE]
+        self.seconds(batch, length, 2, phrase)
+        one = min(self.seconds(batch, length, 1, phrase) for _ in range(2))
+        full = min(self.seconds(batch, length, num_tokens, phrase) for _ in range(2))
+        return 1e3 * (full - one) / (num_tokens - 1)
+
+    def speculation(self, batch: int) -> str:
+        engine = self.llm.engine
+        metrics, ms = engine.metrics, {}
+        before = metrics.draft_tokens, metrics.accepted_tokens
+        for drafting in (False, True):
+            engine.set_drafting(drafting)
+            self.random.seed(0)  # the same prompts
+            ms[drafting] = self.decode_ms(batch, PHRASE)
+        drafted, accepted = metrics.draft_tokens - before[0], metrics.accepted_tokens - before[1]
+        acceptance, speed_up = accepted / max(1, drafted), ms[False] / ms[True]
+        self.result.values.setdefault("speculation", {})[str(batch)] = {
+            "ms": ms[True],
+            "ms_without": ms[False],
+            "speed_up": speed_up,
+            "draft_tokens": drafted,
+            "acceptance": acceptance,
+        }
+        times = f"{ms[True]:.3f} ms a token, {ms[False]:.3f} without drafts: {speed_up:.2f} x"
+        return f"{times}; {acceptance:.0%} of {drafted} drafts were right"
 
     def throughput(self, count: int, length: int, num_tokens: int) -> str:
         seconds = self.seconds(count, length, num_tokens)
@@ -197,10 +227,13 @@ class Bench:
 
 
 def run(options: argparse.Namespace) -> int:
-    kinds = [kind.strip() for kind in options.only.split(",")]
+    usual = KINDS if options.speculative != "none" else KINDS[:-1]
+    kinds = [kind.strip() for kind in options.only.split(",")] if options.only else list(usual)
     for kind in kinds:
         if kind not in KINDS:
             raise ValueError(f"--only: {kind!r} is none of {', '.join(KINDS)}")
+        if kind not in usual:
+            raise ValueError(f"--only {kind}: needs --speculative")
     workloads = chosen_workloads(options)
     folder = bundled(options.model, options.load_format)
     locate(folder, weights=options.load_format != "dummy")  # a download is no part of the start
@@ -313,5 +346,5 @@ def about(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig that figures depend on."""
-    names = ("max_num_seqs", "max_num_batched_tokens", "expert_load_interval", *FLAGS)
+    names = ("max_num_seqs", "max_num_batched_tokens", "expert_load_interval", *FLAGS, *SPECULATION)
     return {name: getattr(options, name) for name in names}

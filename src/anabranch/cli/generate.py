@@ -11,7 +11,7 @@ from typing import Any
 from anabranch import bundled
 from anabranch.llm import LLM, Prompt, SamplingParams
 from anabranch.models.generation import NAMES
-from anabranch.options import FLAGS, add_engine_options, engine_fields
+from anabranch.options import FLAGS, SPECULATION, add_engine_options, engine_fields
 from anabranch.stages import Stages
 
 
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_options(parser, "dtype", "max_model_len", "load_format", *FLAGS)
+    add_engine_options(parser, "dtype", "max_model_len", "load_format", *FLAGS, *SPECULATION)
     parser.add_argument("--verbose", action="store_true", help="show what the start spent its time on")
 
 
@@ -82,11 +82,13 @@ def run(options: argparse.Namespace) -> int:
         loaded = time.perf_counter()
         params = sampling_params(options, llm.sampling_defaults)
         count = asyncio.run(write_answer(llm, prompt, params, [], before=prompt))
+        drafted, accepted = llm.engine.metrics.draft_tokens, llm.engine.metrics.accepted_tokens
     print()
     if not options.quiet:
         seconds = time.perf_counter() - loaded
+        drafts = f"; {accepted} of {drafted} drafts were right" if drafted else ""
         print(
-            f"[{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.1f} tokens/s; "
+            f"[{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.1f} tokens/s{drafts}; "
             f"ready after {loaded - started:.2f} s]",
             file=sys.stderr,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from anabranch import bundled
 from anabranch.config import AUTO, EngineConfig
-from anabranch.options import FLAGS, above_zero, add_engine_options, add_fields, at_least
+from anabranch.options import FLAGS, SPECULATION, above_zero, add_engine_options, add_fields, at_least
 
 RARE_SETTINGS = {
     "max_connections": "open connections; further ones get 503",
@@ -53,7 +53,7 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=at_least(1), default=AUTO, metavar="N", help=tokens)
     eager = "launch every kernel by itself, without captured graphs: --graphs none"
     add("--enforce-eager", action="store_const", const="none", default="auto", dest="graphs", help=eager)
-    add_engine_options(model, "generation_config")
+    add_engine_options(model, "generation_config", *SPECULATION)
     add("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
     add = parser.add_argument_group("chats").add_argument
     add("--chat-template", metavar="FILE", help="use this template instead of the model's own")

@@ -42,6 +42,11 @@ class HostStep(NamedTuple):
     max_query: int
     """The most rows of a request."""
 
+    def separate(self) -> HostStep:
+        """The same step, each row as a request of its own; where every row samples. Rows are written into pages before
+        any is read, so a row sees those before it there."""
+        return self._replace(starts=list(range(len(self.slots) + 1)), logit_rows=None, max_query=1)
+
     def padded(self, num_rows: int) -> list[int]:
         """Slots, tokens and ends of `num_rows` rows."""
         padding = num_rows - len(self.slots)
@@ -114,8 +119,8 @@ class StepMaker:
             count = end - begin
             slots += [sequence.slot] * count
             tokens += sequence.tokens[begin:end]
-            if end > len(sequence.tokens):  # the last one is still on the device
-                tokens.append(-1)
+            if end > len(sequence.tokens):  # drafts; else the last one is still on the device
+                tokens += sequence.drafts or [-1]
             ends += range(begin + 1, end + 1)
             starts.append(len(slots))
             self._write_tables(sequence.slot, pages_of(sequence.id))

@@ -49,7 +49,7 @@ def dry_run(runner: Any) -> None:
         for size in (largest, num_requests + 1):
             if num_requests < size <= largest:
                 model(steps.dry_run(size, num_requests, padded=size <= captured), kv)
-    for size in reversed(decode_sizes(config.max_num_seqs)):
+    for size in reversed(decode_sizes(config.max_samples)):
         if runner.decodes is not None:
             runner.decode("greedy", steps.padding(size), kv)
         else:

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Lock
@@ -19,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch import platforms
 from anabranch.config import EngineConfig
+from anabranch.engine.drafts import NgramDrafter
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.metrics import Metrics
 from anabranch.engine.runner import Launched, Progress, Runner, load_runner
-from anabranch.engine.sampler import needs_host_tokens
+from anabranch.engine.sampler import can_take_back, needs_host_tokens
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
 from anabranch.loader.locate import locate
 from anabranch.loader.resolve import resolve
@@ -80,7 +82,11 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=longest,
+            max_drafts=config.speculative_tokens,
+            max_samples=config.max_samples,
         )
+        self.drafting = config.speculative != "none"
+        """Whether requests get drafts."""
         self.metrics = Metrics()
         self.sequences: dict[str, Sequence] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -111,6 +117,8 @@ class Engine:
         bad_word_ids = self._bad_words(request)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         sequence = Sequence(request, self.num_arrived, needs_host_tokens(params, bad_word_ids), stop_ids, bad_word_ids)
+        if self.drafting and can_take_back(params, bad_word_ids):
+            sequence.drafter = NgramDrafter()
         if request.params.grammar is not None:
             self.compiling.append((self._matcher(request.params.grammar), sequence))
         else:
@@ -197,13 +205,21 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or self.in_flight is not None or bool(self.compiling)
 
+    def set_drafting(self, drafting: bool) -> None:
+        """Whether new requests get drafts, in an engine with speculation and without requests."""
+        assert not self.sequences and self.config.speculative != "none"
+        if self.in_flight is not None:  # launched before the last request had ended
+            self._read(self.in_flight)
+            self.in_flight = None
+        self.drafting = drafting
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
         updates = self._take_compiled() if self.compiling else []
         shares = self.scheduler.schedule()
         launched = self._launch(shares) if shares else None
-        if self.config.async_scheduling:
+        if self.config.async_scheduling and not self.drafting:  # drafts continue tokens that are known
             launched, self.in_flight = self.in_flight, launched
         return updates + self._read(launched) if launched else updates
 
@@ -241,13 +257,17 @@ class Engine:
 
     def _read(self, launched: Launched) -> list[Update]:
         """Wait for a step and make updates of its tokens."""
-        tokens = launched.wait()
-        updates = self._end_without_token(launched, tokens) if tokens and min(tokens) < 0 else []
+        tokens, sampling = launched.wait(), launched.sampling
+        rows: Iterable[int] = range(len(tokens))
+        if self.drafting:
+            rows = self._verify(launched, tokens)
+            tokens, sampling = [tokens[row] for row in rows], [sampling[row] for row in rows]
+        updates = self._end_without_token(sampling, tokens) if tokens and min(tokens) < 0 else []
         self._keep_routed(launched)
         self._keep_prompt_logprobs(launched)
-        running = [share[0].id for share in launched.sampling if share[0].finish_reason is None]
+        running = [share[0].id for share in sampling if share[0].finish_reason is None]
         self.metrics.tokens(running, time.monotonic())
-        for row, (share, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
+        for row, share, token in zip(rows, sampling, tokens, strict=True):
             sequence = share[0]
             known = sequence.tokens
             # The lines below, in short, for most sequences in most steps.
@@ -268,10 +288,32 @@ class Engine:
                 updates[-1].error = ended
         return updates
 
-    def _end_without_token(self, launched: Launched, tokens: list[int]) -> list[Update]:
+    def _verify(self, launched: Launched, tokens: list[int]) -> list[int]:
+        """The rows whose tokens count."""
+        rows: list[int] = []
+        rejected: dict[Sequence, int] = {}
+        begin = 0
+        for share in launched.shares:
+            end = begin + share.num_samples
+            if share.num_samples > 1:
+                count = self.scheduler.verify(share, tokens[begin:end])
+                self.metrics.drafts += 1
+                self.metrics.draft_tokens += share.num_samples - 1
+                self.metrics.accepted_tokens += count - 1
+                if count < share.num_samples:
+                    rejected[share.sequence] = share.num_samples - count
+                rows += range(begin, begin + count)
+            else:
+                rows += range(begin, end)
+            begin = end
+        if rejected:
+            self.runner.take_back(rejected)
+        return rows
+
+    def _end_without_token(self, sampling: list[Share], tokens: list[int]) -> list[Update]:
         """Requests for which the step found no token (see ops.sample) end with an error."""
         updates = []
-        for share, token in zip(launched.sampling, tokens, strict=True):
+        for share, token in zip(sampling, tokens, strict=True):
             sequence = share.sequence
             if token >= 0 or sequence.finish_reason is not None:
                 continue

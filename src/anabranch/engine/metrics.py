@@ -48,6 +48,11 @@ class Metrics:
     steps: int = 0
     nonfinite_logits: int = 0
     """Requests that ended because their logits were NaN or infinite."""
+    drafts: int = 0
+    """Steps of requests that had drafts."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafts that were right."""
     finished: Counter[str] = field(default_factory=Counter)
     clocks: dict[str, Clock] = field(default_factory=dict)
     latest: set[str] = field(default_factory=set)
@@ -100,6 +105,10 @@ class Metrics:
             "generation_tokens": self.generation_tokens,
             "finished": dict(self.finished),
             "nonfinite_logits": self.nonfinite_logits,
+            "spec_decode_drafts": self.drafts,
+            "spec_decode_draft_tokens": self.draft_tokens,
+            "spec_decode_accepted_tokens": self.accepted_tokens,
+            "spec_decode_acceptance": self.accepted_tokens / max(1, self.draft_tokens),
             "queue_time_seconds": self.queue_time.as_dict(),
             "time_to_first_token_seconds": self.time_to_first_token.as_dict(),
             "inter_token_latency_seconds": self.inter_token_latency.as_dict(),

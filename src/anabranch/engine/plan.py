@@ -233,7 +233,7 @@ def check_memory(
     else:
         kv = request_bytes(config, options.page_size, options.page_size, dtype)
         num_tokens = options.max_num_batched_tokens + captured_tokens
-        workspace = workspace_bytes(config, num_tokens, options.max_num_seqs, dtype)
+        workspace = workspace_bytes(config, num_tokens, options.max_samples, dtype)
         usable = min(free, int(total * options.memory_fraction))
     needed = weights + workspace + kv
     if needed > usable:

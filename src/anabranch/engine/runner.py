@@ -76,6 +76,10 @@ class Runner(Protocol):
         """The host has read the sequence's last token; for sequences with `waits_for_host`. Returns "stop" if the
         request's grammar is complete with it, another text if the grammar does not allow it."""
 
+    def take_back(self, counts: dict[Sequence, int]) -> None:
+        """The last so many tokens that the sequences sampled do not count: they follow drafts that were wrong."""
+        return
+
     def expert_load(self, settled: bool = False) -> list[list[int]]:
         """Tokens by MoE layer and expert since the start; up to date if no step is in flight (`settled`)."""
 

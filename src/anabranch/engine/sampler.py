@@ -66,8 +66,17 @@ def needs_host_tokens(params: SamplingParams, bad_word_ids: Sequence[Sequence[in
     return params.grammar is not None or any(len(word) > 1 for word in bad_word_ids)
 
 
+def can_take_back(params: SamplingParams, bad_word_ids: Sequence[Sequence[int]] = ()) -> bool:
+    """Whether tokens of such a request can be sampled on trial: a penalty would count them."""
+    penalized = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+    return not penalized and not needs_host_tokens(params, bad_word_ids)
+
+
 class Sampler:
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device, seed: int = 0, max_rows: int = 0
+    ) -> None:
+        """`max_rows`: of a captured step, if it has several of a request."""
         self.vocab_size = vocab_size
         self.device = device
         self.seed = seed
@@ -84,7 +93,8 @@ class Sampler:
         self._int_3S = torch.zeros(3, max_num_seqs + 1, dtype=torch.int64, device=device)
         """top_k, seed, tokens generated"""
         self._position_S = self._int_3S[2]
-        self._nothing_S = torch.zeros(max_num_seqs + 1, device=device), self._int_3S.new_zeros(max_num_seqs + 1)
+        max_rows = max(max_rows, max_num_seqs)
+        self._nothing_R = torch.zeros(max_rows, device=device), self._int_3S.new_zeros(max_rows)
         """Temperature 0; seed and position 0."""
         self._penalties = PenaltyTable(vocab_size, device)
         self._pinned = device.type != "cpu"
@@ -145,6 +155,13 @@ class Sampler:
         return occupant.matcher is None or occupant.matcher.accept(token)
 
     @torch.inference_mode()
+    def take_back(self, slots: list[int], counts: list[int]) -> None:
+        """The last so many tokens of these slots do not count as generated."""
+        if self.mode(slots) != "greedy":  # else nothing depends on how many there are
+            slot_N, count_N = self._upload([slots, counts])
+            self._position_S.index_add_(0, slot_N, -count_N)
+
+    @torch.inference_mode()
     def sample(self, logits_RV: torch.Tensor, slots: list[int]) -> Sampled:
         """One token for each row, which counts as generated. A slot with several rows samples its next tokens there, in
         order; not one that needs the host's tokens. The logits are contiguous and in any float dtype; those in fp32 are
@@ -155,7 +172,7 @@ class Sampler:
         if mode == "greedy":
             return Sampled(_best(logits_RV))
         turns = None if len(set(slots)) == len(slots) else _turns(slots)
-        if mode == "drawn" and self.by_slot:
+        if mode == "drawn" and (self.by_slot or turns is not None):
             turn_R = None if turns is None else self._upload(turns)
             return Sampled(self.sample_slots(logits_RV, self._upload(slots), mode, turn_R))
         if turns is not None:
@@ -213,7 +230,7 @@ class Sampler:
         """token_R where only the device knows the rows' slots (max_num_seqs: padding). Can be captured; `mode` is
         "greedy" or "drawn". `turn_R`: how many rows before it have the same slot; None: none has."""
         if mode == "greedy":
-            zero_R, none_R = (tensor[: logits_RV.shape[0]] for tensor in self._nothing_S)
+            zero_R, none_R = (tensor[: logits_RV.shape[0]] for tensor in self._nothing_R)
             return ops.sample(SampleCall(logits_RV, zero_R, none_R, none_R))
         temperature_R, top_p_R, min_p_R = self._float_6S[:3].index_select(1, slot_R)
         top_k_R, seed_R, position_R = self._int_3S.index_select(1, slot_R)
@@ -397,6 +414,12 @@ def _turns(slots: list[int]) -> list[int]:
         turns.append(seen[slot])
         seen[slot] += 1
     return turns
+
+
+def captured_turns(slot_R: torch.Tensor) -> torch.Tensor:
+    """The same on the device, where the rows of a slot follow one another. Can be captured."""
+    row_R = torch.arange(slot_R.shape[0], device=slot_R.device)
+    return row_R - torch.where(slot_R == slot_R.roll(1), 0, row_R).cummax(0).values
 
 
 def _best(logits_RV: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 There are no phases. Each sequence has tokens (known, or sampled on the device and not yet read) and a number of them
 whose keys and values are computed; the scheduler hands out the difference, as far as the step's token budget and the
-pages go. Prefill, chunked prefill, decode, prefix reuse and recompute after preemption are all that one rule.
+pages go. Prefill, chunked prefill, decode, prefix reuse and recompute after preemption are all that one rule. Drafts
+(engine/drafts) are tokens besides: a step computes them after the sequence's last token, and `verify` says which count.
 All plain ints; this file knows neither tensors nor text.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from anabranch.engine.drafts import Drafter
 from anabranch.engine.kv_cache import KVCache
 from anabranch.request import FinishReason, Request
 
@@ -34,6 +36,8 @@ class Sequence:
     bad_word_ids: list[list[int]] = field(default_factory=list)
     matcher: Matcher | None = None
     """Of its grammar, once that is compiled. For the sampler, as the bad words."""
+    drafter: Drafter | None = None
+    """Guesses its next tokens. Such a sequence is not scheduled either while a token is unread."""
 
     id: str = field(init=False)
     plain: bool = field(init=False)
@@ -45,6 +49,8 @@ class Sequence:
     """Counts those too that launched steps sample and the host has not read yet."""
     limit: int = field(init=False)
     """The length at which it ends."""
+    drafts: list[int] = field(default_factory=list)
+    """Guesses of the tokens after `tokens`, which the launched step verifies."""
     num_computed: int = 0
     """Tokens whose keys and values are in pages once all launched steps have run."""
     num_cached: int = 0
@@ -91,7 +97,8 @@ class Share(NamedTuple):
     begin: int
     end: int
     num_samples: int
-    """How many of its last rows sample a token each: 1 where it ends with the sequence's last token, else 0."""
+    """How many of its last rows sample a token each: 1 where it ends with the sequence's last token, one more for each
+    draft that follows it, else 0."""
 
     @property
     def prompt_targets(self) -> list[int]:
@@ -104,10 +111,23 @@ class Share(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, kv: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        kv: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_drafts: int = 0,
+        max_samples: int = 0,
+    ) -> None:
+        """`max_drafts`: of one sequence in a step. `max_samples`: rows of a step that sample, drafts included; not less
+        than `max_num_seqs` where there are drafts."""
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.max_drafts = max_drafts
+        self.max_samples = max_samples
         self.waiting: list[Sequence] = []
         """Sorted by rank."""
         self.running: dict[Sequence, None] = {}
@@ -139,7 +159,7 @@ class Scheduler:
             self.kv.commit(sequence.id, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
         del self.running[sequence]
         self.free_slots.append(sequence.slot)
-        sequence.slot, sequence.placed = -1, False
+        sequence.slot, sequence.placed, sequence.drafts = -1, False, []
         self.kv.release(sequence.id)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -161,6 +181,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         shares: list[Share] = []
         long: list[Sequence] = []
+        drafting: list[tuple[Sequence, Drafter]] = []
         preempted = self.num_preemptions
         new, give = tuple.__new__, shares.append  # a quarter of a Share's own __new__
         for sequence in list(self.running):
@@ -176,9 +197,13 @@ class Scheduler:
             missing = self._missing(sequence)
             if missing > 1:
                 long.append(sequence)
+            elif missing and sequence.drafter is not None:
+                drafting.append((sequence, sequence.drafter))
             elif missing and budget:
                 budget -= self._give(sequence, 1, shares)
         num_single = len(shares)
+        if drafting:
+            budget -= self._give_drafts(drafting, budget, shares)
         for sequence in long:
             if budget:
                 budget -= self._give(sequence, min(self._missing(sequence), budget), shares)
@@ -191,7 +216,7 @@ class Scheduler:
     def _missing(self, sequence: Sequence) -> int:
         """Tokens to compute; the answer's last token never is, since nothing follows it."""
         wanted = sequence.num_tokens
-        if sequence.waits_for_host and wanted > len(sequence.tokens):
+        if wanted > len(sequence.tokens) and (sequence.waits_for_host or sequence.drafter is not None):
             return 0
         return (wanted if wanted < sequence.limit else sequence.limit - 1) - sequence.num_computed
 
@@ -209,6 +234,28 @@ class Scheduler:
                 return 0
         shares.append(self._share(sequence, begin, given))
         return given
+
+    def _give_drafts(self, drafting: list[tuple[Sequence, Drafter]], budget: int, shares: list[Share]) -> int:
+        """Shares of one token and its drafts. Drafts take what is left: of the budget and of the rows that may sample
+        when all others have theirs, and of pages without preempting. Returns the tokens given."""
+        coming = len(self.running) + min(len(self.waiting), len(self.free_slots))
+        room = min(budget - len(drafting), self.max_samples - coming)
+        total = 0
+        for sequence, drafter in drafting[:budget]:
+            begin, tokens = sequence.num_computed, sequence.tokens
+            most = min(room, self.max_drafts, sequence.limit - 1 - sequence.num_tokens)
+            drafts = drafter.propose(tokens, most) if most > 0 and sequence.slot >= 0 else []
+            given = self.kv.advance(sequence.id, tokens, begin, 1 + len(drafts)) if drafts else 0
+            if given > 1:
+                sequence.drafts = drafts[: given - 1]
+                sequence.num_computed += 1
+                sequence.num_tokens += 1
+                shares.append(Share(sequence, begin, begin + given, given))
+                room -= given - 1
+            else:
+                given = self._give(sequence, 1, shares)
+            total += given
+        return total
 
     def _admit(self, budget: int) -> Iterator[Share]:
         while budget and self.waiting and self.free_slots:
@@ -243,12 +290,25 @@ class Scheduler:
 
     def _share(self, sequence: Sequence, begin: int, count: int) -> Share:
         """The share of `count` tokens, for which there are pages; the sequence is changed as if they were computed."""
-        if not sequence.waits_for_host:
+        if not sequence.waits_for_host and sequence.drafter is None:
             sequence.quiet_until = min(self.kv.quiet_until(sequence.id), sequence.limit - 1)
         sequence.num_computed = end = begin + count
         num_samples = int(end == sequence.num_tokens)
         sequence.num_tokens += num_samples
         return Share(sequence, begin, end, num_samples)
+
+    def verify(self, share: Share, tokens: list[int]) -> int:
+        """How many of the tokens that its rows sampled count, to be read one by one: those up to the first that is not
+        the draft of its place, or that ends the sequence. The others continue a sequence that is not this one."""
+        sequence, accepted = share.sequence, 0
+        for draft, token in zip(sequence.drafts, tokens):  # no drafts: it has left its slot
+            if draft != token or self._stops(sequence, token, len(sequence.tokens) + accepted + 1):
+                break
+            accepted += 1
+        sequence.drafts = []
+        sequence.num_computed += accepted
+        sequence.num_tokens += accepted
+        return accepted + 1
 
     def read(self, sequence: Sequence, token: int) -> bool:
         """A token that a step sampled is known now; False: the sequence has ended and it does not count."""
@@ -256,12 +316,16 @@ class Scheduler:
             return False
         sequence.tokens.append(token)
         length = len(sequence.tokens)
-        if token in sequence.stop_ids and length > sequence.num_prompt + sequence.request.params.min_tokens:
+        if self._stops(sequence, token, length):
             sequence.stop_token = token
             self.finish(sequence, "stop")
         elif length >= sequence.limit:
             self.finish(sequence, "length")
         return True
+
+    def _stops(self, sequence: Sequence, token: int, length: int) -> bool:
+        """Whether the token, with which the sequence has `length` tokens, ends it."""
+        return token in sequence.stop_ids and length > sequence.num_prompt + sequence.request.params.min_tokens
 
     @property
     def has_work(self) -> bool:
@@ -276,6 +340,7 @@ class Scheduler:
             assert sequence.finish_reason is None
             assert 0 <= sequence.num_computed <= sequence.num_tokens
             assert sequence.num_pending in (0, 1, 2)
+            assert not sequence.drafts or (sequence.num_pending, sequence.num_computed) == (1, len(sequence.tokens))
             assert sequence.quiet_until <= min(self.kv.quiet_until(sequence.id), sequence.limit - 1)
         for sequence in self.waiting:
             assert sequence.finish_reason is None and sequence.slot == -1 and sequence.num_computed == 0

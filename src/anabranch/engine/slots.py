@@ -30,6 +30,12 @@ class Slots:
         (self.prompt_logprobs.discard if params.prompt_logprobs is None else self.prompt_logprobs.add)(slot)
         sequence.placed = True
 
+    def take_back(self, counts: dict[Sequence, int]) -> None:
+        """See Runner.take_back."""
+        slots = {sequence.slot: count for sequence, count in counts.items() if sequence.placed}
+        if slots:
+            self.sampler.take_back(list(slots), list(slots.values()))
+
     def accept(self, sequence: Sequence, token: int) -> str | None:
         """See Runner.accept. A sequence that was preempted meanwhile gets its tokens when it is placed again."""
         if not sequence.placed:

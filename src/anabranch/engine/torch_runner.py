@@ -24,7 +24,7 @@ from anabranch.engine.dry_run import dry_run
 from anabranch.engine.expert_counter import ExpertCounter
 from anabranch.engine.progress import Tally
 from anabranch.engine.runner import Launched, Pages, Progress, Runner, StateCopy
-from anabranch.engine.sampler import Sampler
+from anabranch.engine.sampler import Sampler, captured_turns
 from anabranch.engine.sampling_plan import Logprobs, Sampled, SamplingMode, token_logprobs
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.engine.slots import Slots
@@ -60,6 +60,8 @@ class TorchRunner(Runner):
     def __init__(self, config: EngineConfig, platform: Platform, progress: Progress | None) -> None:
         self.platform = platform
         self.config = config
+        self.drafting = config.speculative != "none"
+        """Whether rows of a decode step may be drafts: then the host knows the tokens of all rows."""
         memory = platform.memory()
         plan.check_memory(  # before the weights take memory
             read_config(config.model, kv_cache_dtype=config.kv_cache_dtype),
@@ -110,7 +112,7 @@ class TorchRunner(Runner):
             dtype=str(self.dtype).removeprefix("torch."),
             page_size=config.page_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.max_samples,
             captured_tokens=self.captured_tokens,
         )
         # Other processes may use the device too: the plan is limited by what is free now, with the weights loaded.
@@ -126,7 +128,8 @@ class TorchRunner(Runner):
         self.states = kv_tensors.stack_states(self.model.config, self.kv)
         sizes = config.max_num_seqs, config.max_model_len, config.page_size
         self.steps = StepMaker(len(groups), *sizes, device, states=states)
-        self.sampler = Sampler(config.max_num_seqs, self.model.config.vocab_size, device, config.seed)
+        vocab_size = self.model.config.vocab_size
+        self.sampler = Sampler(config.max_num_seqs, vocab_size, device, config.seed, config.max_samples)
         self.experts = ExpertCounter(self.model, self.platform, config.expert_load_interval)
         self.slots = Slots(self.sampler, self.model.config.eos_ids)
         self._plan_graphs()
@@ -169,7 +172,7 @@ class TorchRunner(Runner):
         """Token rows of the largest captured step of any kind."""
         config = self.config
         if config.graphs in ("decode", "none"):
-            return config.max_num_seqs if config.graphs == "decode" else 0
+            return config.max_samples if config.graphs == "decode" else 0
         return max(self.largest_captured, self.longest_prompt if config.graphs == "full" else 0)
 
     def _plan_graphs(self) -> None:
@@ -180,7 +183,7 @@ class TorchRunner(Runner):
             def decode(kind: SamplingMode, size: int) -> Captured[Decoded]:
                 return Captured(platform, pool, self.steps.padding(size), partial(self.decode, kind, kv=self.kv))
 
-            self.decodes = BySize(decode_sizes(config.max_num_seqs), decode)
+            self.decodes = BySize(decode_sizes(config.max_samples), decode)
         if config.graphs not in ("decode", "none"):
             largest = max(2, self.largest_captured)  # compilers take one for special
             buffers = Buffers(self.model, largest, platform.device, self.dtype)
@@ -233,6 +236,8 @@ class TorchRunner(Runner):
         record = bool(routed) and any(share.sequence.slot in routed for share in shares)
 
         rows = self.steps.host_step(shares, pages)
+        if rows.logit_rows is not None and self.drafting and len(rows.logit_rows) == len(rows.slots):
+            rows = rows.separate()
         launched = self._replay(shares, rows, record)
         if launched is None:
             launched = self._run(shares, rows, record)
@@ -242,13 +247,10 @@ class TorchRunner(Runner):
     def _run(self, shares: list[Share], rows: HostStep, record: bool) -> Launched:
         """Any step."""
         step, hidden_TD, recorded = self._forward(rows, self.experts.counts or record)
-        sampling = shares
-        if rows.logit_rows is not None:
-            sampling = [share for share in shares for _ in range(share.num_samples)]
-        launched = Launched(shares, sampling)
+        launched = Launched(shares, _sampling(shares, rows))
         if self.slots.prompt_logprobs:
             launched.prompt_logprobs = self._prompt_logprobs(hidden_TD, shares)
-        if sampling:
+        if launched.sampling:
             rows_RD = hidden_TD if step.logit_row is None else hidden_TD[step.logit_row]
             self._sample(launched, self.model.logits(rows_RD))
         self.experts.count(recorded)
@@ -282,15 +284,16 @@ class TorchRunner(Runner):
         if asking and any(begin < s.num_prompt and s.slot in asking for s, begin, _, _ in shares):
             return None
         kind = self.sampler.mode(rows.slots)
-        captured = self.decodes.find("greedy" if kind == "any" else kind, len(shares))
+        num_rows = len(rows.slots)
+        captured = self.decodes.find("greedy" if kind == "any" else kind, num_rows)
         if captured is None:
             return None
         decoded = captured.replay(self.steps.pack(rows, captured.input.shape[1]))
-        launched = Launched(shares=shares, sampling=shares)
+        launched = Launched(shares, _sampling(shares, rows))
         if kind == "any":
-            self._sample(launched, decoded.logits_RV[: len(shares)])
+            self._sample(launched, decoded.logits_RV[:num_rows])
         else:
-            launched.sampled = Sampled(decoded.token_R[: len(shares)])
+            launched.sampled = Sampled(decoded.token_R[:num_rows])
             launched.tokens = self.platform.fetch(launched.sampled.token_R)
         if record:
             self._keep_routed(launched, decoded.experts)
@@ -303,7 +306,8 @@ class TorchRunner(Runner):
         logits_RV = self.model.logits(self.model(step, kv))
         slot_R = packed_3R[0].long()
         slot_R = torch.where(slot_R < 0, self.config.max_num_seqs, slot_R)
-        token_R = self.sampler.sample_slots(logits_RV, slot_R, kind)
+        turn_R = captured_turns(slot_R) if self.drafting and kind == "drawn" else None
+        token_R = self.sampler.sample_slots(logits_RV, slot_R, kind, turn_R)
         self.steps.last_token_S.index_copy_(0, slot_R, token_R)
         self.experts.count(recorded)
         return Decoded(token_R, logits_RV, recorded)
@@ -336,5 +340,15 @@ class TorchRunner(Runner):
     def accept(self, sequence: Sequence, token: int) -> str | None:
         return self.slots.accept(sequence, token)
 
+    def take_back(self, counts: dict[Sequence, int]) -> None:
+        self.slots.take_back(counts)
+
     def expert_load(self, settled: bool = False) -> list[list[int]]:
         return self.experts.load(settled)
+
+
+def _sampling(shares: list[Share], rows: HostStep) -> list[Share]:
+    """The share of each row that samples."""
+    if rows.logit_rows is None and len(rows.slots) == len(shares):
+        return shares
+    return [share for share in shares for _ in range(share.num_samples)]

@@ -29,6 +29,12 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
             f"kv_cache_dtype fp8_e4m3: platform {platform.name!r} ({platform.describe()}) keeps keys and values in the "
             "dtype it computes in; use auto"
         )
+    if config.speculative != "none":
+        refused = f"speculative {config.speculative}: not yet"
+        if not all(group.policy.per_token for group in model.cache_groups):
+            raise ValueError(f"{refused} for models with recurrent state ({model.model_type}); use none")
+        if not platform.verifies_drafts:
+            raise ValueError(f"{refused} on platform {platform.name!r}; use none")
     values = {
         "dtype": resolve_dtype(config.dtype, model, platform),
         "max_model_len": model.max_position,

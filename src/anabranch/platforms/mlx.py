@@ -26,6 +26,7 @@ class MlxPlatform(HostPlatform):
     runner = "anabranch.mlx.runner:MlxRunner"
     reads_quantized = True
     fp8_cache = False
+    verifies_drafts = False
     memory_fraction = 0.8
     proven = "tests/mlx, with MLX's CPU backend on Linux"
     unproven = "never run on Apple silicon: speed, Metal's kernels and memory"

@@ -96,6 +96,8 @@ class Platform(abc.ABC):
     """Share of the device's memory the engine takes by default. An instance may set its own, as of batch_tokens."""
     fp8_cache: bool = True
     """Whether keys and values can be kept in FP8."""
+    verifies_drafts: ClassVar[bool] = True
+    """Whether the Runner takes shares that sample several tokens."""
     proven: ClassVar[str] = ""
     """What tests show of it on this commit, and where they ran; empty: nothing."""
     unproven: ClassVar[str] = ""

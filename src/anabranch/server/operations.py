@@ -30,12 +30,16 @@ GAUGES = {
     "num_requests_running": ("running", "Sequences in the running batch."),
     "num_requests_waiting": ("waiting", "Sequences that wait to run."),
     "kv_cache_usage_perc": ("kv_usage", "Share of KV pages that requests hold, 0 to 1."),
+    "spec_decode_draft_acceptance_rate": ("spec_decode_acceptance", "Share of drafts that were right since the start."),
 }
 COUNTERS = {
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that were started."),
     "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "spec_decode_num_drafts": ("spec_decode_drafts", "Steps of sequences in which drafts were verified."),
+    "spec_decode_num_draft_tokens": ("spec_decode_draft_tokens", "Drafts that were verified."),
+    "spec_decode_num_accepted_tokens": ("spec_decode_accepted_tokens", "Drafts that were right."),
     "num_preemptions": ("preemptions", "Sequences that gave up their KV pages to be computed again."),
 }
 OWN_GAUGES = {"ready": ("ready", "1 while requests are taken.")}
