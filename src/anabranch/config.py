@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 AUTO = 0  # of a number: to be resolved
 AUTO_NUMBERS = ("max_model_len", "max_num_batched_tokens", "page_size", "num_pages")
+AT_LEAST = {"max_num_seqs": 1, "speculative_tokens": 1, "state_interval": 1, "expert_load_interval": 0}
+"""Other numbers, and what they must be at least."""
 SERVED_TOKENS = 8192
 """Tokens of a step in a server, whose other clients wait while it runs."""
 LARGE_MEMORY, LARGE_STEP = 64 << 30, 16384
@@ -96,9 +98,7 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least = {"max_num_seqs": 1, "speculative_tokens": 1, "state_interval": 1, "expert_load_interval": 0}
-        at_least |= dict.fromkeys(AUTO_NUMBERS, 0)
-        for name, low in at_least.items():
+        for name, low in (AT_LEAST | dict.fromkeys(AUTO_NUMBERS, 0)).items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be an integer of at least {low}, not {value!r}")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from anabranch.config import AUTO, CHOICES, DTYPES, EngineConfig
+from anabranch.config import AT_LEAST, AUTO, CHOICES, DTYPES, EngineConfig
 
 Number = TypeVar("Number", int, float)
 
@@ -65,7 +65,7 @@ def add_fields(parser: Any, config: type, help: Mapping[str, str]) -> None:
         elif isinstance(default, float):
             how |= {"type": float, "metavar": "S"}
         else:
-            least = 1 if default in (None, AUTO) else 0
+            least = AT_LEAST.get(name, 1 if default in (None, AUTO) else 0)
             how |= {"type": int if least == 0 and config is not EngineConfig else at_least(least), "metavar": "N"}
         if "(default" not in text:
             text += f" (default {shown})"

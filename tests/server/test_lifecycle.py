@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from anabranch.config import EngineConfig
-from anabranch.server.lifecycle import read_model
+from anabranch.server.lifecycle import listen, read_model
 from anabranch.server.settings import Settings
 from tests.server.faulty_engine import BUG, CRASH, EXIT, HANG, LEAK
 from tests.server.serving import QUICK, Running, Unharmed, gone, running
@@ -478,6 +478,12 @@ def test_other_mistakes_of_a_command_line(model: Path, tmp_path: Path) -> None:
     for (_, code, words), message, found in zip(mistakes, said[::2], said[1::2], strict=False):
         assert int(found) == code and words in message, message
     assert len(said) == 2 * len(mistakes) + 1
+
+
+def test_a_client_may_connect_before_the_loop_runs() -> None:
+    """The log line with the address comes then."""
+    with listen(Settings(port=0)) as sock, socket.create_connection(sock.getsockname(), timeout=5):
+        pass
 
 
 def test_help_fits_two_screens() -> None:

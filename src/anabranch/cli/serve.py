@@ -53,7 +53,7 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=at_least(1), default=AUTO, metavar="N", help=tokens)
     eager = "launch every kernel by itself, without captured graphs: --graphs none"
     add("--enforce-eager", action="store_const", const="none", default="auto", dest="graphs", help=eager)
-    add_engine_options(model, "generation_config", *SPECULATION)
+    add_engine_options(model, "generation_config")
     add("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
     add = parser.add_argument_group("chats").add_argument
     add("--chat-template", metavar="FILE", help="use this template instead of the model's own")
@@ -77,7 +77,7 @@ def _add_rare(group: Any) -> None:
 
     hosts = "host names to answer to without a key, besides localhost and addresses; *: any (default none)"
     group.add_argument("--allowed-hosts", type=names, default=(), metavar="NAME,...", help=hosts)
-    add_engine_options(group, "load_format", "expert_load_interval")
+    add_engine_options(group, *SPECULATION, "load_format", "expert_load_interval")
     add_fields(group, Settings, RARE_SETTINGS)
     add_engine_options(group, "page_size", "num_pages", "prefix_cache", "state_interval", "async_scheduling", *FLAGS)
 

@@ -70,7 +70,7 @@ def serve(settings: Settings, engine: EngineConfig, make_engine: str = MAKE_ENGI
 
 @contextlib.contextmanager
 def listen(settings: Settings) -> Iterator[socket.socket]:
-    """The socket, bound to the address."""
+    """The socket, bound to the address. Clients may connect from now on; they are answered when the loop runs."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio sets TCP_NODELAY on accepted connections only where the socket names its protocol. Without it the last
     # bytes of a reply wait for the client's delayed acknowledgement, about 40 ms.
@@ -78,6 +78,7 @@ def listen(settings: Settings) -> Iterator[socket.socket]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((settings.host, settings.port))
+            sock.listen()
         except OSError as error:
             raise OSError(
                 f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
