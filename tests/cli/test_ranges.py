@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": [NOWHERE, "Once upon a time"],
     "chat": [NOWHERE],
     "plan": [NOWHERE],
+    "simulate": [NOWHERE],
     "tune": [NOWHERE],
     "bench offline": [NOWHERE],
     "bench step": [NOWHERE],
@@ -43,6 +44,9 @@ MEANT: dict[str, tuple[str, ...]] = {
     "--burstiness": ("inf",),
     "--timeout": ("inf",),
     "--bandwidth": ("inf",),
+    "--copies": ("0",),
+    "--zipf": ("0",),  # equal loads
+    "--link": ("inf",),
 }
 """Values out of the ordinary that say something."""
 

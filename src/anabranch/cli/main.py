@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": "write a continuation of a prompt",
     "chat": "chat with a model in the terminal",
     "plan": "show whether a model fits: weights, KV cache, context × concurrency for a given memory",
+    "simulate": "simulate a model's experts on many ranks: load of the ranks, bytes that move",
     "tune": "measure the best tiles of a model's experts on this GPU",
     "quantize": "write a model again with quantised weights, for this and other engines",
     "doctor": "show this machine: versions, platforms, and the kernel that each op would use",
