@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
             )
             print(f"{n:>6}  {name:<14}{row['imbalance']:>14.2f}{''.join(cells)}", flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps({"model": config.model_type, "commit": records.commit(), "rows": rows}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"model": config.model_type, "commit": records.commit(), "rows": rows}, indent=1) + "\n"
+        )
     if options.plot is not None:
         plot(rows, options.plot)
     return 0
