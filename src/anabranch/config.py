@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 AUTO = 0  # of a number: to be resolved
 AUTO_NUMBERS = ("max_model_len", "max_num_batched_tokens", "page_size", "num_pages")
-AT_LEAST = {"max_num_seqs": 1, "speculative_tokens": 1, "state_interval": 1, "expert_load_interval": 0}
+AT_LEAST = dict.fromkeys(("max_num_seqs", "speculative_tokens", "state_interval", "tensor_parallel_size"), 1) | {
+    "expert_load_interval": 0
+}
 """Other numbers, and what they must be at least."""
 SERVED_TOKENS = 8192
 """Tokens of a step in a server, whose other clients wait while it runs."""
@@ -95,6 +97,10 @@ class EngineConfig:
     generation_config: str = "auto"
     """model: temperature, top_k, top_p, min_p and repetition_penalty of the model's generation_config.json hold for
     requests that leave them out; none: they do not. The file's end-of-text tokens hold in both cases. Auto: model."""
+    tensor_parallel_size: int = 1
+    """Ranks among which the model is divided, each with a device (on CPUs: a process)."""
+    expert_parallel: bool = False
+    """Ranks have whole experts, not a part of each."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -17,6 +17,8 @@ FLAGS = ("graphs", "moe_combine", "shared_expert", "tune", "quantization", "kv_c
 """Fields of EngineConfig that are options of every command that runs an engine."""
 SPECULATION = ("speculative", "speculative_tokens")
 """Those of the commands that generate answers."""
+RANKS = ("tensor_parallel_size", "expert_parallel")
+"""Those of models that are divided."""
 HELP = {
     "dtype": "what to compute in (default: the model's own)",
     "load_format": "dummy: random weights, only the config is read",
@@ -36,6 +38,8 @@ HELP = {
     "quantization": "quantise the weights of a plain checkpoint while loading it",
     "speculative": "ngram: verify several next tokens in one step, guessed from repetitions in prompt and answer",
     "speculative_tokens": "the most guesses of one request in a step",
+    "tensor_parallel_size": "ranks among which the model is divided, each with a device",
+    "expert_parallel": "ranks have whole experts, not a part of each",
     "kv_cache_dtype": "what keys and values are kept in; auto, model: what is computed in",
 }
 """Help of options, by field of EngineConfig."""

@@ -11,7 +11,7 @@ from typing import Any
 from anabranch import bundled
 from anabranch.llm import LLM, Prompt, SamplingParams
 from anabranch.models.generation import NAMES
-from anabranch.options import FLAGS, SPECULATION, add_engine_options, engine_fields
+from anabranch.options import FLAGS, RANKS, SPECULATION, add_engine_options, engine_fields
 from anabranch.stages import Stages
 
 
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_options(parser, "dtype", "max_model_len", "load_format", *FLAGS, *SPECULATION)
+    add_engine_options(parser, "dtype", "max_model_len", "load_format", *FLAGS, *RANKS, *SPECULATION)
     parser.add_argument("--verbose", action="store_true", help="show what the start spent its time on")
 
 

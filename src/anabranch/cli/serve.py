@@ -8,7 +8,7 @@ from typing import Any
 
 from anabranch import bundled
 from anabranch.config import AUTO, EngineConfig
-from anabranch.options import FLAGS, SPECULATION, above_zero, add_engine_options, add_fields, at_least
+from anabranch.options import FLAGS, RANKS, SPECULATION, above_zero, add_engine_options, add_fields, at_least
 
 RARE_SETTINGS = {
     "max_connections": "open connections; further ones get 503",
@@ -77,7 +77,7 @@ def _add_rare(group: Any) -> None:
 
     hosts = "host names to answer to without a key, besides localhost and addresses; *: any (default none)"
     group.add_argument("--allowed-hosts", type=names, default=(), metavar="NAME,...", help=hosts)
-    add_engine_options(group, *SPECULATION, "load_format", "expert_load_interval")
+    add_engine_options(group, *RANKS, *SPECULATION, "load_format", "expert_load_interval")
     add_fields(group, Settings, RARE_SETTINGS)
     add_engine_options(group, "page_size", "num_pages", "prefix_cache", "state_interval", "async_scheduling", *FLAGS)
 

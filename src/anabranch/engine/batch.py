@@ -54,6 +54,20 @@ class HostStep(NamedTuple):
         return [*self.slots, *[-1] * padding, *self.tokens, *zeros, *self.ends, *zeros]
 
 
+class Order(NamedTuple):
+    """A step for a rank that follows; see engine/ranks."""
+
+    rows: HostStep
+    mode: str
+    """How a captured decode step samples; "": the step is not to be looked for among these."""
+    tables: list[tuple[int, list[array[int]]]]
+    """Changes of the flat page tables: where they begin, and for each cache group the entries."""
+    prompt_rows: list[tuple[int, int]]
+    """(first row, count) of rows whose logits the driver needs for the log-probabilities of a prompt."""
+    slots: list[int]
+    """Of the rows that sample."""
+
+
 class StepMaker:
     """Makes Steps for up to `num_slots` sequences of up to `max_length` tokens."""
 
@@ -85,6 +99,8 @@ class StepMaker:
         """Ranges of the flat host tables that are not on the device yet."""
         self.written: list[tuple[object, int]] = [(None, 0)] * num_slots
         """Whose pages a slot's rows hold, and how many of them."""
+        self.log: list[tuple[int, int]] | None = None
+        """Ranges of the flat host tables that were written, for who reads and clears them."""
         self.joined: set[int] = set()
         """Slots that a sequence has taken since their rows were written."""
         self.last_token_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -268,6 +284,18 @@ class StepMaker:
         self.written[slot] = tables, length
         if self.mirror:
             self.changes.append((row + written, row + length))
+        if self.log is not None:
+            self.log.append((row + written, row + length))
+
+    def apply(self, tables: list[tuple[int, list[array[int]]]]) -> None:
+        """Write entries that another StepMaker has logged: where they begin, and those of each group."""
+        for begin, entries in tables:
+            end = begin + len(entries[0])
+            for host, values in zip(self.host_tables, entries, strict=True):
+                host[begin:end] = values
+            if self.mirror:
+                self.changes.append((begin, end))
+        self.update_tables()
 
     def _host(self, values: array[int]) -> torch.Tensor:
         """In memory that the device can copy from while the host goes on."""

@@ -415,6 +415,7 @@ def make_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
         model = read_config(folder, quantized=platform.reads_quantized, kv_cache_dtype=config.kv_cache_dtype)
         read_sampling_defaults(folder, config.generation_config)  # refused before weights are read
         config = resolve(replace(config, model=str(folder)), model, platform)
+        model = model.divide(0, config.tensor_parallel_size, config.expert_parallel)
     runner = load_runner(config, platform, progress)
     tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
     engine = Engine(config, runner, model, tokenizer)

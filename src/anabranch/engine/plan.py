@@ -202,10 +202,12 @@ def plan_memory(
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 512,
     captured_tokens: int = 0,
+    num_ranks: int = 1,
 ) -> MemoryPlan:
-    """`captured_tokens`: of the largest step that is captured; graphs have memory of their own."""
+    """`captured_tokens`: of the largest step that is captured; graphs have memory of their own. `num_ranks`: among
+    which the weights are divided; `config` is one rank's."""
     usable = int(total * fraction)
-    weights = sum(weight_bytes(config, dtype).values())
+    weights = sum(weight_bytes(config, dtype).values()) // num_ranks
     workspace = workspace_bytes(config, max_num_batched_tokens + captured_tokens, max_num_seqs, dtype)
     return MemoryPlan(
         total=total,
@@ -220,11 +222,19 @@ def plan_memory(
 
 
 def check_memory(
-    config: ModelConfig, options: EngineConfig, dtype: str, *, free: int, total: int, captured_tokens: int
+    config: ModelConfig,
+    options: EngineConfig,
+    dtype: str,
+    *,
+    free: int,
+    total: int,
+    captured_tokens: int,
+    num_ranks: int = 1,
 ) -> None:
     """ValueError if weights, workspace and KV pages do not fit into what is free, before any of it is taken. `options`
-    are resolved. Where the number of pages is given, they and the weights are all that is certain to be needed."""
-    weights = sum(weight_bytes(quantized(config, options.quantization), dtype).values())
+    are resolved. Where the number of pages is given, they and the weights are all that is certain to be needed.
+    `num_ranks` as in `plan_memory`."""
+    weights = sum(weight_bytes(quantized(config, options.quantization), dtype).values()) // num_ranks
     if options.num_pages:
         sizes = options.num_pages, options.max_model_len, options.page_size
         pages = pages_for(config, *sizes, options.prefix_cache)

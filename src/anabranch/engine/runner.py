@@ -25,6 +25,10 @@ Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
+RANKS = "anabranch.engine.ranks:RanksRunner"
+"""The runner of a model that is divided among ranks."""
+
+
 @dataclass(slots=True)
 class Launched:
     """A step that was launched. `wait` gives what it sampled."""
@@ -90,6 +94,6 @@ class Runner(Protocol):
 
 def load_runner(config: EngineConfig, platform: Platform, progress: Progress | None = None) -> Runner:
     """The platform's runner, with the model loaded."""
-    module, _, name = platform.runner.partition(":")
+    module, _, name = (RANKS if config.tensor_parallel_size > 1 else platform.runner).partition(":")
     runner: Runner = getattr(importlib.import_module(module), name)(config, platform, progress)
     return runner

@@ -5,8 +5,10 @@ Steps in which every sequence has one token are replayed as captured graphs wher
 R sampled rows, L MoE layers, T token rows, K experts per token.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -19,7 +21,7 @@ from anabranch.compile.prompt import PromptStep
 from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, prefill_sizes, prompt_sizes
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
-from anabranch.engine.batch import HostStep, StepMaker
+from anabranch.engine.batch import HostStep, Order, StepMaker
 from anabranch.engine.dry_run import dry_run
 from anabranch.engine.expert_counter import ExpertCounter
 from anabranch.engine.progress import Tally
@@ -34,6 +36,7 @@ from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
 from anabranch.models.decoder import Parts
 from anabranch.moe.tuning import tune
+from anabranch.parallel.group import ALONE, Group
 from anabranch.platforms import Platform
 from anabranch.stages import stage
 
@@ -57,16 +60,21 @@ class Decoded:
 
 
 class TorchRunner(Runner):
-    def __init__(self, config: EngineConfig, platform: Platform, progress: Progress | None) -> None:
+    def __init__(
+        self, config: EngineConfig, platform: Platform, progress: Progress | None, group: Group = ALONE
+    ) -> None:
         self.platform = platform
         self.config = config
         self.drafting = config.speculative != "none"
         """Whether rows of a decode step may be drafts: then the host knows the tokens of all rows."""
         memory = platform.memory()
         plan.check_memory(  # before the weights take memory
-            read_config(config.model, kv_cache_dtype=config.kv_cache_dtype),
+            read_config(config.model, kv_cache_dtype=config.kv_cache_dtype).divide(
+                group.rank, group.size, config.expert_parallel
+            ),
             config,
             config.dtype,
+            num_ranks=group.size,
             free=memory.free + memory.cached,
             total=memory.total,
             captured_tokens=self.captured_tokens,
@@ -81,6 +89,8 @@ class TorchRunner(Runner):
             progress=progress,
             moe_combine=config.moe_combine,
             shared_expert=config.shared_expert,
+            group=group,
+            expert_parallel=config.expert_parallel,
         )
         shown = None if progress is None else Tally("measuring tiles")
         with stage("tune"):
@@ -114,6 +124,7 @@ class TorchRunner(Runner):
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_samples,
             captured_tokens=self.captured_tokens,
+            num_ranks=self.model.group.size,
         )
         # Other processes may use the device too: the plan is limited by what is free now, with the weights loaded.
         found = replace(found, kv=min(found.kv, memory.free + memory.cached - found.workspace))
@@ -238,7 +249,11 @@ class TorchRunner(Runner):
         rows = self.steps.host_step(shares, pages)
         if rows.logit_rows is not None and self.drafting and len(rows.logit_rows) == len(rows.slots):
             rows = rows.separate()
-        launched = self._replay(shares, rows, record)
+        mode = self._mode(shares, rows)
+        if self.model.group.size > 1:
+            slots = [share.sequence.slot for share in _sampling(shares, rows)]
+            self.announce(Order(rows, mode, [], list(self._prompt_rows(shares)), slots))
+        launched = self._replay(shares, rows, record, mode) if mode else None
         if launched is None:
             launched = self._run(shares, rows, record)
         self.experts.end_step()
@@ -276,21 +291,22 @@ class TorchRunner(Runner):
         recorded = self.experts.record(record)
         return step, self.model(step, self.kv), recorded
 
-    def _replay(self, shares: list[Share], rows: HostStep, record: bool) -> Launched | None:
-        """A step of single tokens as a captured graph; None if there is none for it."""
+    def _mode(self, shares: list[Share], rows: HostStep) -> SamplingMode | Literal[""]:
+        """How a captured step of single tokens samples; "": the step cannot be one."""
         if self.decodes is None or rows.max_query > 1 or rows.logit_rows is not None:
-            return None
+            return ""
         asking = self.slots.prompt_logprobs
         if asking and any(begin < s.num_prompt and s.slot in asking for s, begin, _, _ in shares):
+            return ""
+        return self.sampler.mode(rows.slots)
+
+    def _replay(self, shares: list[Share], rows: HostStep, record: bool, mode: SamplingMode) -> Launched | None:
+        """A step of single tokens as a captured graph; None if there is none for it."""
+        num_rows, decoded = len(rows.slots), self._decoded(rows, mode)
+        if decoded is None:
             return None
-        kind = self.sampler.mode(rows.slots)
-        num_rows = len(rows.slots)
-        captured = self.decodes.find("greedy" if kind == "any" else kind, num_rows)
-        if captured is None:
-            return None
-        decoded = captured.replay(self.steps.pack(rows, captured.input.shape[1]))
         launched = Launched(shares, _sampling(shares, rows))
-        if kind == "any":
+        if mode == "any":
             self._sample(launched, decoded.logits_RV[:num_rows])
         else:
             launched.sampled = Sampled(decoded.token_R[:num_rows])
@@ -298,6 +314,31 @@ class TorchRunner(Runner):
         if record:
             self._keep_routed(launched, decoded.experts)
         return launched
+
+    def _decoded(self, rows: HostStep, mode: SamplingMode) -> Decoded | None:
+        assert self.decodes is not None
+        captured = self.decodes.find("greedy" if mode == "any" else mode, len(rows.slots))
+        return None if captured is None else captured.replay(self.steps.pack(rows, captured.input.shape[1]))
+
+    def announce(self, order: Order) -> None:
+        """Where the model is divided among ranks: the others are to launch this too."""
+        raise NotImplementedError
+
+    def follow(self, order: Order) -> None:
+        """Launch what the driver launches, without sampling: its tokens are received."""
+        rows = order.rows
+        with torch.inference_mode(), self.platform.step(len(rows.slots) * self.num_active):
+            self.steps.apply(order.tables)
+            decoded = self._decoded(rows, order.mode) if order.mode else None  # type: ignore[arg-type]
+            if decoded is None:
+                step, hidden_TD, _ = self._forward(rows, False)
+                for begin, count in order.prompt_rows:
+                    self.model.logits(hidden_TD[begin : begin + count])
+                if order.slots:
+                    self.model.logits(hidden_TD if step.logit_row is None else hidden_TD[step.logit_row])
+            if order.slots and (decoded is None or order.mode == "any"):
+                token_R = torch.empty(len(order.slots), dtype=torch.int64, device=self.platform.device)
+                self.steps.keep_tokens(order.slots, self.model.group.broadcast(token_R))
 
     def decode(self, kind: SamplingMode, packed_3R: torch.Tensor, kv: list[Cache]) -> Decoded:
         """What is captured: a step of single tokens, from the host's three numbers a row to the tokens it samples."""
@@ -307,7 +348,7 @@ class TorchRunner(Runner):
         slot_R = packed_3R[0].long()
         slot_R = torch.where(slot_R < 0, self.config.max_num_seqs, slot_R)
         turn_R = captured_turns(slot_R) if self.drafting and kind == "drawn" else None
-        token_R = self.sampler.sample_slots(logits_RV, slot_R, kind, turn_R)
+        token_R = self.model.group.broadcast(self.sampler.sample_slots(logits_RV, slot_R, kind, turn_R))
         self.steps.last_token_S.index_copy_(0, slot_R, token_R)
         self.experts.count(recorded)
         return Decoded(token_R, logits_RV, recorded)
@@ -315,13 +356,22 @@ class TorchRunner(Runner):
     def _sample(self, launched: Launched, logits_RV: torch.Tensor) -> None:
         slots = [share.sequence.slot for share in launched.sampling]
         launched.sampled = self.sampler.sample(logits_RV, slots)
-        self.steps.keep_tokens(slots, launched.sampled.token_R)
+        self.steps.keep_tokens(slots, self.model.group.broadcast(launched.sampled.token_R))
         launched.tokens = self.platform.fetch(launched.sampled.token_R)
 
     def _keep_routed(self, launched: Launched, recorded: list[torch.Tensor]) -> None:
         if recorded:
             num_tokens = sum(share.end - share.begin for share in launched.shares)
             launched.routed = self.platform.fetch(torch.stack(recorded, dim=1)[:num_tokens])
+
+    def _prompt_rows(self, shares: list[Share]) -> Iterator[tuple[int, int]]:
+        """(first row, count) of the rows whose logits `_prompt_logprobs` computes."""
+        row = 0
+        for share in shares if self.slots.prompt_logprobs else ():
+            targets = share.prompt_targets
+            for begin in range(0, len(targets), ROWS_OF_LOGITS):
+                yield row + begin, min(ROWS_OF_LOGITS, len(targets) - begin)
+            row += share.end - share.begin
 
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, shares: list[Share]) -> dict[str, list[Logprobs]]:
         found: dict[str, list[Logprobs]] = {}

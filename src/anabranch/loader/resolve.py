@@ -24,6 +24,8 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
             raise ValueError(f"{refused} captures no graphs; use auto or none")
         if platform.graph_mode == "pieces" and config.graphs in ("full", "decode"):
             raise ValueError(f"{refused} captures only what is between attentions; use auto, pieces or compiled")
+    if config.tensor_parallel_size > 1 and not platform.divides_models:
+        raise ValueError(f"tensor_parallel_size: not on platform {platform.name!r}; use 1")
     if config.kv_cache_dtype == "fp8_e4m3" and not platform.fp8_cache:
         raise ValueError(
             f"kv_cache_dtype fp8_e4m3: platform {platform.name!r} ({platform.describe()}) keeps keys and values in the "

@@ -30,7 +30,8 @@ class Experts(nn.Module):
         gate_up_shard = down_shard = Shard(0, rank, size)
         if not expert_parallel:
             gate_up_shard, down_shard = Shard(1, rank, size, ((inner, size), (inner, size))), Shard(2, rank, size)
-        self.num_experts = num_experts // size if expert_parallel else num_experts
+        self.num_experts = num_experts
+        """Of all ranks."""
         self.activation = activation
         self.combine = combine
         projections = (("gate_proj", slice(0, inner)), ("up_proj", slice(inner, 2 * inner)))

@@ -50,7 +50,8 @@ class RoutedExperts(nn.Module):
         self.experts = Experts(*sizes, activation, setup.combine, group, setup.expert_parallel)
         self.dispatcher = setup.dispatcher
         if setup.expert_parallel and group.size > 1:
-            self.dispatcher = FilteringDispatcher(group.rank * self.experts.num_experts, self.experts.num_experts)
+            here = config.num_experts // group.size
+            self.dispatcher = FilteringDispatcher(group.rank * here, here)
         self.on_route: Callable[[torch.Tensor], None] | None = None
         """Called with expert_TK of every step, if set."""
 

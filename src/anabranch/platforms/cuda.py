@@ -1,5 +1,7 @@
 """NVIDIA GPUs through torch.cuda."""
 
+import os
+
 import torch
 
 from anabranch.config import batch_tokens
@@ -26,6 +28,15 @@ class CudaPlatform(AcceleratorPlatform):
     @property
     def fp8_cache(self) -> bool:  # type: ignore[override]
         return torch.cuda.get_device_capability(self.device) >= (8, 9)
+
+    def rank_environment(self, rank: int) -> dict[str, str]:
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # all on one, to test
+            return {}
+        count = torch.cuda.device_count()
+        if rank >= count:
+            raise ValueError(f"tensor_parallel_size: rank {rank} needs a GPU of its own, and there are {count}")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return {"CUDA_VISIBLE_DEVICES": visible.split(",")[rank] if visible else str(rank)}
 
     @classmethod
     def available(cls) -> bool:

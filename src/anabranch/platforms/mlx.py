@@ -27,6 +27,7 @@ class MlxPlatform(HostPlatform):
     reads_quantized = True
     fp8_cache = False
     verifies_drafts = False
+    divides_models = False
     memory_fraction = 0.8
     proven = "tests/mlx, with MLX's CPU backend on Linux"
     unproven = "never run on Apple silicon: speed, Metal's kernels and memory"

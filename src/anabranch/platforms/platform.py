@@ -98,6 +98,8 @@ class Platform(abc.ABC):
     """Whether keys and values can be kept in FP8."""
     verifies_drafts: ClassVar[bool] = True
     """Whether the Runner takes shares that sample several tokens."""
+    divides_models: ClassVar[bool] = True
+    """Whether models can be divided among ranks."""
     proven: ClassVar[str] = ""
     """What tests show of it on this commit, and where they ran; empty: nothing."""
     unproven: ClassVar[str] = ""
@@ -130,6 +132,10 @@ class Platform(abc.ABC):
     def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
         """A loaded weight, a matrix or a stack of them, as the device multiplies by it best: same shape and values."""
         return weight
+
+    def rank_environment(self, rank: int) -> dict[str, str]:
+        """Environment variables by which the process of a rank finds its device; ValueError if there is none for it."""
+        return {}
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

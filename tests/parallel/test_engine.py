@@ -1,0 +1,166 @@
+"""An engine whose model is divided among two ranks gives the answers of one rank, and ends with its ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.engine.ranks import RanksRunner
+from anabranch.llm import LLM, SamplingParams
+from tests.models import tiny
+
+CASES = {case.name: case for case in tiny.CASES}
+HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "rms_norm_eps": 0.1}
+PROMPTS = [[(7 * i + j * j) % tiny.VOCAB_SIZE for j in range(length)] for i, length in enumerate((5, 33, 1, 18, 47, 9))]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+PENALTY = SamplingParams(temperature=0, frequency_penalty=0.5, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, more in (("qwen3_moe_published", {}), ("qwen3_5_moe_published", HYBRID), ("gemma4_text_published", {})):
+        case = CASES[name]
+        made[name] = tiny.save(replace(case, settings=case.settings | more), tmp_path_factory.mktemp(name) / "model")
+    return made
+
+
+@contextmanager
+def engine(folder: Path, num_ranks: int, **options: Any) -> Iterator[LLM]:
+    with LLM(str(folder), dtype="float32", tensor_parallel_size=num_ranks, **options) as llm:
+        yield llm
+
+
+def answers(folder: Path, num_ranks: int, **options: Any) -> list[Any]:
+    """Twice: the second time prefixes are cached."""
+    params = [GREEDY, DRAWN, PENALTY] * 2
+    with engine(folder, num_ranks, **options) as llm:
+        found = [[output.token_ids for output in llm.generate(PROMPTS, params)] for _ in range(2)]
+        llm.engine.scheduler.check()
+        assert ("num_pages" in options) == (llm.engine.scheduler.num_preemptions > 0)
+        return found
+
+
+SLOW = {"marks": pytest.mark.slow}
+OPTIONS = [
+    pytest.param({}, id="batched"),
+    pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 3}, id="chunked", **SLOW),
+    pytest.param({"num_pages": 5, "page_size": 16, "max_model_len": 64}, id="preempted"),
+    pytest.param({"async_scheduling": False, "expert_parallel": True}, id="expert parallel", **SLOW),
+    pytest.param({"speculative": "ngram"}, id="drafts", **SLOW),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_two_ranks_answer_as_one(folders: dict[str, Path], options: dict[str, Any]) -> None:
+    folder = folders["qwen3_moe_published"]
+    assert answers(folder, 2, **options) == answers(folder, 1, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5_moe_published", "gemma4_text_published"])
+def test_two_ranks_of_other_families(folders: dict[str, Path], name: str) -> None:
+    assert answers(folders[name], 2) == answers(folders[name], 1)
+
+
+def test_log_probabilities(folders: dict[str, Path]) -> None:
+    found = []
+    for num_ranks in (1, 2):
+        with engine(folders["qwen3_moe_published"], num_ranks) as llm:
+            (output,) = llm.generate([PROMPTS[1]], DRAWN)
+            found.append(output)
+    one, two = found
+    assert one.token_ids == two.token_ids
+    for ours, theirs in zip(one.prompt_logprobs[1:], two.prompt_logprobs[1:], strict=True):
+        assert abs(ours.logprob - theirs.logprob) < 1e-4
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_rank_that_ends_is_named(folders: dict[str, Path]) -> None:
+    with engine(folders["qwen3_moe_published"], 2) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, RanksRunner)
+        (follower,) = runner.followers
+        pid = follower.process.pid
+        assert pid is not None
+        llm.generate(PROMPTS[:1], GREEDY)
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1 of the model was ended by SIGKILL during a step"):
+            llm.generate(PROMPTS[:1], GREEDY)
+        assert time.monotonic() - began < 10
+    assert gone(pid)
+
+
+DRIVER = """
+import json, sys
+from anabranch.llm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], dtype="float32", tensor_parallel_size=2)
+    print(json.dumps([follower.process.pid for follower in llm.engine.runner.followers]), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_their_driver(folders: dict[str, Path], tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    command = [sys.executable, str(script), str(folders["qwen3_moe_published"])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pids = json.loads(driver.stdout.readline())
+        assert len(pids) == 1 and not gone(pids[0])
+        driver.kill()
+    deadline = time.monotonic() + 10
+    while not all(map(gone, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_cannot_be_divided_is_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="cannot be divided among 3 ranks"):
+        LLM(str(folders["qwen3_moe_published"]), tensor_parallel_size=3)
+    with pytest.raises(ValueError, match="tensor_parallel_size must be an integer of at least 1"):
+        LLM(str(folders["qwen3_moe_published"]), tensor_parallel_size=0)
+
+
+CAPTURED = """
+import json, sys
+from anabranch.llm import LLM, SamplingParams
+if __name__ == "__main__":
+    prompts = json.loads(sys.argv[2])
+    more = [{}, {"temperature": 1.0, "seed": 3}, {"frequency_penalty": 0.5, "prompt_logprobs": 1}]
+    usual = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    params = [SamplingParams(**usual | more[i % 3]) for i in range(6)]
+    for num_ranks in (1, 2):
+        with LLM(sys.argv[1], dtype="float32", tensor_parallel_size=num_ranks, max_num_seqs=8) as llm:
+            found = [[output.token_ids for output in llm.generate(prompts, params)] for _ in range(2)]
+            print(json.dumps([llm.engine.runner.platform.name, len(llm.engine.runner.decodes.made), found]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_captured_steps_contain_collectives(folders: dict[str, Path], tmp_path: Path) -> None:
+    script = tmp_path / "captured.py"
+    script.write_text(CAPTURED)
+    command = [sys.executable, str(script), str(folders["qwen3_moe_published"]), json.dumps(PROMPTS)]
+    environment = os.environ | {"ANABRANCH_PLATFORM": "fake"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=120, check=True)
+    one, two = map(json.loads, done.stdout.splitlines())
+    assert one == two and one[0] == "fake" and one[1] > 0
