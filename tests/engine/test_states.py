@@ -181,15 +181,15 @@ def test_graphs_leave_checkpoints_as_they_are(engine, monkeypatch: pytest.Monkey
     expected = one_by_one(engine(prefix_cache=False), prompts)
     monkeypatch.setattr(platforms, "current", FakePlatform)
     one = engine(graphs="full", num_pages=128)
-    assert one.runner.states
+    ((group, states),) = one.runner.states.items()
     for turn in range(3):
         found = one_by_one(one, prompts)
         for updates, others in zip(found, expected, strict=True):
             assert [token for token, _ in answer(updates)] == [token for token, _ in answer(others)]
         assert all(updates[-1].num_cached for updates in found) == (turn > 0)
-        kept = [state_LP.clone() for state_LP in one.runner.states[0]]
+        kept = [state_LP.clone() for state_LP in states]
         for _ in range(20):
             one.idle(waiting=True)
-        for before, after in zip(kept, one.runner.states[0], strict=True):
+        for before, after in zip(kept, states, strict=True):
             assert torch.equal(before, after)
-    assert one.kv.num_cached[0] == 4
+    assert one.kv.num_cached[group] == 4
