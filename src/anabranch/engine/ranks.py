@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -188,6 +189,7 @@ def join(rank: int, size: int, platform: Platform, store: Path) -> Group:
     """The group of all ranks."""
     if platform.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # all are on this machine
     timeout = timedelta(seconds=STEP_SECONDS)
     dist.init_process_group(
         platform.collective_backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
