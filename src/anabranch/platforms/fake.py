@@ -43,6 +43,9 @@ class FakePlatform(HostPlatform):
         self.log.append(f"lay out {list(weight.shape)}")
         return weight.clone()
 
+    def rank_environment(self, rank: int) -> dict[str, str]:
+        return {}
+
     def synchronize(self) -> None:
         self.log.append("synchronize")
 
