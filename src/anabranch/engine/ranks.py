@@ -102,8 +102,9 @@ class RanksRunner(TorchRunner):
                 super().idle(waiting)
 
     def copy_states(self, copies: list[StateCopy]) -> None:
-        self._tell("copy_states", copies)
-        super().copy_states(copies)
+        with self._watched("a copy of states"):
+            self._tell("copy_states", copies)
+            super().copy_states(copies)
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         with self._watched("a step"):
