@@ -17,7 +17,7 @@ from typing import Any
 from anabranch.config import EngineConfig
 from anabranch.request import Request, TokenLogprobs, Update
 
-REFUSE, BUG, CRASH, HANG, HANG_HARD, UNSENDABLE, DIE = range(-7, 0)
+REFUSE, BUG, CRASH, HANG, HANG_HARD, LOST, UNSENDABLE, DIE = range(-8, 0)
 QUIET = 0.25  # seconds without a step before it may be called idle
 
 
@@ -31,6 +31,7 @@ class FakeEngine:
         self.running: dict[str, tuple[Request, int]] = {}
         self.num_steps = self.num_idle = 0
         self.quiet_since = 0.0
+        self.failure = ""
         self.aborts: list[tuple[str, int, int]] = []  # id, step, tokens it had
 
     def add(self, request: Request) -> None:
@@ -61,7 +62,9 @@ class FakeEngine:
             first = request.prompt_ids[0]
             if first == CRASH:
                 raise RuntimeError("the step\nfailed")
-            if first == HANG:
+            if first == LOST:
+                self.failure = "rank 1 of the model was ended by SIGKILL"
+            if first in (HANG, LOST):
                 time.sleep(600)
             if first == HANG_HARD:  # no other thread of Python runs meanwhile, and no signal handler
                 ctypes.PyDLL(None).sleep(600)

@@ -31,7 +31,7 @@ from anabranch.engine.sampling_plan import Logprobs
 from anabranch.engine.torch_runner import TorchRunner
 from anabranch.kernels.compiling import precompile
 from anabranch.kernels.compiling.precompile import Job
-from anabranch.kernels.triton import attention, experts, linear
+from anabranch.kernels.triton import attention, experts, latent_attention, linear
 from anabranch.kernels.tuning import experts_tables, experts_tiles
 from anabranch.kernels.tuning import table as tables
 from anabranch.loader import load
@@ -97,7 +97,7 @@ def paper_h200() -> Iterator[None]:
             for module in modules
             if "dependent_launch" in vars(module)
         ),
-        *((module, "machine_of", lambda device: H200) for module in (attention, experts)),
+        *((module, "machine_of", lambda device: H200) for module in (attention, experts, latent_attention)),
         (experts, "hopper_kernels", lambda device: experts_hopper),
         (experts, "num_processors", lambda device: PROCESSORS),
         (experts, "table_for", shipped),

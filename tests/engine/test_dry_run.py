@@ -56,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4-26b-a4b, odd": {"max_num_batched_tokens": 333, "max_num_seqs": 17},
     "gemma4-26b-a4b, as on a GPU": ON_A_GPU,
     "qwen3.6-35b-a3b": {},
+    "deepseek-v2-lite": {},
+    "deepseek-v2-lite, uncaptured": {"graphs": "none"},
     "qwen3.6-35b-a3b, uncaptured": {"graphs": "none"},
     "qwen3.6-35b-a3b, prompts captured": {"graphs": "pieces"},
     "qwen3-30b-a3b, FP8 cache": {"kv_cache_dtype": "fp8_e4m3"},
@@ -66,6 +68,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b, decode captured": {"graphs": "decode", "max_num_seqs": 64},
     "qwen3-30b-a3b, drafts": {"speculative": "ngram", "max_num_seqs": 60},
     "gemma4-26b-a4b, drafts": {"speculative": "ngram", "speculative_tokens": 7, "max_num_seqs": 1},
+    "qwen3.6-35b-a3b, drafts": {"speculative": "ngram", "max_num_seqs": 60},
+    "qwen3.6-35b-a3b, mtp": {"speculative": "mtp", "max_num_seqs": 60},
+    "qwen3.6-35b-a3b, mtp uncaptured": {"speculative": "mtp", "graphs": "none"},
     "qwen3-30b-a3b, drafts uncaptured": {"speculative": "ngram", "graphs": "none"},
 }
 
@@ -117,7 +122,10 @@ class Serving:
                 end = min(begin + count, self.longest)
                 prompts.append(self.share(slots.pop(), rng.choice(usual), begin, end, int(rng.random() < 0.9)))
                 left -= count
-        self.launch(shares + sorted(prompts, key=lambda share: min(2, share.end - share.begin)))
+        shares += sorted(prompts, key=lambda share: min(2, share.end - share.begin))
+        self.launch(shares)
+        if any(share.num_samples > 1 for share in shares):
+            self.runner.settle(shares, [rng.randint(min(1, share.num_samples), share.num_samples) for share in shares])
         if rng.random() < 0.2:
             self.runner.idle()
 
@@ -125,7 +133,7 @@ class Serving:
         """(shares of one token, those of them that have drafts now)"""
         single, drafting = [], []
         for share in shares:
-            most = min(room, self.runner.config.speculative_tokens, self.longest - share.end)
+            most = min(room, self.runner.config.max_drafts, self.longest - share.end)
             if most < 1 or self.rng.random() < 0.2:
                 single.append(share)
                 continue
@@ -174,7 +182,13 @@ def dry_run_jobs(case: str, folder: Path, num_steps: int) -> tuple[list[Job], li
     return jobs[:num_dry], jobs[num_dry:], where
 
 
-SLOW = {"gemma4-26b-a4b, FP8 cache", "qwen1.5-moe-a2.7b, uncaptured", "qwen3.6-35b-a3b, prompts captured"}
+SLOW = {
+    "deepseek-v2-lite, uncaptured",
+    "gemma4-26b-a4b, FP8 cache",
+    "qwen1.5-moe-a2.7b, uncaptured",
+    "qwen3.6-35b-a3b, mtp uncaptured",
+    "qwen3.6-35b-a3b, prompts captured",
+}
 """What these have, others have one by one."""
 
 
@@ -188,7 +202,9 @@ def test_steps_launch_only_what_the_dry_run_did(case: str, tmp_path: Path, thoro
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["qwen3-30b-a3b", "qwen1.5-moe-a2.7b", "gemma4-26b-a4b", "qwen3-30b-a3b, FP8 cache"])
+@pytest.mark.parametrize(
+    "case", ["qwen3-30b-a3b", "qwen1.5-moe-a2.7b", "gemma4-26b-a4b", "qwen3-30b-a3b, FP8 cache", "deepseek-v2-lite"]
+)
 def test_nothing_is_compiled_on_a_gpu(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     forget(all_kernels())  # what other tests have left in memory would not be missed

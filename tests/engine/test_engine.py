@@ -18,21 +18,20 @@ from tests.models import tiny
 # One case a family, and the odd ones: sliding windows shorter than the prompts, several KV groups.
 CASES = {case.model_type: case for case in reversed(tiny.CASES)}
 CASES |= {case.name: case for case in tiny.CASES if "sliding" in case.name or "window" in case.name}
-# To the engine, `gemma4` is `gemma4_text`, a window longer than every request is none, and families with one full KV
-# group are alike; of these, a dense one and two with experts (with and without a shared one) always run.
-SLOW = {"gemma4", "mixtral", "olmoe", "qwen3", *(name for name in CASES if "window_long" in name)}
-SLOW |= {"qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}  # as qwen3_5_moe
+# To the engine, families with the same kinds of cache groups are alike: one full group, states, latent rows, a window
+# shorter than requests, two groups.
+USUAL = {"qwen3_moe", "qwen3_5_moe", "deepseek_v3", "qwen2_moe_window_short", "gemma4_text"}
 
 
-def folders(slow: set[str]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else [], id=name) for name in CASES]
+def folders(usual: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in usual), id=name) for name in CASES]
 
 
 DEFAULTS = {"dtype": "float32", "num_pages": 256, "page_size": 4, "max_num_seqs": 16, "max_model_len": 128}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=folders(SLOW))
+@pytest.fixture(scope="module", params=folders(USUAL))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(CASES[request.param], tmp_path_factory.mktemp("model") / "model")
 
@@ -185,7 +184,7 @@ def test_synchronous_is_asynchronous(engine) -> None:
 
 
 # Of several KV groups one always runs; test_seeded_requests_do_not_depend_on_the_batch preempts in all.
-@pytest.mark.parametrize("folder", folders(SLOW | {"gemma4_text", "qwen2_moe_window_short"}), indirect=True)
+@pytest.mark.parametrize("folder", folders(USUAL - {"gemma4_text", "qwen2_moe_window_short"}), indirect=True)
 def test_overload_of_eight_times_the_pool(engine) -> None:
     """Preempted is undisturbed: as with room for all at once, where each is as alone (test_batched_is_alone)."""
     batch = prompts(30)

@@ -36,12 +36,14 @@ class World:
     """Scheduler, pages, and a device that is a dict: which token's key each slot of each page holds."""
 
     def __init__(
-        self, groups=(FULL,), pages=(24,), page_size=4, budget=16, seqs=5, max_len=60, depth=1, ends=True, drafts=0
-    ):
+        self, groups=(FULL,), pages=(24,), page_size=4, budget=16, seqs=5, max_len=60, depth=1, ends=True, drafts=0,
+        num_ahead=0,
+    ):  # fmt: skip
         self.random = random.Random(0)
         self.num_kinds = 12 if ends else EOS  # EOS is the 10th of 12 kinds of token
         self.groups, self.page_size, self.depth = groups, page_size, depth
-        self.kv = KVCache(groups, pages, page_size, max_chunk=budget, state_interval=8)
+        self.kv = KVCache(groups, pages, page_size, max_chunk=budget, state_interval=8, num_ahead=num_ahead)
+        self.kv.longest = max_len
         self.kv.answer_interval = 8
         self.drafts, self.max_samples, self.num_accepted = drafts, 2 * seqs, 0
         self.scheduler = Scheduler(
@@ -96,11 +98,13 @@ class World:
         assert share.end <= sequence.num_tokens + len(sequence.drafts)
         tables = self.kv.pages(sequence.id)
         salt = sequence.request.cache_salt
+        assert len(tables[0]) * self.page_size >= min(share.end + self.kv.num_ahead, self.kv.longest)
         for g, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             if group is STATE:
                 if share.begin:
                     assert self.device[g, table[0], 0] == (salt, self.history(sequence, share.begin - 1)), sequence.id
-                self.device[g, table[0], 0] = salt, self.history(sequence, share.end - 1)
+                if share.num_samples < 2:  # else once it is known which drafts count
+                    self.device[g, table[0], 0] = salt, self.history(sequence, share.end - 1)
                 continue
             for i in range(share.begin, share.end):
                 key = g, table[i // self.page_size], i % self.page_size
@@ -127,6 +131,11 @@ class World:
         for share, tokens in launched:
             count = self.scheduler.verify(share, tokens) if share.num_samples > 1 else share.num_samples
             self.num_accepted += max(0, count - 1)
+            if share.num_samples > 1 and share.sequence.slot >= 0:
+                known = share.sequence.request.cache_salt, self.history(share.sequence, share.begin + count - 1)
+                for g, table in enumerate(self.kv.pages(share.sequence.id)):
+                    if self.groups[g] is STATE:
+                        self.device[g, table[0], 0] = known
             for token in tokens[:count]:
                 if self.scheduler.read(share.sequence, token) and share.sequence.finish_reason:
                     self.finished[share.sequence.id] = self.sequences.pop(share.sequence.id)
@@ -174,6 +183,10 @@ WORLDS = {
     "drafts, synchronous": {"drafts": 4, "depth": 0},
     "drafts, full and sliding": {"drafts": 4, "groups": (FULL, SLIDING), "pages": (24, 16), "depth": 0},
     "drafts longer than a page, sliding": {"drafts": 7, "groups": (SLIDING,), "pages": (18,), "seqs": 8, "depth": 0},
+    "drafts, full and state": {"drafts": 4, "groups": (FULL, STATE), "pages": (24, 7), "depth": 0},
+    "drafts, tight, with states": {"drafts": 3, "groups": (FULL, STATE), "pages": (16, 9), "seqs": 8, "depth": 0},
+    "drafts, ahead": {"drafts": 3, "num_ahead": 2, "groups": (FULL, STATE), "pages": (24, 7), "depth": 0},
+    "drafts, ahead, tight": {"drafts": 4, "num_ahead": 6, "pages": (16,), "seqs": 8, "budget": 6},
     "drafts, tight": {"drafts": 3, "pages": (16,), "seqs": 8, "budget": 6},
 }
 

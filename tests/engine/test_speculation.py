@@ -19,6 +19,7 @@ from anabranch.config import EngineConfig
 from anabranch.engine import engine as engine_module
 from anabranch.engine.engine import Engine, make_engine
 from anabranch.engine.single import SingleSequence
+from anabranch.layers.config import GatedDeltaConfig
 from anabranch.llm import LLM
 from anabranch.loader.load import load_model
 from anabranch.loader.resolve import resolve
@@ -30,13 +31,8 @@ from tools import tiny_model
 
 CASES = {case.model_type: case for case in reversed(tiny.CASES)}
 CASES |= {case.name: case for case in tiny.CASES if "sliding" in case.name}
-HYBRID = {name for name in CASES if name.startswith(("qwen3_5", "qwen3_next"))}
-USUAL = {"qwen3_moe", "gemma4_text", "llama"}
-FOLDERS = [
-    pytest.param(name, marks=[] if name in USUAL else [pytest.mark.slow], id=name)
-    for name in CASES
-    if name not in HYBRID
-]
+USUAL = {"qwen3_moe", "llama"}  # test_graphs has drafts with states
+FOLDERS = [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.slow], id=name) for name in CASES]
 DEFAULTS = {"dtype": "float32", "num_pages": 256, "page_size": 4, "max_num_seqs": 16, "max_model_len": 128}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2),
@@ -184,6 +180,8 @@ def test_warm_prefix_is_cold(engine, alone) -> None:
     batch = requests(5)
     expected = alone(batch)
     one = engine(answers(batch, expected), max_num_seqs=1, num_pages=1024)  # one after another
+    one.kv.answer_interval = 4
+    states = one.kv.shares_states
     for _ in range(2):
         assert_same(run(one, batch), expected)
     longer = [
@@ -193,7 +191,9 @@ def test_warm_prefix_is_cold(engine, alone) -> None:
     expected = alone(longer)
     warm = run(one, longer)
     assert_same(warm, expected)
-    assert all(update.num_cached >= len(request.prompt_ids) - 8 for update, request in zip(warm, longer, strict=True))
+    missing = [len(request.prompt_ids) - update.num_cached for update, request in zip(warm, longer, strict=True)]
+    # Steps that accept drafts pass over some ends of pages, where states could be copied.
+    assert max(missing) <= (16 if states else 8) and min(missing) <= 8
     one.set_drafting(False)
     assert_same(run(one, longer), expected)
 
@@ -240,9 +240,10 @@ def test_the_end_of_an_answer_within_a_run(engine, alone) -> None:
     assert (update.token_ids, update.finish_reason) == (tokens[:30], "length")
 
 
-def test_tokens_are_distributed_as_without_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def test_tokens_are_distributed_as_without_drafts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square over three tokens of which each is one of two; the drafts are the likeliest ones."""
-    folder = tiny.save(CASES["qwen3_moe"], tmp_path)
+    folder = tiny.save(CASES[name], tmp_path)
     prompt, num_requests = (5, 17, 99, 42), 1600
     single = SingleSequence(load_model(folder, dtype="float32"), 128)
     expected, best = {}, {}
@@ -337,13 +338,15 @@ def test_ngrams_draft_for_the_bundled_model() -> None:
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="speculative must be one of none, ngram, not 'mtp'"):
-        EngineConfig(model="x", speculative="mtp")
+    with pytest.raises(ValueError, match="speculative must be one of none, ngram, mtp, not 'eagle'"):
+        EngineConfig(model="x", speculative="eagle")
     with pytest.raises(ValueError, match="speculative_tokens must be an integer of at least 1"):
         EngineConfig(model="x", speculative_tokens=0)
     config, platform = EngineConfig(model="x", speculative="ngram"), platforms.current()
     hybrid = read_config(tiny.save(CASES["qwen3_5_moe"], tmp_path))
-    with pytest.raises(ValueError, match="speculative ngram: not yet for models with recurrent state .qwen3_5_moe"):
+    resolve(config, hybrid, platform)
+    monkeypatch.setattr(GatedDeltaConfig, "verifies_drafts", False)
+    with pytest.raises(ValueError, match="speculative ngram: not yet with the states of qwen3_5_moe"):
         resolve(config, hybrid, platform)
     assert not platforms.load("mlx").verifies_drafts
     monkeypatch.setattr(type(platform), "verifies_drafts", False)

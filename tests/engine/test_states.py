@@ -114,7 +114,7 @@ def test_chunks_of_long_prompts(engine) -> None:
         assert cached == ([0, 64, 32, 64, 96] if turn == 0 else [96, 80, 48, 64, 96])
 
 
-@pytest.mark.parametrize("num_pages", [512, 70, 11])
+@pytest.mark.parametrize("num_pages", [pytest.param(512, marks=pytest.mark.slow), 70, 11])
 def test_warm_is_cold_to_the_bit(engine, num_pages: int) -> None:
     """A token a step, requests that come and go, the same prompts again and again. With 70 pages there are 4 states,
     with 11 pages keys and values of earlier prompts are evicted too."""
@@ -193,3 +193,18 @@ def test_graphs_leave_checkpoints_as_they_are(engine, monkeypatch: pytest.Monkey
         for before, after in zip(kept, states, strict=True):
             assert torch.equal(before, after)
     assert one.kv.num_cached[group] == 4
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "model"])
+def test_what_states_are_kept_in(engine, state_dtype: str) -> None:
+    """Also where every step rounds the state, an answer from a checkpoint is the one that is computed whole."""
+    rng = random.Random(2)
+    prompts = [draw(rng, 40)] * 2
+    options = {"dtype": "bfloat16", "state_dtype": state_dtype, "page_size": 16, "max_num_batched_tokens": 16}
+    one = engine(**options)
+    assert {cache[-1].dtype for cache in one.runner.kv} == {
+        torch.bfloat16,
+        torch.float32 if state_dtype == "float32" else torch.bfloat16,
+    }
+    cold, warm = one_by_one(one, prompts)
+    assert warm[-1].num_cached == 32 and answer(warm) == answer(cold)

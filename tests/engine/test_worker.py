@@ -722,6 +722,18 @@ asyncio.run(main())
 """
 
 
+def test_a_step_that_waits_for_a_rank_that_has_ended() -> None:
+    async def test() -> None:
+        client = await start()
+        with pytest.raises(
+            EngineDead, match="the engine failed: RuntimeError: rank 1 of the model was ended by SIGKILL"
+        ):
+            await one(client, request("a", fake_engine.LOST))
+        assert "rank 1 of the model was ended by SIGKILL" in await client.wait() and gone(client.pid)
+
+    run(test(), 10)
+
+
 @pytest.mark.parametrize(
     "quiet, shared, first",
     [(False, False, 0), (False, False, fake_engine.HANG_HARD), (True, False, 0), (True, True, fake_engine.HANG)],

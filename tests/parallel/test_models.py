@@ -1,25 +1,37 @@
 """Every family, divided among ranks, computes what one rank computes; and each rank reads its share of the weights."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from anabranch import platforms
 from anabranch.engine.single import SingleSequence
 from anabranch.loader import names
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.load import load_model
-from anabranch.models.decoder import Decoder
+from anabranch.loader.read import DTYPES, read_weights
 from anabranch.models.keys import ConfigError
+from anabranch.moe import dispatch
+from anabranch.moe.layer import RoutedExperts
+from anabranch.ops.weight import Weight
 from anabranch.parallel.group import Group, OneRank
 from tests.models import tiny
 from tests.parallel.ranks import run
 
 FAMILIES = [
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5_moe",
     "gemma4_text",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
     "llama",
+    "minimax_m2",
     "mixtral",
     "olmoe",
     "qwen2_moe",
@@ -28,15 +40,20 @@ FAMILIES = [
     "qwen3_moe",
     "qwen3_next",
 ]
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+COUNTS = dict.fromkeys(("gpt_oss", "minimax_m2", "mixtral"), "num_local_experts") | {"glm4_moe": "n_routed_experts"}
+COUNTS["ernie4_5_moe"] = "moe_num_experts"
 CASES = {case.model_type: case for case in reversed(tiny.CASES) if case.model_type in FAMILIES}
 PROMPT = [(7 * i * i + 5 * i + 3) % tiny.VOCAB_SIZE for i in range(40)]
 
 
 def settings(model_type: str) -> dict[str, Any]:
     """Sizes that 4 ranks divide: 8 experts; two key-value heads, so that pairs of ranks have the same."""
+    if model_type in LATENT:
+        return {"vocab_size": 132, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
     found: dict[str, Any] = {"vocab_size": 132, "num_key_value_heads": 2}
-    if "moe" in model_type or model_type in ("mixtral", "gemma4_text", "qwen3_next"):
-        found["num_local_experts" if model_type == "mixtral" else "num_experts"] = 8
+    if "moe" in model_type or model_type in ("mixtral", "minimax_m2", "gemma4_text", "gpt_oss", "qwen3_next"):
+        found[COUNTS.get(model_type, "num_experts")] = 8
     if model_type.startswith(("qwen3_5", "qwen3_next")):
         # The norm in a delta net may divide by numbers near 0, which multiplies roundings: see test_qwen3_5.
         found |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "rms_norm_eps": 0.1}
@@ -52,14 +69,58 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """7 experts cannot be divided equally among 2 ranks, 6 not among 4; one tensor per expert, and all in one."""
+    made = {}
+    for model_type in ("qwen3_moe", "qwen3_5_moe"):
+        for num_experts in (6, 7):
+            case = CASES[model_type]
+            sized = replace(case, settings=case.settings | settings(model_type) | {"num_experts": num_experts})
+            folder = tmp_path_factory.mktemp(f"{model_type}_{num_experts}") / "model"
+            made[f"{model_type} {num_experts}"] = tiny.save(sized, folder)
+    return made
+
+
 def logits(group: Group, folders: dict[str, Path]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A prompt in two chunks, then two steps of one token: with a part of each expert, and with whole experts."""
     return {name: (_logits(group, folder, False), _logits(group, folder, True)) for name, folder in folders.items()}
 
 
-def _logits(group: Group, folder: Path, expert_parallel: bool) -> torch.Tensor:
-    sequence = SingleSequence(load_model(folder, dtype="float32", group=group, expert_parallel=expert_parallel), 64)
-    return torch.cat([sequence.forward(chunk) for chunk in (PROMPT[:25], PROMPT[25:38], PROMPT[38:39], PROMPT[39:])])
+def uneven_logits(group: Group, folders: dict[str, Path]) -> dict[str, list[tuple[int, torch.Tensor]]]:
+    """Whole experts, each on one rank, and with copies: the number of a prompt, and its logits. Ranks have the same
+    prompt; then each its own, whose rows go to all ranks or only to those with their experts."""
+    found = {}
+    for name, folder in folders.items():
+        found[name] = [(0, _logits(group, folder, True, slots)) for slots in (0, 5)]
+        for slots, dispatch.ALL_TO_ALL_ROWS in ((0, 512), (0, 0), (5, 512), (5, 0)):
+            found[name].append((group.rank, _own_logits(group, folder, slots)))
+    return found
+
+
+def _own_logits(group: Group, folder: Path, slots: int) -> torch.Tensor:
+    """Of a prompt in chunks of other sizes on each rank, the last one of one token on rank 0."""
+    exchange = dispatch.Exchange(group)
+    options = {"expert_parallel": True, "expert_slots": slots, "exchange": exchange}
+    sequence = SingleSequence(load_model(folder, dtype="float32", **options), 64)
+    found, prompt = [], _prompt(group.rank)
+    bounds = [[0, 25 - 8 * rank, 30, 39 - rank, 40] for rank in range(group.size)]
+    for step, (begin, end) in enumerate(pairwise(bounds[group.rank])):
+        exchange.most = max(bound[step + 1] - bound[step] for bound in bounds)
+        found.append(sequence.forward(prompt[begin:end]))
+    return torch.cat(found)
+
+
+def _prompt(rank: int) -> list[int]:
+    return [(token + 11 * rank * place) % tiny.VOCAB_SIZE for place, token in enumerate(PROMPT)]
+
+
+def _logits(
+    group: Group, folder: Path, expert_parallel: bool, slots: int = 0, prompt: list[int] = PROMPT
+) -> torch.Tensor:
+    options = {"expert_parallel": expert_parallel, "expert_slots": slots}
+    sequence = SingleSequence(load_model(folder, dtype="float32", group=group, **options), 64)
+    return torch.cat([sequence.forward(chunk) for chunk in (prompt[:25], prompt[25:38], prompt[38:39], prompt[39:])])
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -71,6 +132,21 @@ def test_ranks_compute_what_one_computes(folders: dict[str, Path], num_ranks: in
                 assert (one - expected[name]).abs().max() < 1e-5, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_experts_are_divided_unequally(uneven: dict[str, Path], num_ranks: int) -> None:
+    prompts = [_prompt(rank) for rank in range(num_ranks)]
+    folders = {name: folder for name, folder in uneven.items() if name.endswith("7" if num_ranks == 2 else "6")}
+    expected = {
+        name: [_logits(OneRank(), folder, False, 0, prompt) for prompt in prompts] for name, folder in folders.items()
+    }
+    for found in run(num_ranks, uneven_logits, folders):
+        for name, every in found.items():
+            assert len(every) == 6
+            for prompt, one in every:
+                assert (one - expected[name][prompt]).abs().max() < 1e-5, name
+
+
 class Rank(OneRank):
     """One of several, which are not there."""
 
@@ -80,22 +156,65 @@ class Rank(OneRank):
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["tensor", "expert"])
 def test_a_rank_has_its_share(folders: dict[str, Path], expert_parallel: bool) -> None:
-    """Of every matrix, and reads no more than that, but for matrices whose columns are divided."""
+    """Of every matrix, and reads no more bytes than that."""
     folder = folders["qwen3_moe"]
     whole = dict(load_model(folder).named_parameters())
     for rank in range(2):
-        group = Rank(rank, 2)
-        model = load_model(folder, group=group, expert_parallel=expert_parallel)
-        for name, parameter in model.named_parameters():
+        model = load_model(folder, group=Rank(rank, 2), expert_parallel=expert_parallel)
+        parameters = dict(model.named_parameters())
+        for name, parameter in parameters.items():
             divided = "norm" not in name and "router" not in name
             assert parameter.numel() == whole[name].numel() // (2 if divided else 1), name
-        for copy in names.match(model, read_checkpoint(folder)):
-            columns = "o_proj" in copy.parameter or (not expert_parallel and "down" in copy.parameter)
-            assert (copy.source.num_bytes == whole_bytes(model, copy)) != columns, copy
+        copies = names.match(model, read_checkpoint(folder))
+        num_read = read_weights(parameters, copies, platforms.current())
+        assert num_read == sum(parameter.nbytes for parameter in parameters.values())
 
 
-def whole_bytes(model: Decoder, copy: names.Copy) -> int:
-    return model.get_parameter(copy.parameter)[copy.index].nbytes
+def test_experts_that_are_converted_are_read_alone(folders: dict[str, Path]) -> None:
+    """gpt-oss keeps experts transposed, all in one tensor."""
+    folder = folders["gpt_oss"]
+    for rank in range(4):
+        model = load_model(folder, group=Rank(rank, 4), expert_parallel=True)
+        experts = [copy for copy in names.match(model, read_checkpoint(folder)) if "experts" in copy.parameter]
+        assert experts and {copy.source.shape[0] for copy in experts} == {2}
+
+
+def test_a_rank_has_the_experts_of_its_placement(uneven: dict[str, Path]) -> None:
+    """Each on one rank or, with room for 5, copies of those that follow; its weights are theirs."""
+    for name, slots, expected in (
+        ("qwen3_moe 6", 0, [(0, 1), (2,), (3, 4), (5,)]),
+        ("qwen3_5_moe 7", 5, [(0, 1, 2, 3, 4), (2, 3, 4, 5, 6), (4, 5, 6, 0, 1), (6, 0, 1, 2, 3)]),
+    ):
+        whole = [layer for layer in load_model(uneven[name]).modules() if isinstance(layer, RoutedExperts)]
+        for rank, holds in enumerate(expected):
+            model = load_model(uneven[name], group=Rank(rank, 4), expert_parallel=True, expert_slots=slots)
+            ours = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+            for layer, all_experts in zip(ours, whole, strict=True):
+                assert layer.slots is not None and list(layer.slots.placement.experts) == expected
+                for part, full in zip(layer.experts.children(), all_experts.experts.children(), strict=True):
+                    assert torch.equal(part.data, full.data[list(holds)])
+
+
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("fake", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "gpt_oss"])  # its rows lie apart
+def test_a_rank_reads_its_bytes_and_no_others(folders: dict[str, Path], model_type: str, platform: str) -> None:
+    """A rank reads as many bytes as its parameters have, and gets its own columns."""
+    folder, device = folders[model_type], platforms.make(platform)
+    whole = load_model(folder, platform=device)
+    for rank in range(4):
+        model = load_model(folder, group=Rank(rank, 4), platform=device)
+        copies = names.match(model, read_checkpoint(folder, quantized=True))
+        for parameter in (parameters := dict(model.named_parameters())).values():
+            parameter.data.zero_()
+        sizes = {copy.parameter: DTYPES[copy.source.dtype].itemsize for copy in copies}
+        held = sum(parameter.numel() * sizes[name] for name, parameter in parameters.items())
+        assert read_weights(parameters, copies, device, limit=1000) == held
+        for name in ("o_proj", "out_proj"):
+            for path, weight in model.named_modules():
+                if path.endswith(f"{name}.weight") and isinstance(weight, Weight):
+                    theirs = whole.get_submodule(path)
+                    assert isinstance(theirs, Weight)
+                    assert torch.equal(weight.data, theirs.data.chunk(4, 1)[rank])
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,46 @@ def test_in_order() -> None:
         assert max(map(len, experts)) - min(map(len, experts)) <= 1
 
 
+def test_copies_take_turns() -> None:
+    """Every row of every expert has one rank, which has that expert; padding has none."""
+    for placement in (in_order(7, 3), in_order(7, 3, 5), Placement(((3, 0), (1, 2), (0, 2), (2, 0)))):
+        num_experts = 1 + max(map(max, placement.experts))
+        tables = placement.slots(num_experts, 64)
+        for row in range(64):
+            assert all(table[row][-1] == -1 for table in tables)
+            for expert in range(num_experts):
+                found = [(rank, table[row][expert]) for rank, table in enumerate(tables) if table[row][expert] >= 0]
+                assert len(found) == 1 and placement.experts[found[0][0]][found[0][1]] == expert
+        for expert, ranks in enumerate(placement.ranks_of(num_experts)):
+            turns = [sum(table[row][expert] >= 0 for row in range(64)) for table in tables]
+            assert max(turns) - min(turns[rank] for rank in ranks) <= 1
+
+
 def loads_of(placement: Placement, load_E: list[float]) -> list[float]:
     """Of each rank, with an expert's load divided among its copies."""
     ranks_of = placement.ranks_of(len(load_E))
     return [sum(load_E[e] / len(ranks_of[e]) for e in experts) for experts in placement.experts]
+
+
+def test_few_experts_move() -> None:
+    old = Placement(((0, 1, 2), (3, 4, 5)))
+    assert old.moved_to(Placement(((3, 4, 5), (0, 1, 2)))) == old, "only the order of ranks is another"
+    assert old.moved_to(Placement(((5, 0, 1), (2, 3, 4)))).experts == ((0, 1, 5), (3, 4, 2))
+    # The rank with 1 and 2 gets 3; the other has room left, in which 4 stays.
+    assert old.moved_to(Placement(((0, 5), (1, 2, 3)))).experts == ((3, 1, 2), (0, 4, 5))
+    draw = random.Random(1)
+    for _ in range(100):
+        num_experts, num_ranks = draw.randint(2, 20), draw.randint(2, 6)
+        slots = min(num_experts, -(-num_experts // num_ranks) + draw.randint(0, 3))
+        load_E = [draw.random() ** 4 for _ in range(num_experts)]
+        before = in_order(num_experts, num_ranks, slots)
+        wanted = balanced(load_E, num_ranks, slots)
+        found = before.moved_to(wanted)
+        assert all(len(set(experts)) == len(experts) == slots for experts in found.experts)
+        assert {e for experts in found.experts for e in experts} == set(range(num_experts))
+        assert found.loads(load_E) == pytest.approx(loads_of(found, load_E))
+        if sum(map(len, wanted.experts)) == num_ranks * slots:
+            assert sorted(map(sorted, found.experts)) == sorted(map(sorted, wanted.experts))
 
 
 def test_by_load() -> None:

@@ -38,6 +38,8 @@ TRITON = {
     "experts",
     "gated_activation",
     "gated_delta",
+    "gated_delta_accept",
+    "gated_delta_drafts",
     "linear",
     "logprobs",
     "mask_logits",

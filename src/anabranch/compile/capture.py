@@ -71,7 +71,12 @@ def capture(platform: Platform, pool: Any, works: Sequence[Callable[[], None]]) 
     and libraries take their workspace at first use."""
     for work in works:
         work()
-    graphs = [graph for work in works if (graph := platform.capture(work, pool)) is not None]
+    try:
+        graphs = [graph for work in works if (graph := platform.capture(work, pool)) is not None]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the model's steps cannot be captured as graphs; graphs none does without: {error}"
+        ) from error
     assert len(graphs) == len(works), f"platform {platform.name} has the capability graphs but captured none"
     return graphs
 

@@ -20,7 +20,7 @@ import torch
 from anabranch import ops
 from anabranch.engine.runner import Pages
 from anabranch.engine.scheduler import Share
-from anabranch.layers.step import Step
+from anabranch.layers.step import Drafts, Step
 
 
 class HostStep(NamedTuple):
@@ -41,6 +41,8 @@ class HostStep(NamedTuple):
     """The rows that sample; None: the last row of every request."""
     max_query: int
     """The most rows of a request."""
+    tried: list[int] | None = None
+    """Of each request, its rows if there are drafts among them, else 0; None: there are none."""
 
     def separate(self) -> HostStep:
         """The same step, each row as a request of its own; where every row samples. Rows are written into pages before
@@ -55,7 +57,7 @@ class HostStep(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A step for a rank that follows; see engine/ranks."""
+    """A step for a rank that follows; see ranks/runner."""
 
     rows: HostStep
     mode: str
@@ -66,6 +68,10 @@ class Order(NamedTuple):
     """(first row, count) of rows whose logits the driver needs for the log-probabilities of a prompt."""
     slots: list[int]
     """Of the rows that sample."""
+    known_next: list[tuple[int, int]]
+    """For a draft layer; see engine/layer_drafts."""
+    most: int = 0
+    """See moe.dispatch.Exchange."""
 
 
 class StepMaker:
@@ -80,11 +86,14 @@ class StepMaker:
         device: torch.device,
         mirror: bool | None = None,
         states: Collection[int] = (),
+        num_ahead: int = 0,
     ) -> None:
         """`states`: groups in which a request has one state, its logical page 0. Steps have no other column of their
-        page tables, so that kernels find these pages one after another."""
+        page tables, so that kernels find these pages one after another. `num_ahead`: as in KVCache."""
         self.page_size = page_size
         self.states = states
+        self.num_ahead = num_ahead
+        self.max_length = max_length
         self.device = device
         self.pinned = device.type != "cpu"
         self.width = -(-max_length // page_size)
@@ -129,7 +138,8 @@ class StepMaker:
         tokens = [s.tokens[begin] if begin < len(s.tokens) else -1 for s, begin in zip(sequences, begins)]
         ends, starts = list(single_ends), list(range(num_single + 1))
         page_size, joined = self.page_size, self.joined
-        for sequence in [s for s, begin in zip(sequences, begins) if not begin % page_size or s.slot in joined]:
+        changed = [s for s, begin in zip(sequences, begins) if not begin % page_size or s.slot in joined]
+        for sequence in sequences if self.num_ahead else changed:
             self._write_tables(sequence.slot, pages_of(sequence.id))
         for sequence, begin, end, _ in several:
             count = end - begin
@@ -148,9 +158,11 @@ class StepMaker:
                 for share, end in zip(shares, starts[1:], strict=True)
                 for row in range(end - share.num_samples, end)
             ]
-        return HostStep(
-            slots, tokens, ends, starts, logit_rows, max((end - begin for _, begin, end, _ in several), default=1)
-        )
+        tried = None
+        if any(share.num_samples > 1 for share in several):
+            tried = [end - begin if num_samples > 1 else 0 for _, begin, end, num_samples in shares]
+        max_query = max((end - begin for _, begin, end, _ in several), default=1)
+        return HostStep(slots, tokens, ends, starts, logit_rows, max_query, tried)
 
     def pack(self, rows: HostStep, num_rows: int) -> torch.Tensor:
         """packed_3R of ops.decode_inputs, in host memory, padded to `num_rows`; where every share is of one token."""
@@ -169,11 +181,16 @@ class StepMaker:
         columns = -(-max(rows.ends) // self.page_size)
         if rows.max_query == 1:
             packed_3R = self.pack(rows, len(rows.slots)).to(self.device, non_blocking=True)
-            step = self.unpack(packed_3R, columns, padded=False)
+            step = self.unpack(packed_3R, columns, padded=False, drafts=rows.tried is not None)
         else:
             flat = self.pack_any(rows, len(rows.slots)).to(self.device, non_blocking=True)
             step = self.unpack_any(flat, len(rows.starts) - 1, columns)
             step = replace(step, max_query=rows.max_query, num_tokens=None)
+            if rows.tried is not None and self.states:
+                count_R, context_len_R = self._upload(rows.tried, torch.int32), step.context_len_R
+                others_R = context_len_R.masked_fill(count_R > 0, 0)
+                drafts = Drafts(step.query_start_R[:-1], count_R, context_len_R - count_R, others_R)
+                step = replace(step, drafts=drafts)
         return step if rows.logit_rows is None else self.sampling(step, rows.logit_rows)
 
     def sampling(self, step: Step, logit_rows: list[int]) -> Step:
@@ -198,8 +215,9 @@ class StepMaker:
             num_tokens=num_tokens,
         )
 
-    def unpack(self, packed_3R: torch.Tensor, columns: int, *, padded: bool) -> Step:
-        """The Step of what `pack` gave, on the device; contexts take at most `columns` pages. Can be captured."""
+    def unpack(self, packed_3R: torch.Tensor, columns: int, *, padded: bool, drafts: bool = False) -> Step:
+        """The Step of what `pack` gave, on the device; contexts take at most `columns` pages. Can be captured.
+        `drafts`: a slot may have several rows, one after another."""
         token_R, position_R, query_start_R, context_len_R, num_tokens = ops.decode_inputs(packed_3R, self.last_token_S)
         pages = [
             ops.decode_pages(packed_3R, table_SM, self.page_size, 1 if group in self.states else columns)
@@ -215,6 +233,7 @@ class StepMaker:
             logit_row=None,
             max_query=1,
             num_tokens=num_tokens if padded else None,
+            drafts=_runs(packed_3R[0], context_len_R) if drafts and self.states else None,
         )
 
     def padding(self, num_rows: int) -> torch.Tensor:
@@ -297,6 +316,14 @@ class StepMaker:
                 self.changes.append((begin, end))
         self.update_tables()
 
+    def upload_pairs(self, pairs: list[tuple[int, int]]) -> torch.Tensor:
+        """[2, N] of int64."""
+        return self._upload([first for first, _ in pairs] + [second for _, second in pairs]).view(2, -1)
+
+    def upload_rows(self, rows: list[list[int]]) -> torch.Tensor:
+        """A row of int32 for each list."""
+        return self._upload([value for row in rows for value in row], torch.int32).view(len(rows), -1)
+
     def _host(self, values: array[int]) -> torch.Tensor:
         """In memory that the device can copy from while the host goes on."""
         host = torch.frombuffer(values, dtype=torch.int32 if values.typecode == "i" else torch.int64)
@@ -308,3 +335,12 @@ class StepMaker:
             return torch.empty(0, dtype=dtype, device=self.device)
         flat = values if isinstance(values, array) else array("i" if dtype == torch.int32 else "q", values)
         return self._host(flat).to(self.device, non_blocking=True)
+
+
+def _runs(slot_R: torch.Tensor, context_len_R: torch.Tensor) -> Drafts:
+    """Rows of the same slot as requests of several rows. Can be captured."""
+    row_R = torch.arange(slot_R.shape[0], dtype=torch.int32, device=slot_R.device)
+    same_RR = slot_R[:, None] == slot_R
+    later_R = (slot_R < 0) | (same_RR & (row_R < row_R[:, None])).any(1)
+    count_R = same_RR.sum(1, dtype=torch.int32).masked_fill(later_R, 0)
+    return Drafts(row_R, count_R, context_len_R - 1, None)

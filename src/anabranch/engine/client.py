@@ -91,6 +91,8 @@ def merge(into: Update, later: Update) -> None:
 class EngineClient:
     """Make it with `start`, end it with `close`; all from one loop's thread."""
 
+    num_engines = 1
+
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, Stream] = {}
@@ -181,14 +183,15 @@ class EngineClient:
             self._send(messages.Abort(id))
             stream.put(Update(id=id, finish_reason="abort"))
 
-    async def stats(self, timeout: float = 10.0) -> dict[str, Any]:
-        """The engine's numbers; TimeoutError if it does not answer in time."""
+    async def stats(self, timeout: float = 10.0, rebalance: bool = False) -> dict[str, Any]:
+        """The engine's numbers; TimeoutError if it does not answer in time. `rebalance`: experts are divided anew among
+        ranks before that; RuntimeError where they do not move."""
         self._check_open()
         self._num_tickets += 1
         ticket = self._num_tickets
         future = self._tickets[ticket] = self._loop.create_future()
         try:
-            self._send(messages.AskStats(ticket))
+            self._send(messages.AskStats(ticket, rebalance))
             async with asyncio.timeout(timeout):
                 return await future
         finally:

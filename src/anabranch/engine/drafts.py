@@ -45,3 +45,15 @@ class NgramDrafter:
                     drafts.append(drafts[-period])
                 return drafts
         return []
+
+
+class StepDrafter:
+    """What the step that sampled the last token has drafted after it (models/mtp)."""
+
+    def __init__(self) -> None:
+        self.drafts: list[int] = []
+        """After the last known token; set when that is read."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        drafts, self.drafts = self.drafts, []
+        return drafts[:most]

@@ -8,12 +8,14 @@ through all sizes and a few numbers of requests. tests/engine/test_dry_run.py co
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from anabranch.compile.sizes import decode_sizes, prefill_sizes
 from anabranch.engine.sampler import Sampler
+from anabranch.layers.step import Step
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
@@ -34,6 +36,15 @@ def dry_run(runner: Any) -> None:
     config, model, steps = runner.config, runner.model, runner.steps
     layers = model.config.layers
     kv = runner.kv[: max(layers.index(layer) for layer in layers) + 2]  # the first layer has no residual
+
+    def launch(step: Step) -> None:
+        draft(step, model(step, kv))
+
+    def draft(step: Step, hidden_TD: torch.Tensor) -> None:
+        if runner.layer_drafts is not None:
+            for num_tokens in {step.num_tokens, None}:  # it is not captured with others
+                model.draft(step.token_T, hidden_TD, replace(step, num_tokens=num_tokens), runner.layer_drafts.cache)
+
     largest = config.max_num_batched_tokens
     captured = 0 if runner.prefills is None else runner.largest_captured
 
@@ -41,19 +52,25 @@ def dry_run(runner: Any) -> None:
     if captured < sizes[0]:
         sizes = sorted({*sizes, *(size for size in FEW_ROWS if size < largest)})
     for size in reversed(sizes):  # the smaller ones fit into memory that the first has taken
-        model(steps.dry_run(size, padded=size <= captured), kv)
+        launch(steps.dry_run(size, padded=size <= captured))
     for size in reversed([] if runner.prompts is None else runner.prompts.sizes):
         if size > captured:
-            model(steps.dry_run(size, padded=True), kv)
+            launch(steps.dry_run(size, padded=True))
     for num_requests in {min(MIXED_REQUESTS, config.max_num_seqs), config.max_num_seqs}:
         for size in (largest, num_requests + 1):
             if num_requests < size <= largest:
-                model(steps.dry_run(size, num_requests, padded=size <= captured), kv)
+                launch(steps.dry_run(size, num_requests, padded=size <= captured))
     for size in reversed(decode_sizes(config.max_samples)):
         if runner.decodes is not None:
             runner.decode("greedy", steps.padding(size), kv)
         else:
-            model(steps.dry_run(size, size, padded=size <= captured), kv)
+            launch(steps.dry_run(size, size, padded=size <= captured))
+    for size in FEW_ROWS:
+        hidden_TD = torch.zeros(size, model.config.hidden_size, dtype=runner.dtype, device=runner.platform.device)
+        draft(steps.unpack(steps.padding(size), steps.width, padded=True), hidden_TD)
+    if runner.draft_states:
+        launch(steps.unpack(steps.padding(2), steps.width, padded=True, drafts=True))
+        runner.settle_rows([(0, 0, 0, 0)])
     one_TK = torch.zeros(1, 1, dtype=torch.int32, device=runner.platform.device)
     runner.experts.count([one_TK] * len(runner.experts.layers))
     runner.experts.count_LE.zero_()  # where the op is not a compiled kernel, the dry run has counted

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch import platforms
 from anabranch.config import EngineConfig
-from anabranch.engine.drafts import NgramDrafter
+from anabranch.engine.drafts import NgramDrafter, StepDrafter
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.metrics import Metrics
-from anabranch.engine.runner import Launched, Progress, Runner, load_runner
+from anabranch.engine.runner import DATA_PARALLEL, Launched, Progress, Runner, find, load_runner
 from anabranch.engine.sampler import can_take_back, needs_host_tokens
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
 from anabranch.loader.locate import locate
@@ -68,8 +68,9 @@ class Engine:
             prefix_cache=config.prefix_cache,
             max_chunk=config.page_size,  # where groups that slide are short of pages, chunks shrink to this
             state_interval=config.state_interval,
+            num_ahead=config.num_ahead,
         )
-        longest = self._longest(config.max_model_len)
+        self.kv.longest = longest = self._longest(config.max_model_len)
         if longest < config.max_model_len:
             log.info("max_model_len: %d → %d, which is what the KV pool holds", config.max_model_len, longest)
         self.config = replace(config, max_model_len=longest, num_pages=max(num_pages))
@@ -82,7 +83,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=longest,
-            max_drafts=config.speculative_tokens,
+            max_drafts=config.max_drafts,
             max_samples=config.max_samples,
         )
         self.drafting = config.speculative != "none"
@@ -118,7 +119,7 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         sequence = Sequence(request, self.num_arrived, needs_host_tokens(params, bad_word_ids), stop_ids, bad_word_ids)
         if self.drafting and can_take_back(params, bad_word_ids):
-            sequence.drafter = NgramDrafter()
+            sequence.drafter = StepDrafter() if self.config.speculative == "mtp" else NgramDrafter()
         if request.params.grammar is not None:
             self.compiling.append((self._matcher(request.params.grammar), sequence))
         else:
@@ -219,19 +220,38 @@ class Engine:
         updates = self._take_compiled() if self.compiling else []
         shares = self.scheduler.schedule()
         launched = self._launch(shares) if shares else None
+        if launched is None and self.config.data_parallel_size > 1:
+            self.runner.join()
         if self.config.async_scheduling and not self.drafting:  # drafts continue tokens that are known
             launched, self.in_flight = self.in_flight, launched
         return updates + self._read(launched) if launched else updates
 
+    @property
+    def failure(self) -> str:
+        """See Runner.failure."""
+        return self.runner.failure
+
     def idle(self, waiting: bool = False) -> None:
         """There was no work for a while: see Runner.idle."""
+        if self.runner.failure:
+            raise RuntimeError(self.runner.failure)
         self.runner.idle(waiting)
+
+    def rebalance(self) -> None:
+        """Between two steps: see Runner.rebalance. ValueError where experts cannot move."""
+        config = self.config
+        if not (config.expert_copies or config.rebalance_interval) or not config.expert_load_interval:
+            raise ValueError(
+                "experts do not move here: start with expert_parallel, several ranks, expert_copies or "
+                "rebalance_interval, and an expert_load_interval"
+            )
+        self.runner.rebalance()
 
     def _take_compiled(self) -> list[Update]:
         """Queue requests whose grammar is compiled; one whose grammar does not compile ends with an error."""
         failed: list[Update] = []
         waiting = []
-        if not self.scheduler.has_work and self.in_flight is None:
+        if not self.scheduler.has_work and self.in_flight is None and self.config.data_parallel_size == 1:
             wait([future for future, _ in self.compiling], COMPILING_SECONDS, FIRST_COMPLETED)
         for future, sequence in self.compiling:
             if not future.done():
@@ -261,6 +281,8 @@ class Engine:
         rows: Iterable[int] = range(len(tokens))
         if self.drafting:
             rows = self._verify(launched, tokens)
+            if launched.drafts is not None:
+                self._keep_drafts(launched, rows)
             tokens, sampling = [tokens[row] for row in rows], [sampling[row] for row in rows]
         updates = self._end_without_token(sampling, tokens) if tokens and min(tokens) < 0 else []
         self._keep_routed(launched)
@@ -291,24 +313,37 @@ class Engine:
     def _verify(self, launched: Launched, tokens: list[int]) -> list[int]:
         """The rows whose tokens count."""
         rows: list[int] = []
+        counts: list[int] = []
         rejected: dict[Sequence, int] = {}
-        begin = 0
+        begin = num_drafted = 0
         for share in launched.shares:
             end = begin + share.num_samples
-            if share.num_samples > 1:
+            count = share.num_samples
+            if count > 1:
+                num_drafted += 1
                 count = self.scheduler.verify(share, tokens[begin:end])
                 self.metrics.drafts += 1
                 self.metrics.draft_tokens += share.num_samples - 1
                 self.metrics.accepted_tokens += count - 1
                 if count < share.num_samples:
                     rejected[share.sequence] = share.num_samples - count
-                rows += range(begin, begin + count)
-            else:
-                rows += range(begin, end)
+            rows += range(begin, begin + count)
+            counts.append(count)
             begin = end
+        if num_drafted:
+            self.runner.settle(launched.shares, counts)
         if rejected:
             self.runner.take_back(rejected)
         return rows
+
+    def _keep_drafts(self, launched: Launched, rows: list[int]) -> None:
+        """Those after the last of a sequence's rows that count are for its next step."""
+        assert launched.drafts is not None
+        drafts = launched.drafts.wait().tolist()
+        for row in rows:
+            drafter = launched.sampling[row].sequence.drafter
+            if isinstance(drafter, StepDrafter):
+                drafter.drafts = [some[row] for some in drafts]
 
     def _end_without_token(self, sampling: list[Share], tokens: list[int]) -> list[Update]:
         """Requests for which the step found no token (see ops.sample) end with an error."""
@@ -391,6 +426,7 @@ class Engine:
             "preemptions": self.scheduler.num_preemptions,
             "max_model_len": self.config.max_model_len,
             "expert_load": self.runner.expert_load(settled=not self.has_work),
+            "expert_ranks": self.runner.expert_ranks(),
             **self.metrics.as_dict(),
         }
 
@@ -412,12 +448,23 @@ def make_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     with stage("config"):
         folder = locate(config.model, weights=config.load_format != "dummy")
         platform = platforms.current()
-        model = read_config(folder, quantized=platform.reads_quantized, kv_cache_dtype=config.kv_cache_dtype)
+        model = read_config(
+            folder,
+            quantized=platform.reads_quantized,
+            kv_cache_dtype=config.kv_cache_dtype,
+            state_dtype=config.state_dtype,
+            speculative=config.speculative,
+        )
         read_sampling_defaults(folder, config.generation_config)  # refused before weights are read
         config = resolve(replace(config, model=str(folder)), model, platform)
         model = model.divide(0, config.tensor_parallel_size, config.expert_parallel)
     runner = load_runner(config, platform, progress)
-    tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
-    engine = Engine(config, runner, model, tokenizer)
-    runner.warm_up()
+    try:
+        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+        make = find(f"{DATA_PARALLEL}:DataParallelEngine") if config.data_parallel_size > 1 else Engine
+        engine: Engine = make(config, runner, model, tokenizer)
+        runner.warm_up()
+    except BaseException:
+        runner.close()
+        raise
     return engine

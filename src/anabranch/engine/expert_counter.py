@@ -17,7 +17,8 @@ class ExpertCounter:
         """A copy to the host every `interval` steps; 0: nothing is counted."""
         self.platform = platform
         self.interval = interval
-        self.layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+        layers = ((name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts))
+        self.layers = [module for name, module in layers if not name.startswith("mtp.")]
         self.counts = bool(interval and self.layers)
         num_experts = max((layer.experts.num_experts for layer in self.layers), default=0)
         # Never replaced: captured graphs add to it.

@@ -73,15 +73,20 @@ class KVCache:
         *,
         max_chunk: int,
         state_interval: int = NEVER,
+        num_ahead: int = 0,
     ) -> None:
         """`num_pages` has one number a group; `max_chunk` is the most tokens of one request computed in one step;
-        `state_interval`: tokens of a prompt after which a checkpoint is made where a chunk ends."""
+        `state_interval`: tokens of a prompt after which a checkpoint is made where a chunk ends; `num_ahead`: further
+        tokens for which a request has pages, as far as it may become `longest`."""
         assert len(groups) == len(num_pages) > 0 and page_size > 0 and max_chunk > 0
         self.page_size = page_size
         self.policies = [group.policy for group in groups]
         self.prefix_cache = prefix_cache
         self.max_chunk = max_chunk
         self.state_interval = state_interval
+        self.num_ahead = num_ahead
+        self.longest = NEVER
+        """Tokens that a request may have."""
         self.answer_interval = ANSWER_INTERVAL
         self.pools = [PagePool(n) for n in num_pages]
         self.tree = RadixTree(self.pools, self.policies, page_size)
@@ -142,6 +147,8 @@ class KVCache:
         """Allocate pages for its first `num_tokens` tokens, evicting unused ones if need be. False, and no change, if
         there are not enough."""
         request = self._requests[id]
+        if self.num_ahead:
+            num_tokens = max(num_tokens, min(num_tokens + self.num_ahead, self.longest))
         if num_tokens <= request.capacity:
             return True
         begin, end = len(request.tables[0]), -(-num_tokens // self.page_size)
@@ -192,7 +199,7 @@ class KVCache:
         """The number of computed tokens up to which the next one has its page and nothing is to be committed or given
         back."""
         request = self._requests[id]
-        return min(request.capacity, request.next_commit, request.next_slide)
+        return min(request.capacity - self.num_ahead, request.next_commit, request.next_slide)
 
     def largest_chunk(self, id: str, num_computed: int, count: int) -> int:
         """How many of the next `count` tokens the groups that slide have pages for, at least 1, up to where a

@@ -30,7 +30,7 @@ def allocate(
             continue
         for layer_id in group.layers:
             layers[layer_id] = allocate_layer(group.spec, pages, page_size, dtype, device)
-    return [layers[layer_id] for layer_id in range(len(config.layers))]
+    return [layers[layer_id] for layer_id in range(len(config.all_layers))]
 
 
 def stack_states(config: ModelConfig, layers: Sequence[Cache]) -> dict[int, Cache]:

@@ -32,7 +32,10 @@ def weights(config: ModelConfig) -> Iterator[tuple[WeightKind, Shape]]:
     for _ in range(1 if config.tie_embeddings else 2):
         yield "embeddings", (config.vocab_size, width)
     yield "norms", (width,)
-    for layer in config.layers:
+    if config.draft_layer is not None:
+        yield "dense feed-forward", (width, 2 * width)
+        yield "norms", (3 * width,)
+    for layer in config.all_layers:
         yield from (("attention", shape) for shape in layer.mixer.weight_shapes(width))
         yield "norms", (layer.num_norms * width + layer.output_scale,)
         if layer.mlp_width:
@@ -43,6 +46,11 @@ def weights(config: ModelConfig) -> Iterator[tuple[WeightKind, Shape]]:
             yield "router", (moe.num_experts, width)
             if moe.router_scales:
                 yield "router", (moe.num_experts + width,)
+            if moe.selection_bias:
+                yield "router", (moe.num_experts,)
+            if moe.bias:
+                yield "router", (moe.num_experts,)
+                yield "routed experts", (moe.num_experts * (2 * moe.width + width),)
             yield from (("routed experts", (moe.num_experts, *shape)) for shape in _feed_forward(moe.width, width))
             if moe.shared_width:
                 yield from (("shared experts", shape) for shape in _feed_forward(moe.shared_width, width))
@@ -62,17 +70,32 @@ def count_weights(config: ModelConfig) -> dict[WeightKind, int]:
     return count
 
 
+def quantized_kinds(config: ModelConfig) -> tuple[WeightKind, ...]:
+    """Some checkpoints have quantised experts alone."""
+    return QUANTIZED if config.sources and config.sources[0].names("layer.weight") else ("routed experts",)
+
+
 def weight_bytes(config: ModelConfig, dtype: str) -> dict[WeightKind, int]:
     """Memory of the weights by kind, in the model's format."""
-    format = config.sources[0].format() if config.sources else formats.PLAIN
+    format, kinds = config.sources[0].format() if config.sources else formats.PLAIN, quantized_kinds(config)
     total: dict[WeightKind, int] = dict.fromkeys(get_args(WeightKind), 0)
     for kind, shape in weights(config):
-        quantized = kind in QUANTIZED and len(shape) > 1
+        quantized = kind in kinds and len(shape) > 1
         try:
             total[kind] += (format if quantized else formats.PLAIN).num_bytes(shape, dtype)
         except ValueError:  # a shape that the format cannot have stays plain
             total[kind] += formats.PLAIN.num_bytes(shape, dtype)
     return total
+
+
+def rank_bytes(config: ModelConfig, dtype: str, num_ranks: int, expert_share: float) -> int:
+    """Memory of one rank's weights. `config` is a rank's own, which has its attention heads alone; every rank has all
+    routers and norms."""
+    total = weight_bytes(config, dtype)
+    experts = total.pop("routed experts")
+    whole: tuple[WeightKind, ...] = ("embeddings",) if config.vocab_size % num_ranks else ()
+    own = sum(total.pop(kind) for kind in ("attention", "router", "norms", *whole))
+    return own + sum(total.values()) // num_ranks + int(experts * expert_share)
 
 
 def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
@@ -86,8 +109,9 @@ def count_active(config: ModelConfig) -> int:
     """Parameters one token passes through: all of them but the experts it does not visit and the embedding table."""
     total = sum(count_weights(config).values())
     idle = sum(
-        (layer.moe.num_experts - layer.moe.top_k) * 3 * config.hidden_size * layer.moe.width
-        for layer in config.layers
+        (layer.moe.num_experts - layer.moe.top_k)
+        * (3 * config.hidden_size * layer.moe.width + layer.moe.bias * (config.hidden_size + 2 * layer.moe.width))
+        for layer in config.all_layers
         if layer.moe is not None
     )
     embedding_table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
@@ -125,7 +149,8 @@ def request_bytes(config: ModelConfig, context: int, page_size: int, dtype: str)
 
 
 def workspace_bytes(config: ModelConfig, num_tokens: int, num_requests: int, dtype: str) -> int:
-    """Scratch of one step, estimated: the widest layer's activations and the logits in fp32 (twice, to sample)."""
+    """Scratch of one step, estimated: the widest layer's activations and the logits in fp32 (twice, to sample). Where
+    ranks have tokens of their own, those of all may have experts of this one."""
     width = config.hidden_size
     widest = 0
     for layer in config.layers:
@@ -166,13 +191,13 @@ class MemoryPlan:
 
     def num_pages(self, context: int, num_seqs: int = 0) -> list[int]:
         """Pages of each cache group, in the proportion that requests of `context` tokens hold them. A short request has
-        as much state as a long one, and so has a checkpoint: there are states for `num_seqs` of them, as far as half of
-        the memory goes."""
+        as much state as a long one, and so has a checkpoint: there are states for `num_seqs` of them, as far as two
+        thirds of the memory go."""
         kv, groups = max(0, self.kv), self.config.cache_groups
         held = held_pages(self.config, context, self.page_size)
         one = request_bytes(self.config, context, self.page_size, self.dtype)
         state = sum(page_bytes(g, self.page_size, self.dtype) for g in groups if not g.policy.per_token)
-        num_states = min(num_seqs, kv // 2 // state) if state else 0
+        num_states = min(num_seqs, kv * 2 // 3 // state) if state else 0
         if num_states <= kv // one:
             return [kv * pages // one for pages in held]
         rest = kv - num_states * state
@@ -203,11 +228,12 @@ def plan_memory(
     max_num_seqs: int = 512,
     captured_tokens: int = 0,
     num_ranks: int = 1,
+    expert_share: float = 1.0,
 ) -> MemoryPlan:
     """`captured_tokens`: of the largest step that is captured; graphs have memory of their own. `num_ranks`: among
-    which the weights are divided; `config` is one rank's."""
+    which the weights are divided, of routed experts that share; `config` is one rank's."""
     usable = int(total * fraction)
-    weights = sum(weight_bytes(config, dtype).values()) // num_ranks
+    weights = rank_bytes(config, dtype, num_ranks, expert_share)
     workspace = workspace_bytes(config, max_num_batched_tokens + captured_tokens, max_num_seqs, dtype)
     return MemoryPlan(
         total=total,
@@ -230,11 +256,12 @@ def check_memory(
     total: int,
     captured_tokens: int,
     num_ranks: int = 1,
+    expert_share: float = 1.0,
 ) -> None:
     """ValueError if weights, workspace and KV pages do not fit into what is free, before any of it is taken. `options`
     are resolved. Where the number of pages is given, they and the weights are all that is certain to be needed.
-    `num_ranks` as in `plan_memory`."""
-    weights = sum(weight_bytes(quantized(config, options.quantization), dtype).values()) // num_ranks
+    `num_ranks`, `expert_share` as in `plan_memory`."""
+    weights = rank_bytes(quantized(config, options.quantization), dtype, num_ranks, expert_share)
     if options.num_pages:
         sizes = options.num_pages, options.max_model_len, options.page_size
         pages = pages_for(config, *sizes, options.prefix_cache)
@@ -242,7 +269,7 @@ def check_memory(
         workspace, usable = 0, free
     else:
         kv = request_bytes(config, options.page_size, options.page_size, dtype)
-        num_tokens = options.max_num_batched_tokens + captured_tokens
+        num_tokens = options.max_num_batched_tokens * options.data_parallel_size + captured_tokens
         workspace = workspace_bytes(config, num_tokens, options.max_samples, dtype)
         usable = min(free, int(total * options.memory_fraction))
     needed = weights + workspace + kv

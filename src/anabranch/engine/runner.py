@@ -7,7 +7,7 @@ the sampling state. Platforms name their runner as "module:class" (Platform.runn
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,8 +25,10 @@ Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
-RANKS = "anabranch.engine.ranks:RanksRunner"
-"""The runner of a model that is divided among ranks."""
+RANKS = "anabranch.ranks.runner"
+"""Of a model that is divided among ranks: the module of its runner. The room `ranks` is imported where it is needed."""
+DATA_PARALLEL = "anabranch.ranks.data_parallel"
+"""Where ranks have requests of their own: the module of their runner and their engines."""
 
 
 @dataclass(slots=True)
@@ -38,6 +40,9 @@ class Launched:
     """Of each row that samples: a share with several such rows comes as often."""
     sampled: Sampled | None = None
     tokens: Fetch | None = None
+    drafts: Fetch | None = None
+    """From a draft layer, the first drafts of all, the second ones and so on: for each of `sampling`, what may follow
+    its token, if that is the last of its sequence that counts."""
     routed: Fetch | None = None
     """expert_TLK of the step's tokens: T token rows, L MoE layers, K experts per token."""
     prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)
@@ -51,6 +56,11 @@ class Runner(Protocol):
     """Made with (config, platform, progress), which loads the model; then `allocate` and `warm_up`, once each."""
 
     platform: Platform
+
+    @property
+    def failure(self) -> str:
+        """Why no step can end any more, known though one may still be running; "": nothing is known to have failed."""
+        return ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,6 +86,10 @@ class Runner(Protocol):
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step, its shares of one token first."""
 
+    def join(self) -> None:
+        """Where ranks have requests of their own: take part in a step of the others, without rows."""
+        return
+
     def accept(self, sequence: Sequence, token: int) -> str | None:
         """The host has read the sequence's last token; for sequences with `waits_for_host`. Returns "stop" if the
         request's grammar is complete with it, another text if the grammar does not allow it."""
@@ -83,6 +97,19 @@ class Runner(Protocol):
     def take_back(self, counts: dict[Sequence, int]) -> None:
         """The last so many tokens that the sequences sampled do not count: they follow drafts that were wrong."""
         return
+
+    def settle(self, shares: list[Share], counts: list[int]) -> None:
+        """Of each share of the step launched last, in which there were drafts: how many of its sampled tokens count.
+        States then have all tokens before the last of these, as if there had been no others."""
+        return
+
+    def rebalance(self) -> None:
+        """Divide experts anew among ranks, by their load, between two steps. All ranks have the same room for them."""
+        raise NotImplementedError
+
+    def expert_ranks(self) -> list[list[tuple[int, ...]]]:
+        """By MoE layer and rank: which experts it has. Empty where they are on one rank."""
+        return []
 
     def expert_load(self, settled: bool = False) -> list[list[int]]:
         """Tokens by MoE layer and expert since the start; up to date if no step is in flight (`settled`)."""
@@ -93,7 +120,16 @@ class Runner(Protocol):
 
 
 def load_runner(config: EngineConfig, platform: Platform, progress: Progress | None = None) -> Runner:
-    """The platform's runner, with the model loaded."""
-    module, _, name = (RANKS if config.tensor_parallel_size > 1 else platform.runner).partition(":")
-    runner: Runner = getattr(importlib.import_module(module), name)(config, platform, progress)
+    """The platform's runner, with the model loaded. On a node other than the first this does not return: the process
+    has the ranks of its node, and ends with them."""
+    if config.nodes > 1 and (code := find(f"{RANKS}:follow_here")(config)) is not None:
+        raise SystemExit(code)
+    several = f"{DATA_PARALLEL}:DriverRunner" if config.data_parallel_size > 1 else f"{RANKS}:RanksRunner"
+    runner: Runner = find(several if config.num_ranks > 1 else platform.runner)(config, platform, progress)
     return runner
+
+
+def find(path: str) -> Any:
+    """What "module:name" names; the module is imported here."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

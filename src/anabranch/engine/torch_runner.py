@@ -8,7 +8,7 @@ R sampled rows, L MoE layers, T token rows, K experts per token.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,7 @@ from anabranch.engine import kv_tensors, plan
 from anabranch.engine.batch import HostStep, Order, StepMaker
 from anabranch.engine.dry_run import dry_run
 from anabranch.engine.expert_counter import ExpertCounter
+from anabranch.engine.layer_drafts import LayerDrafts, known_next
 from anabranch.engine.progress import Tally
 from anabranch.engine.runner import Launched, Pages, Progress, Runner, StateCopy
 from anabranch.engine.sampler import Sampler, captured_turns
@@ -35,8 +36,10 @@ from anabranch.layers.step import Step
 from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
 from anabranch.models.decoder import Parts
+from anabranch.moe.dispatch import Exchange
+from anabranch.moe.rebalance import rebalance
 from anabranch.moe.tuning import tune
-from anabranch.parallel.group import ALONE, Group
+from anabranch.parallel.group import ALONE, Group, on_host, split
 from anabranch.platforms import Platform
 from anabranch.stages import stage
 
@@ -57,6 +60,10 @@ class Decoded:
     """As the model gives them."""
     experts: list[torch.Tensor]
     """expert_TK of each MoE layer."""
+    hidden_RD: torch.Tensor | None
+    """For the draft layer; None: there is none."""
+    draft_NR: torch.Tensor | None
+    """What it expects after each token (see Launched.drafts)."""
 
 
 class TorchRunner(Runner):
@@ -67,14 +74,26 @@ class TorchRunner(Runner):
         self.config = config
         self.drafting = config.speculative != "none"
         """Whether rows of a decode step may be drafts: then the host knows the tokens of all rows."""
+        self.exchange: Exchange | None = None
+        """Of ranks that have requests of their own."""
+        if config.data_parallel_size > 1:
+            every, group = group, split(group, config.tensor_parallel_size)
+            self.exchange, self.host_group = Exchange(every, group), on_host(every, config.tensor_parallel_size)
         memory = platform.memory()
+        model = read_config(
+            config.model,
+            kv_cache_dtype=config.kv_cache_dtype,
+            state_dtype=config.state_dtype,
+            speculative=config.speculative,
+        )
+        num_experts = max((layer.moe.num_experts for layer in model.layers if layer.moe is not None), default=0)
+        self.expert_share = config.expert_share(num_experts)
         plan.check_memory(  # before the weights take memory
-            read_config(config.model, kv_cache_dtype=config.kv_cache_dtype).divide(
-                group.rank, group.size, config.expert_parallel
-            ),
+            model.divide(group.rank, group.size, config.expert_parallel),
             config,
             config.dtype,
             num_ranks=group.size,
+            expert_share=self.expert_share,
             free=memory.free + memory.cached,
             total=memory.total,
             captured_tokens=self.captured_tokens,
@@ -85,19 +104,27 @@ class TorchRunner(Runner):
             load_format=config.load_format,  # type: ignore[arg-type]
             quantization=config.quantization,
             kv_cache_dtype=config.kv_cache_dtype,
+            state_dtype=config.state_dtype,
+            speculative=config.speculative,
             platform=platform,
             progress=progress,
             moe_combine=config.moe_combine,
             shared_expert=config.shared_expert,
             group=group,
             expert_parallel=config.expert_parallel,
+            expert_slots=config.expert_slots(num_experts) if config.expert_copies or config.rebalance_interval else 0,
+            exchange=self.exchange,
         )
         shown = None if progress is None else Tally("measuring tiles")
         with stage("tune"):
             tune(self.model, platform, config.tune, config.max_num_batched_tokens, shown)
         self.num_active = plan.count_active(self.model.config)
+        self.placed_by: torch.Tensor | None = None
+        """Tokens by MoE layer and expert when experts were divided among ranks the last time."""
         self.decodes: BySize[SamplingMode, Captured[Decoded]] | None = None
         """Captured steps of single tokens, where the platform has graphs."""
+        self.drafted: BySize[SamplingMode, Captured[Decoded]] | None = None
+        """The same with drafts, in models with states: these change in `settle`."""
         self.prompts: BySize[str, PromptStep] | None = None
         """Captured steps of one request with several tokens."""
         self.prefills: BySize[str, PiecesStep] | None = None
@@ -121,24 +148,45 @@ class TorchRunner(Runner):
             fraction=config.memory_fraction,
             dtype=str(self.dtype).removeprefix("torch."),
             page_size=config.page_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens * config.data_parallel_size,
             max_num_seqs=config.max_samples,
             captured_tokens=self.captured_tokens,
             num_ranks=self.model.group.size,
+            expert_share=self.expert_share,
         )
         # Other processes may use the device too: the plan is limited by what is free now, with the weights loaded.
-        found = replace(found, kv=min(found.kv, memory.free + memory.cached - found.workspace))
+        left = min(found.kv, memory.free + memory.cached - found.workspace)
+        found = replace(found, kv=left - self._draft_bytes())
         return found.pool_pages(config, "see `anabranch plan`")
+
+    def _draft_bytes(self) -> int:
+        """Of the rows that mixers with states keep until `settle`."""
+        kept = [layer.mixer for layer in self.model.config.layers if not layer.mixer.cache.policy.per_token]
+        num_rows = self.config.max_samples if self.drafting else 0
+        return num_rows * sum(mixer.values_per_row for mixer in kept) * self.dtype.itemsize
 
     def allocate(self, num_pages: list[int], max_model_len: int) -> None:
         self.config = config = replace(self.config, max_model_len=max_model_len)
         device = self.platform.device
         groups = self.model.config.cache_groups
-        self.kv = kv_tensors.allocate(self.model.config, num_pages, config.page_size, self.dtype, device)
+        caches = kv_tensors.allocate(self.model.config, num_pages, config.page_size, self.dtype, device)
+        self.kv = caches[: len(self.model.layers)]
         states = [index for index, group in enumerate(groups) if not group.policy.per_token]
         self.states = kv_tensors.stack_states(self.model.config, self.kv)
+        self.draft_states: dict[int, Any] = {}
+        """Of each group with states, if there may be drafts: what its mixers keep until `settle`."""
+        for index in states if self.drafting else ():
+            layers = groups[index].layers
+            mixers: list[Any] = [self.model.layers[layer_id].mixer for layer_id in layers]
+            kept = mixers[0].draft_states(mixers, self.states[index], config.max_samples, self.dtype)
+            self.draft_states[index] = kept
+            for layer_id, kept_NX in zip(layers, kept.kept_MNX, strict=True):
+                self.kv[layer_id] = *self.kv[layer_id], kept_NX
         sizes = config.max_num_seqs, config.max_model_len, config.page_size
-        self.steps = StepMaker(len(groups), *sizes, device, states=states)
+        self.steps = StepMaker(len(groups), *sizes, device, states=states, num_ahead=config.num_ahead)
+        self.layer_drafts = None
+        if self.model.mtp is not None:
+            self.layer_drafts = LayerDrafts(self.model, self.steps, caches[-1], config.max_drafts)
         vocab_size = self.model.config.vocab_size
         self.sampler = Sampler(config.max_num_seqs, vocab_size, device, config.seed, config.max_samples)
         self.experts = ExpertCounter(self.model, self.platform, config.expert_load_interval)
@@ -154,17 +202,22 @@ class TorchRunner(Runner):
                 if prompts is not None:
                     for size in common_prefill(prompts.sizes):
                         prompts.add("any", size)
-            if self.decodes is not None:
-                for size in common_decode(self.decodes.sizes):
-                    self.decodes.add("greedy", size)
-                    self.decodes.add("drawn", size)
+            for decodes in (self.decodes, self.drafted):
+                if decodes is not None:
+                    for size in common_decode(decodes.sizes):
+                        decodes.add("greedy", size)
+                        decodes.add("drawn", size)
 
     def idle(self, waiting: bool = False) -> None:
         """Capture a size that was missed."""
         with torch.inference_mode():
-            for captured in (self.decodes, self.prompts, self.prefills):
+            for captured in self.captured:
                 if captured is not None and captured.make_missed(waiting):
                     return
+
+    @property
+    def captured(self) -> tuple[BySize[Any, Any] | None, ...]:
+        return self.decodes, self.drafted, self.prompts, self.prefills
 
     @property
     def largest_captured(self) -> int:
@@ -188,13 +241,18 @@ class TorchRunner(Runner):
 
     def _plan_graphs(self) -> None:
         config, platform = self.config, self.platform
+        most = max(self.captured_tokens, config.max_samples)
+        self.model.group.reserve(platform, most * self.model.config.hidden_size * self.dtype.itemsize)
         pool = platform.make_graph_pool()
         if config.graphs not in ("pieces", "none") and platform.graph_mode == "full":
 
-            def decode(kind: SamplingMode, size: int) -> Captured[Decoded]:
-                return Captured(platform, pool, self.steps.padding(size), partial(self.decode, kind, kv=self.kv))
+            def decode(kind: SamplingMode, size: int, drafts: bool = False) -> Captured[Decoded]:
+                body = partial(self.decode, kind, kv=self.kv, drafts=drafts)
+                return Captured(platform, pool, self.steps.padding(size), body)
 
             self.decodes = BySize(decode_sizes(config.max_samples), decode)
+            if self.draft_states:
+                self.drafted = BySize(decode_sizes(config.max_samples), partial(decode, drafts=True))
         if config.graphs not in ("decode", "none"):
             largest = max(2, self.largest_captured)  # compilers take one for special
             buffers = Buffers(self.model, largest, platform.device, self.dtype)
@@ -250,9 +308,13 @@ class TorchRunner(Runner):
         if rows.logit_rows is not None and self.drafting and len(rows.logit_rows) == len(rows.slots):
             rows = rows.separate()
         mode = self._mode(shares, rows)
+        if self.exchange is not None:
+            mode = self._agree(len(rows.slots), mode)
         if self.model.group.size > 1:
             slots = [share.sequence.slot for share in _sampling(shares, rows)]
-            self.announce(Order(rows, mode, [], list(self._prompt_rows(shares)), slots))
+            known = known_next(shares, rows) if self.layer_drafts is not None else []
+            most = 0 if self.exchange is None else self.exchange.most
+            self.announce(Order(rows, mode, [], list(self._prompt_rows(shares)), slots, known, most))
         launched = self._replay(shares, rows, record, mode) if mode else None
         if launched is None:
             launched = self._run(shares, rows, record)
@@ -268,6 +330,7 @@ class TorchRunner(Runner):
         if launched.sampling:
             rows_RD = hidden_TD if step.logit_row is None else hidden_TD[step.logit_row]
             self._sample(launched, self.model.logits(rows_RD))
+        self._draft(launched, rows, step, hidden_TD)
         self.experts.count(recorded)
         if record:
             self._keep_routed(launched, recorded)
@@ -308,17 +371,47 @@ class TorchRunner(Runner):
         launched = Launched(shares, _sampling(shares, rows))
         if mode == "any":
             self._sample(launched, decoded.logits_RV[:num_rows])
+            if decoded.hidden_RD is not None:  # the graph did so too, but with other tokens
+                self._draft(launched, rows, self.steps.unpack_rows(rows), decoded.hidden_RD[:num_rows])
         else:
             launched.sampled = Sampled(decoded.token_R[:num_rows])
             launched.tokens = self.platform.fetch(launched.sampled.token_R)
+            if decoded.draft_NR is not None:
+                launched.drafts = self.platform.fetch(decoded.draft_NR[:, :num_rows])
         if record:
             self._keep_routed(launched, decoded.experts)
         return launched
 
     def _decoded(self, rows: HostStep, mode: SamplingMode) -> Decoded | None:
-        assert self.decodes is not None
-        captured = self.decodes.find("greedy" if mode == "any" else mode, len(rows.slots))
+        decodes = self.drafted if self.draft_states and rows.tried is not None else self.decodes
+        assert decodes is not None
+        num_rows = len(rows.slots) if self.exchange is None else self.exchange.most
+        captured = decodes.find("greedy" if mode == "any" else mode, num_rows)
         return None if captured is None else captured.replay(self.steps.pack(rows, captured.input.shape[1]))
+
+    def _agree(self, num_rows: int, mode: SamplingMode | Literal[""]) -> SamplingMode | Literal[""]:
+        """What the ranks must know of each other before a step: how many rows the busiest has, and whether all can
+        replay a captured step. Returns the mode, or "" if one of them cannot."""
+        assert self.exchange is not None
+        rows_R, captured_R = self.host_group.all_gather(torch.tensor([[num_rows], [bool(mode)]]), dim=1)
+        self.exchange.most = int(rows_R.max())
+        return mode if captured_R.all() else ""
+
+    def join(self) -> None:
+        mode = self._agree(0, "" if self.decodes is None else "greedy")
+        assert self.exchange is not None
+        order = Order(HostStep([], [], [], [0], None, 1), mode, [], [], [], [], self.exchange.most)
+        if self.model.group.size > 1:
+            self.announce(order)
+        self._take_part(order)
+
+    def _take_part(self, order: Order) -> None:
+        """A step in which this rank, and those with the same tokens, have no rows."""
+        with torch.inference_mode(), self.platform.step(0):
+            if order.mode and self._decoded(order.rows, order.mode) is not None:  # type: ignore[arg-type]
+                return
+            self.experts.record(False)
+            self.model(self.steps.unpack(self.steps.padding(1), 1, padded=True), self.kv)
 
     def announce(self, order: Order) -> None:
         """Where the model is divided among ranks: the others are to launch this too."""
@@ -327,31 +420,54 @@ class TorchRunner(Runner):
     def follow(self, order: Order) -> None:
         """Launch what the driver launches, without sampling: its tokens are received."""
         rows = order.rows
+        if self.exchange is not None:
+            self.exchange.most = order.most
+        self.steps.apply(order.tables)
+        if not rows.slots:
+            return self._take_part(order)
         with torch.inference_mode(), self.platform.step(len(rows.slots) * self.num_active):
-            self.steps.apply(order.tables)
             decoded = self._decoded(rows, order.mode) if order.mode else None  # type: ignore[arg-type]
+            if decoded is not None and order.mode != "any":
+                return  # its tokens were received in the graph
             if decoded is None:
                 step, hidden_TD, _ = self._forward(rows, False)
                 for begin, count in order.prompt_rows:
                     self.model.logits(hidden_TD[begin : begin + count])
                 if order.slots:
                     self.model.logits(hidden_TD if step.logit_row is None else hidden_TD[step.logit_row])
-            if order.slots and (decoded is None or order.mode == "any"):
+            token_R = None
+            if order.slots:
                 token_R = torch.empty(len(order.slots), dtype=torch.int64, device=self.platform.device)
-                self.steps.keep_tokens(order.slots, self.model.group.broadcast(token_R))
+                token_R = self.model.group.broadcast(token_R)
+                self.steps.keep_tokens(order.slots, token_R)
+            if self.layer_drafts is not None:
+                if decoded is not None:
+                    assert decoded.hidden_RD is not None
+                    step, hidden_TD = self.steps.unpack_rows(rows), decoded.hidden_RD[: len(rows.slots)]
+                self.layer_drafts.after_any(rows, order.known_next, token_R, step, hidden_TD)
 
-    def decode(self, kind: SamplingMode, packed_3R: torch.Tensor, kv: list[Cache]) -> Decoded:
+    def decode(self, kind: SamplingMode, packed_3R: torch.Tensor, kv: list[Cache], drafts: bool = False) -> Decoded:
         """What is captured: a step of single tokens, from the host's three numbers a row to the tokens it samples."""
-        step = self.steps.unpack(packed_3R, self.steps.width, padded=True)
+        step = self.steps.unpack(packed_3R, self.steps.width, padded=True, drafts=drafts)
         recorded = self.experts.record(True)
-        logits_RV = self.model.logits(self.model(step, kv))
+        hidden_RD, draft_NR = self.model(step, kv), None
+        logits_RV = self.model.logits(hidden_RD)
         slot_R = packed_3R[0].long()
         slot_R = torch.where(slot_R < 0, self.config.max_num_seqs, slot_R)
         turn_R = captured_turns(slot_R) if self.drafting and kind == "drawn" else None
         token_R = self.model.group.broadcast(self.sampler.sample_slots(logits_RV, slot_R, kind, turn_R))
         self.steps.last_token_S.index_copy_(0, slot_R, token_R)
+        if self.layer_drafts is not None:
+            draft_NR = self.layer_drafts.after_decode(packed_3R, token_R, step, hidden_RD)
         self.experts.count(recorded)
-        return Decoded(token_R, logits_RV, recorded)
+        return Decoded(token_R, logits_RV, recorded, hidden_RD if draft_NR is not None else None, draft_NR)
+
+    def _draft(self, launched: Launched, rows: HostStep, step: Step, hidden_TD: torch.Tensor) -> None:
+        if self.layer_drafts is not None:
+            token_R = None if launched.sampled is None else launched.sampled.token_R
+            known = known_next(launched.shares, rows)
+            draft_NR = self.layer_drafts.after_any(rows, known, token_R, step, hidden_TD)
+            launched.drafts = None if draft_NR is None else self.platform.fetch(draft_NR)
 
     def _sample(self, launched: Launched, logits_RV: torch.Tensor) -> None:
         slots = [share.sequence.slot for share in launched.sampling]
@@ -392,6 +508,47 @@ class TorchRunner(Runner):
 
     def take_back(self, counts: dict[Sequence, int]) -> None:
         self.slots.take_back(counts)
+
+    def settle(self, shares: list[Share], counts: list[int]) -> None:
+        if not self.draft_states:
+            return
+        # Where every row samples, all of them were tried (HostStep.separate); else those of shares with drafts.
+        all_tried = all(end - begin == num_samples for _, begin, end, num_samples in shares)
+        tried: list[tuple[int, int, int, int]] = []
+        row = 0
+        for (sequence, begin, end, num_samples), count in zip(shares, counts, strict=True):
+            if all_tried or num_samples > 1:
+                tried.append((sequence.slot, row, count, begin))
+            row += end - begin
+        self.settle_rows(tried)
+
+    def settle_rows(self, tried: list[tuple[int, int, int, int]]) -> None:
+        """Of each request: its slot, its first row, how many rows count, and the tokens before them."""
+        tried = tried + [(0, 0, 0, 0)] * (-len(tried) % 4)  # kernels are compiled apart for other addresses
+        slots, *rest = map(list, zip(*tried, strict=True))
+        width = self.steps.width
+        with torch.inference_mode():
+            for group, kept in self.draft_states.items():
+                pages = [self.steps.host_tables[group][slot * width] for slot in slots]
+                kept.accept(*self.steps.upload_rows([pages, *rest]))
+
+    def rebalance(self) -> None:
+        """All ranks call this at the same time, between two steps. What they decide follows from the same numbers."""
+        counter, exchange = self.experts, self.exchange
+        count_LE = counter.count_LE.clone()
+        if exchange and exchange.same.rank:  # the first of those with the same tokens counts them
+            count_LE.zero_()
+        count_LE = exchange.group.all_reduce(count_LE) if exchange else self.model.group.broadcast(count_LE)
+        if self.placed_by is None:
+            self.placed_by = torch.zeros_like(count_LE)
+        load_LE, self.placed_by = (count_LE - self.placed_by).tolist(), count_LE
+        group = exchange.group if exchange else self.model.group
+        with torch.inference_mode():
+            for layer, load_E in zip(counter.layers, load_LE, strict=True):
+                rebalance(layer, load_E, group)
+
+    def expert_ranks(self) -> list[list[tuple[int, ...]]]:
+        return [list(layer.slots.placement.experts) for layer in self.experts.layers if layer.slots is not None]
 
     def expert_load(self, settled: bool = False) -> list[list[int]]:
         return self.experts.load(settled)

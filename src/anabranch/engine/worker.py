@@ -39,6 +39,7 @@ QUIET = 0.25
 meanwhile waits; under load gaps between requests are shorter, so that none does."""
 MAX_STEPS_AHEAD = 1000  # unread messages after which the engine waits for the client
 FLUSH_MS = 2000  # for the client to read what was sent before the exit
+FAIL_SECONDS = 2.0  # for a step to fail whose ranks have ended; after these the process ends without it
 EXIT_SECONDS = 5.0  # after these the exit is forced
 PROGRESS = 0.1  # seconds between two reports of the same stage
 PR_SET_PDEATHSIG = 1
@@ -61,6 +62,7 @@ class Pulse(threading.Thread):
         self.num_received = 0
         self.num_steps = 0
         self.step_began: float | None = None
+        self.engine: Engine | None = None
 
     def run(self) -> None:
         socket = self.context.socket(zmq.PUSH)  # sockets belong to one thread
@@ -74,6 +76,13 @@ class Pulse(threading.Thread):
                 socket.send(messages.encode(beat), zmq.NOBLOCK)
             if self.ending.wait(HEARTBEAT):
                 break
+            if self.engine is not None and (failure := self.engine.failure):
+                if self.ending.wait(FAIL_SECONDS):
+                    break
+                with contextlib.suppress(zmq.Again):
+                    socket.send(messages.encode(messages.Ended(f"RuntimeError: {failure}")), zmq.NOBLOCK)
+                time.sleep(HEARTBEAT)  # for the client to read it
+                os._exit(1)
             if os.getppid() != self.parent:
                 os._exit(1)
         socket.close(linger=0)
@@ -143,6 +152,7 @@ class Worker:
         compile_server.close()
         gc.freeze()  # these objects stay: no need to search them for garbage while requests wait
         self.stages.finish()
+        self.pulse.engine = engine
         log.debug("start-up:\n%s", self.stages.table())  # the server logs its own, with these in it
         self._send(messages.Ready(self._stats(engine)))
         return engine
@@ -164,7 +174,8 @@ class Worker:
 
     def _fail(self, error: Exception) -> None:
         """The engine's state is unknown now: answer all requests and end."""
-        log.error("the engine failed with %d requests in flight", len(self.running), exc_info=error)
+        known = self.engine is not None and self.engine.failure  # a rank has ended: the log has a line that names it
+        log.error("the engine failed with %d requests in flight", len(self.running), exc_info=None if known else error)
         self.stopping = True
         text = messages.INTERNAL + one_line(error)
         refused = [update for update in self.updates if update.id not in self.running]
@@ -209,7 +220,7 @@ class Worker:
                 self.running.pop(message.id, None)
                 engine.abort(message.id)
             elif isinstance(message, messages.AskStats):
-                self._send_stats(engine, message.ticket)
+                self._send_stats(engine, message)
             elif isinstance(message, messages.Stop):
                 self.stopping = True
             else:
@@ -226,12 +237,16 @@ class Worker:
         else:
             self.running[request.id] = None
 
-    def _send_stats(self, engine: Engine, ticket: int) -> None:
+    def _send_stats(self, engine: Engine, asked: messages.AskStats) -> None:
         try:
-            self._send(messages.Stats(ticket, self._stats(engine)))
+            if asked.rebalance:
+                engine.rebalance()
+            self._send(messages.Stats(asked.ticket, self._stats(engine)))
+        except ValueError as error:
+            self._send(messages.Stats(asked.ticket, {}, one_line(error)))
         except Exception as error:
             log.exception("stats")
-            self._send(messages.Stats(ticket, {}, one_line(error)))
+            self._send(messages.Stats(asked.ticket, {}, one_line(error)))
 
     def _step(self, engine: Engine) -> None:
         pulse = self.pulse

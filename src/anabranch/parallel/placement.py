@@ -32,11 +32,46 @@ class Placement:
                 found[expert].append(rank)
         return found
 
+    def slots(self, num_experts: int, period: int) -> list[list[list[int]]]:
+        """[rank][row mod period][expert] → where among the rank's experts the row finds that one; −1: it goes to
+        another rank. Copies take turns, so every row of every expert has one rank. One column more, of −1, for the
+        expert −1 of padding."""
+        found = [[[-1] * (num_experts + 1) for _ in range(period)] for _ in self.experts]
+        for expert, ranks in enumerate(self.ranks_of(num_experts)):
+            for row in range(period):
+                rank = ranks[(row + expert) % len(ranks)]
+                found[rank][row][expert] = self.experts[rank].index(expert)
+        return found
 
-def in_order(num_experts: int, num_ranks: int) -> Placement:
-    """Neighbouring experts on each rank; where they cannot be divided equally, the first ranks have one more."""
+    def loads(self, load_E: Sequence[float]) -> list[float]:
+        """Of each rank, where copies of an expert share its load."""
+        copies = Counter(expert for experts in self.experts for expert in experts)
+        return [sum(load_E[expert] / copies[expert] for expert in experts) for experts in self.experts]
+
+    def moved_to(self, wanted: Placement) -> Placement:
+        """`wanted`, with few experts moved: each rank gets that of its sets of experts which it has most of, and those
+        that stay keep their place. Room that `wanted` leaves keeps what is there: one more copy. Ranks have the same
+        room."""
+        sets = [set(experts) for experts in wanted.experts]
+        placed = []
+        for held in self.experts:
+            most = max(range(len(sets)), key=lambda number: (len(sets[number] & set(held)), -number))
+            chosen = sets.pop(most)
+            incoming = sorted(chosen - set(held), reverse=True)
+            placed.append(tuple(e if e in chosen or not incoming else incoming.pop() for e in held))
+        return Placement(tuple(placed))
+
+
+def in_order(num_experts: int, num_ranks: int, slots: int = 0) -> Placement:
+    """Neighbouring experts on each rank; where they cannot be divided equally, some ranks have one more. With room for
+    `slots` experts on each rank, copies of those that follow fill it."""
     bounds = [-(-num_experts * rank // num_ranks) for rank in range(num_ranks + 1)]
-    return Placement(tuple(tuple(range(begin, end)) for begin, end in pairwise(bounds)))
+    return Placement(
+        tuple(
+            tuple(expert % num_experts for expert in range(begin, max(end, begin + min(slots, num_experts))))
+            for begin, end in pairwise(bounds)
+        )
+    )
 
 
 def balanced(load_E: Sequence[float], num_ranks: int, slots: int) -> Placement:

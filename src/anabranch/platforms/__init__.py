@@ -8,9 +8,22 @@ import importlib
 import importlib.metadata
 import os
 
-from anabranch.platforms.platform import Fetch, Fork, Graph, Memory, Platform, SideStream, Staging, Take
+from anabranch.platforms.platform import Fetch, Fork, Graph, Memory, OneShot, Platform, SideStream, Staging, Take
 
-__all__ = ["Fetch", "Fork", "Graph", "Memory", "Platform", "SideStream", "Staging", "Take", "current", "make", "names"]
+__all__ = [
+    "Fetch",
+    "Fork",
+    "Graph",
+    "Memory",
+    "OneShot",
+    "Platform",
+    "SideStream",
+    "Staging",
+    "Take",
+    "current",
+    "make",
+    "names",
+]
 
 BUILT_IN = ("cuda", "hip", "npu", "xpu", "mlx", "cpu", "fake")
 """In order of detection; the CPU is always available. `cuda` is `cuda.CudaPlatform`, and so on."""

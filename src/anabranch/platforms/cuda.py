@@ -3,9 +3,12 @@
 import os
 
 import torch
+import torch.distributed as dist
 
 from anabranch.config import batch_tokens
+from anabranch.platforms import symmetric
 from anabranch.platforms.accelerator import AcceleratorPlatform
+from anabranch.platforms.platform import OneShot
 
 
 class CudaPlatform(AcceleratorPlatform):
@@ -17,8 +20,8 @@ class CudaPlatform(AcceleratorPlatform):
     memory_fraction = 0.85
     proven = "kernels, families, captured steps and throughput runs on an H200, with Triton 3.6 and 3.7"
     unproven = (
-        "hybrid models (their kernels ran), drafts, several ranks; other GPUs than an H200 (kernels compile for sm_80 "
-        "and sm_100), Triton 3.8 and 3.9 (kernels compile)"
+        "drafts, several ranks, INT4 in packed tiles (not chosen yet); other GPUs than an H200 (kernels compile for "
+        "sm_80 and sm_100), Triton 3.8 and 3.9 (kernels compile)"
     )
 
     @property
@@ -37,6 +40,9 @@ class CudaPlatform(AcceleratorPlatform):
             raise ValueError(f"tensor_parallel_size: rank {rank} needs a GPU of its own, and there are {count}")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return {"CUDA_VISIBLE_DEVICES": visible.split(",")[rank] if visible else str(rank)}
+
+    def make_one_shot(self, group: dist.ProcessGroup, num_bytes: int) -> OneShot | None:
+        return symmetric.make(group, num_bytes, self.device)
 
     @classmethod
     def available(cls) -> bool:

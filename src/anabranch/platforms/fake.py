@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from anabranch.platforms.platform import Fetch, HostPlatform, Memory, Take
+from anabranch.platforms.platform import Fetch, HostPlatform, Memory, OneShot, Take
 
 
 class FakePlatform(HostPlatform):
@@ -45,6 +46,10 @@ class FakePlatform(HostPlatform):
 
     def rank_environment(self, rank: int) -> dict[str, str]:
         return {}
+
+    def make_one_shot(self, group: dist.ProcessGroup, num_bytes: int) -> OneShot | None:
+        self.log.append(f"one shot {num_bytes}")
+        return FakeOneShot(group, num_bytes) if num_bytes else None
 
     def synchronize(self) -> None:
         self.log.append("synchronize")
@@ -88,6 +93,25 @@ class FakeStaging:
         for target, source, take in self.late:
             target.copy_(source if take is None else take(source))
         self.late.clear()
+
+
+class FakeOneShot:
+    """Through one buffer, like the real one; ranks read each other's by a collective."""
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int) -> None:
+        self.group, self.buffer = group, torch.zeros(num_bytes, dtype=torch.uint8)
+        self.num_calls = 0
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return x.nbytes <= self.buffer.nbytes
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        shared = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
+        shared.copy_(x)
+        every = [torch.empty_like(x) for _ in range(self.group.size())]
+        dist.all_gather(every, shared, group=self.group)
+        return torch.stack(every).sum(0)
 
 
 class FakeGraph:

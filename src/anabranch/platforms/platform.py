@@ -6,9 +6,12 @@ import abc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,16 @@ class Staging(Protocol):
 
     def wait(self) -> None:
         """Wait until all that was put has arrived; then the buffer may be written again."""
+
+
+class OneShot(Protocol):
+    """All-reduce of small tensors in one kernel, through a buffer that was made before."""
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether it fits into the buffer, and is of a kind that the kernel takes: the same on all ranks."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, a new tensor."""
 
 
 class Platform(abc.ABC):
@@ -136,6 +149,10 @@ class Platform(abc.ABC):
     def rank_environment(self, rank: int) -> dict[str, str]:
         """Environment variables by which the process of a rank finds its device; ValueError if there is none for it."""
         return {}
+
+    def make_one_shot(self, group: dist.ProcessGroup, num_bytes: int) -> OneShot | None:
+        """For tensors of up to `num_bytes`; all ranks of the group call it. None, on all: there is none here."""
+        return None
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

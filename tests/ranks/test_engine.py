@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from anabranch.engine.ranks import RanksRunner
+from anabranch.engine import engine as engine_module
 from anabranch.llm import LLM, SamplingParams
+from anabranch.parallel.group import BUFFER_VARIABLE
+from anabranch.ranks.runner import RanksRunner
+from tests.engine.test_speculation import Guesses
 from tests.models import tiny
 
 CASES = {case.name: case for case in tiny.CASES}
@@ -73,6 +76,19 @@ def test_two_ranks_of_other_families(folders: dict[str, Path], name: str) -> Non
     assert answers(folders[name], 2) == answers(folders[name], 1)
 
 
+@pytest.mark.slow
+def test_drafts_with_states(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers too take those that count into their states."""
+    folder = folders["qwen3_5_moe_published"]
+    expected = answers(folder, 1)
+    known = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected[0], strict=True)]
+    monkeypatch.setattr(engine_module, "NgramDrafter", Guesses(known))
+    with engine(folder, 2, speculative="ngram") as llm:
+        found = [[output.token_ids for output in llm.generate(PROMPTS, [GREEDY, DRAWN, PENALTY] * 2)] for _ in range(2)]
+        assert 0 < llm.engine.metrics.accepted_tokens < llm.engine.metrics.draft_tokens
+    assert found == expected
+
+
 def test_log_probabilities(folders: dict[str, Path]) -> None:
     found = []
     for num_ranks in (1, 2):
@@ -102,7 +118,7 @@ def test_a_rank_that_ends_is_named(folders: dict[str, Path]) -> None:
         llm.generate(PROMPTS[:1], GREEDY)
         os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match="rank 1 of the model was ended by SIGKILL during a step"):
+        with pytest.raises(RuntimeError, match="rank 1 of the model was ended by SIGKILL (before|during) a step"):
             llm.generate(PROMPTS[:1], GREEDY)
         assert time.monotonic() - began < 10
     assert gone(pid)
@@ -149,18 +165,38 @@ if __name__ == "__main__":
     usual = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     params = [SamplingParams(**usual | more[i % 3]) for i in range(6)]
     for num_ranks in (1, 2):
-        with LLM(sys.argv[1], dtype="float32", tensor_parallel_size=num_ranks, max_num_seqs=8) as llm:
+        options = dict(tensor_parallel_size=num_ranks, max_num_seqs=8, graphs=sys.argv[3])
+        with LLM(sys.argv[1], dtype="float32", **options) as llm:
             found = [[output.token_ids for output in llm.generate(prompts, params)] for _ in range(2)]
-            print(json.dumps([llm.engine.runner.platform.name, len(llm.engine.runner.decodes.made), found]), flush=True)
+            runner = llm.engine.runner
+            one_shot = getattr(runner.model.group, "one_shot", None)
+            calls = (one_shot.num_calls, one_shot.buffer.nbytes) if one_shot else None
+            made = [len(captured.made) for captured in (runner.decodes, runner.prefills) if captured is not None]
+            print(json.dumps([runner.platform.name, found, made, calls]), flush=True)
 """
 
 
 @pytest.mark.slow
-def test_captured_steps_contain_collectives(folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("graphs", ["full", "pieces", "traced", "compiled"])
+@pytest.mark.parametrize("buffer", [None, "0"])
+def test_captured_steps_contain_collectives(
+    folders: dict[str, Path], tmp_path: Path, graphs: str, buffer: str | None
+) -> None:
+    """Also those that are traced, and compiled; with sums through the buffer and without."""
     script = tmp_path / "captured.py"
     script.write_text(CAPTURED)
-    command = [sys.executable, str(script), str(folders["qwen3_moe_published"]), json.dumps(PROMPTS)]
-    environment = os.environ | {"ANABRANCH_PLATFORM": "fake"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=120, check=True)
+    command = [sys.executable, str(script), str(folders["qwen3_moe_published"]), json.dumps(PROMPTS), graphs]
+    environment = os.environ | {"ANABRANCH_PLATFORM": "fake"} | ({BUFFER_VARIABLE: buffer} if buffer else {})
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=300, check=True)
     one, two = map(json.loads, done.stdout.splitlines())
-    assert one == two and one[0] == "fake" and one[1] > 0
+    assert one[:3] == two[:3] and one[0] == "fake" and all(one[2])
+    assert one[3] is None and (two[3] is None) == (buffer == "0")
+    if two[3] is not None:
+        num_calls, num_bytes = two[3]
+        assert num_calls > 0 and num_bytes % (32 * 4) == 0  # rows of its hidden size
+
+
+def test_a_buffer_that_is_too_small_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BUFFER_VARIABLE, "1000")
+    with pytest.raises(ValueError, match=f"{BUFFER_VARIABLE}=1000: .* must have at least [0-9,]+ bytes"):
+        LLM(str(folders["qwen3_moe_published"]), dtype="float32", tensor_parallel_size=2)

@@ -1,0 +1,73 @@
+"""Quantised checkpoints, divided among ranks: what one rank computes, or refused by name."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch.engine.single import SingleSequence
+from anabranch.loader.load import load_model
+from anabranch.parallel.group import Group, OneRank
+from tests.models import tiny
+from tests.parallel.ranks import run
+
+pytest.importorskip("compressed_tensors")
+from tests.formats import writers
+from tests.formats.test_checkpoints import BASE
+
+CASES = {case.name: case for case in writers.CASES}
+USUAL = ["fp8 blocks", "awq"]
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 132, "num_experts": 8}
+"""A half of every matrix is whole blocks."""
+
+
+def save(name: str, folder: Path, **sizes: int) -> Path:
+    case = CASES[name]
+    model = dataclasses.replace(
+        BASE, settings=BASE.settings | SIZES | sizes, experts="fused" if case.fused else "split"
+    )
+    writers.quantize(tiny.save(model, folder / "plain"), folder / "quantized", case)
+    return folder / "quantized"
+
+
+def logits(group: Group, folders: dict[str, Path]) -> dict[tuple[str, bool], torch.Tensor | str]:
+    """Or why a checkpoint was refused, with a part of each expert and with whole experts."""
+    found: dict[tuple[str, bool], torch.Tensor | str] = {}
+    for name, folder in folders.items():
+        for expert_parallel in (False, True):
+            try:
+                model = load_model(folder, dtype="float32", group=group, expert_parallel=expert_parallel)
+            except ValueError as error:
+                found[name, expert_parallel] = str(error)
+            else:
+                found[name, expert_parallel] = SingleSequence(model, 64).forward(list(range(40)))
+    return found
+
+
+def compare(names: list[str], folder: Path) -> None:
+    folders = {name: save(name, folder / name) for name in names}
+    expected = {name: one for (name, whole), one in logits(OneRank(), folders).items() if not whole}
+    for found in run(2, logits, folders):
+        for (name, expert_parallel), one in found.items():
+            assert isinstance(one, torch.Tensor), f"{name}: {one}"
+            assert (one - expected[name]).abs().max() < 1e-5 * expected[name].abs().max(), (name, expert_parallel)
+
+
+def test_two_ranks_compute_what_one_computes(tmp_path: Path) -> None:
+    compare(USUAL, tmp_path)
+
+
+@pytest.mark.slow
+def test_other_formats(tmp_path: Path) -> None:
+    compare([name for name in CASES if name not in USUAL and "704" not in name], tmp_path)
+
+
+def test_blocks_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
+    """Half of 384 rows is a block and a half: whole experts are shared out, but not a part of each."""
+    folders = {"fp8 blocks": save("fp8 blocks", tmp_path, moe_intermediate_size=384)}
+    for found in run(2, logits, folders):
+        refused = found["fp8 blocks", False]
+        assert isinstance(refused, str) and "192" in refused and "experts" in refused, refused
+        assert isinstance(found["fp8 blocks", True], torch.Tensor)

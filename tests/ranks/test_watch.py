@@ -1,0 +1,334 @@
+"""A rank that ends or hangs ends all within ten seconds, and is named, whatever they are doing; nothing is left."""
+
+# ruff: noqa: E402  (importorskip comes first: a machine without the server's packages skips this file)
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
+psutil = pytest.importorskip("psutil")
+
+from anabranch.config import EngineConfig
+from anabranch.engine.client import EngineClient, EngineDead
+from anabranch.llm import LLM, SamplingParams
+from anabranch.ranks.runner import RanksRunner
+from anabranch.ranks.watch import HANG_SECONDS, Beat, Follower, Watch, is_compiling
+from anabranch.request import Request
+from tests.models import tiny
+
+PROMPTS = [[(7 * i + j * j) % tiny.VOCAB_SIZE for j in range(length)] for i, length in enumerate((5, 33, 1, 18))]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SECONDS = 10.0
+SAID = {
+    signal.SIGKILL: "rank {} of the model was ended by SIGKILL",
+    signal.SIGSTOP: "rank {} of the model hangs: no heartbeat for 7 s",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (case,) = (case for case in tiny.CASES if case.name == "qwen3_moe_published")
+    return tiny.save(case, tmp_path_factory.mktemp("ranks") / "model")
+
+
+@pytest.fixture
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process and no temporary file of ours, after a while."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield
+    deadline = time.monotonic() + 5
+    while left := [*followers_of(os.getpid()), *tmp_path.glob("anabranch-*")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def followers_of(pid: int) -> list[int]:
+    """Processes of ranks among those that a process has started, in the order of ranks."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(process.cmdline()):
+                found.append(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return sorted(found)
+
+
+def fails_soon(llm: LLM, sent: signal.Signals, rank: int, generating: bool) -> None:
+    runner = llm.engine.runner
+    assert isinstance(runner, RanksRunner)
+    processes = [follower.process for follower in runner.followers]
+    pid = processes[rank - 1].pid
+    assert pid is not None
+    llm.generate(PROMPTS, GREEDY)
+    began = time.monotonic()
+    if generating:
+        threading.Timer(0.3, os.kill, (pid, sent)).start()
+        with pytest.raises(RuntimeError, match=SAID[sent].format(rank)):
+            while True:
+                llm.generate(PROMPTS, GREEDY)
+    else:
+        os.kill(pid, sent)
+        while not runner.failure:
+            assert time.monotonic() - began < SECONDS
+            time.sleep(0.05)
+        assert runner.failure == SAID[sent].format(rank)
+        with pytest.raises(RuntimeError, match=SAID[sent].format(rank)):
+            llm.generate(PROMPTS, GREEDY)
+    for process in processes:
+        process.join(1)
+        assert process.exitcode is not None
+    assert time.monotonic() - began < SECONDS
+
+
+BOTH = [signal.SIGKILL, signal.SIGSTOP]
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(
+    "sent, generating",
+    [
+        pytest.param(signal.SIGSTOP, True, marks=pytest.mark.slow),
+        (signal.SIGKILL, True),
+        pytest.param(signal.SIGKILL, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_follower_of_two(folder: Path, sent: signal.Signals, generating: bool) -> None:
+    with LLM(str(folder), dtype="float32", tensor_parallel_size=2) as llm:
+        fails_soon(llm, sent, 1, generating)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("sent", BOTH)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_each_follower_of_four(folder: Path, rank: int, sent: signal.Signals) -> None:
+    with LLM(str(folder), dtype="float32", tensor_parallel_size=4) as llm:
+        fails_soon(llm, sent, rank, generating=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(  # a driver that hangs is the server's to end: --step-timeout
+    "num_ranks, rank, sent", [(2, 0, signal.SIGKILL), (4, 0, signal.SIGKILL), *((2, 1, sent) for sent in BOTH)]
+)
+@pytest.mark.parametrize("generating", [False, True])
+def test_an_engine_of_a_server(folder: Path, num_ranks: int, rank: int, sent: signal.Signals, generating: bool) -> None:
+    async def test() -> None:
+        config = EngineConfig(model=str(folder), dtype="float32", tensor_parallel_size=num_ranks)
+        client = await EngineClient.start(config, timeout=60)
+        pids = followers_of(client.pid)
+        assert len(pids) == num_ranks - 1
+
+        async def generate() -> None:
+            for number in range(1000):
+                request = Request(id=f"{number}", prompt_ids=tuple(PROMPTS[1]), params=GREEDY)
+                async for update in client.generate(request):
+                    if update.error:
+                        assert "rank 1 of the model" in update.error
+                        return
+
+        answers = asyncio.create_task(generate()) if generating else None
+        await asyncio.sleep(0.5)
+        began = time.monotonic()
+        os.kill([client.pid, *pids][rank], sent)
+        reason = await asyncio.wait_for(client.wait(), SECONDS)
+        assert time.monotonic() - began < SECONDS
+        assert (SAID[sent].format(rank) if rank else "killed by SIGKILL") in reason
+        if answers is not None:
+            try:
+                await answers
+            except EngineDead as error:
+                assert error.reason == reason
+        while any(map(psutil.pid_exists, pids)):
+            assert time.monotonic() - began < SECONDS
+            await asyncio.sleep(0.05)
+        await client.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+def test_an_engine_that_is_stopped_as_a_whole_goes_on(folder: Path, tmp_path: Path) -> None:
+    """As by Ctrl-Z, for longer than any rank may be silent."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(script), str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None and driver.stdin is not None
+        first = driver.stdout.readline()
+        every = [driver.pid, *followers_of(driver.pid)]
+        for pid in every:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(HANG_SECONDS + 2)
+        for pid in every:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(2)
+        assert driver.stdin.write("\n") and driver.stdin.flush() is None
+        assert len(every) == 2 and driver.stdout.readline() == first != ""
+        driver.stdin.close()
+
+
+PROGRAM = """
+import sys
+from anabranch.llm import LLM, SamplingParams
+if __name__ == "__main__":
+    with LLM(sys.argv[1], dtype="float32", tensor_parallel_size=2) as llm:
+        while True:
+            print(llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5))[0].token_ids, flush=True)
+            if not sys.stdin.readline():
+                break
+"""
+
+
+class Nap:
+    """Takes long to unpickle."""
+
+    def __reduce__(self) -> tuple[object, tuple[float]]:
+        return time.sleep, (600.0,)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(
+    "order, said",
+    [
+        ("no such order", "rank 2 of the model failed: AttributeError: .*no such order"),
+        (Nap(), "rank 2 of the model hangs: 7 s behind rank 0"),
+    ],
+)
+def test_a_rank_that_cannot_carry_out_an_order(folder: Path, order: object, said: str) -> None:
+    with LLM(str(folder), dtype="float32", tensor_parallel_size=4) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, RanksRunner)
+        follower = runner.followers[1]
+        follower.num_told += 1
+        began = time.monotonic()
+        follower.pipe.send_bytes(pickle.dumps((order, ())))
+        runner._carried_out()
+        while not runner.failure:
+            assert time.monotonic() - began < SECONDS
+            time.sleep(0.05)
+        with pytest.raises(RuntimeError, match=said):
+            llm.generate(PROMPTS, GREEDY)
+
+
+class Trojan:
+    """Is a tuple when it is unpickled, after a statement."""
+
+    def __init__(self, statement: str) -> None:
+        self.statement = statement
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return eval, (f"exec({self.statement!r}, {{}}) or ()",)
+
+
+IN_A_STEP = """
+from anabranch.parallel.group import TorchGroup
+all_reduce, calls = TorchGroup.all_reduce, []
+def hang(self, x):
+    calls.append(x)
+    while len(calls) == 4:
+        {}
+    return all_reduce(self, x)
+TorchGroup.all_reduce = hang
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(
+    "num_ranks, statement",
+    [
+        pytest.param(2, IN_A_STEP.format("import time; time.sleep(600)"), id="asleep in a step"),
+        pytest.param(4, IN_A_STEP.format("pass"), id="in a loop, in a step"),
+        pytest.param(4, "import time; time.sleep(600)", id="before a step"),
+    ],
+)
+def test_a_rank_that_does_not_enter_a_collective(folder: Path, num_ranks: int, statement: str) -> None:
+    """Its heart beats, and the others wait for it inside the collective."""
+    with LLM(str(folder), dtype="float32", tensor_parallel_size=num_ranks) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, RanksRunner)
+        rank = num_ranks - 1
+        follower = runner.followers[rank - 1]
+        follower.num_told += 1
+        follower.pipe.send_bytes(pickle.dumps(("expert_ranks", Trojan(statement))))
+        began = time.monotonic()
+        said = f"rank {rank} of the model hangs: others have waited for it for 7 s during a step"
+        with pytest.raises(RuntimeError, match=said):
+            llm.generate(PROMPTS, GREEDY)
+        assert time.monotonic() - began < SECONDS
+
+
+@pytest.mark.parametrize(
+    "driver, others, rank",
+    [
+        (Beat(inside=True, seconds=8), [Beat(busy=True, seconds=8.5)], 1),
+        (Beat(inside=True, seconds=8), [Beat(busy=True, inside=True, seconds=8), Beat(busy=True, seconds=9)], 2),
+        (Beat(seconds=9), [Beat(busy=True, inside=True, seconds=8), Beat(busy=True, seconds=9)], 2),
+        (Beat(inside=True, seconds=6), [Beat(busy=True, seconds=60)], 0),
+        (Beat(inside=True, seconds=60), [Beat(seconds=60)], 0),
+        (Beat(seconds=60), [Beat(busy=True, inside=True, seconds=60)], 0),
+        (Beat(inside=True, seconds=60, longest=3), [Beat(busy=True, seconds=29)], 0),
+        (Beat(inside=True, seconds=60, longest=3), [Beat(busy=True, seconds=31)], 1),
+        (Beat(inside=True, seconds=50), [Beat(busy=True, seconds=50, compiling=True)], 0),
+        (Beat(inside=True, seconds=70), [Beat(busy=True, seconds=70, compiling=True)], 1),
+    ],
+    ids=[
+        "driver waits",
+        "two wait for the third",
+        "only a follower waits",
+        "has just begun",
+        "nothing to do",
+        "waits for the driver",
+        "long prompt",
+        "longer than that",
+        "compiles",
+        "compiles for ever",
+    ],
+)
+def test_who_hangs(driver: Beat, others: list[Beat], rank: int) -> None:
+    ends = multiprocessing.Pipe()
+    followers = [Follower(number, None, *ends, beat=beat) for number, beat in enumerate(others, 1)]
+    watch = Watch(followers)
+    assert watch._hanging(time.monotonic(), driver) == "", "ranks are not warm"
+    watch.warm = True
+    found = watch._hanging(time.monotonic(), driver)
+    assert found.startswith(f"rank {rank} of the model hangs: others have waited") if rank else not found
+    watch.close()
+
+
+def test_a_thread_that_compiles_is_known() -> None:
+    go_on = threading.Event()
+    source = "def compile(work):\n    work()"
+    compiler: dict[str, Any] = {"__name__": "triton.compiler.compiler"}
+    exec(source, compiler)
+    for work, expected in ((lambda: compiler["compile"](go_on.wait), True), (go_on.wait, False)):
+        go_on.clear()
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert thread.ident is not None
+        time.sleep(0.05)
+        assert is_compiling(thread.ident) == expected
+        go_on.set()
+        thread.join()
