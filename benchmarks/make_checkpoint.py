@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from anabranch import platforms
+from anabranch.cli.write_quantized import Writer, stored_tensors, written_config
 from anabranch.formats import Grouped, rounded
 from anabranch.loader import names
 from anabranch.loader.checkpoint import INDEX_FILE
 from anabranch.loader.load import build
-from anabranch.loader.quantize import Writer, stored_tensors, written_config
 from anabranch.models.config import read_config
 from anabranch.ops.weight import Weight
 

@@ -193,7 +193,7 @@ def test_ctrl_c_shows_what_was_measured(server: Running, tmp_path: Path) -> None
 
 def finished(server: Running) -> dict[str, float]:
     lines = server.get("/metrics").text.splitlines()
-    return {line: float(line.split()[-1]) for line in lines if line.startswith("anabranch:request_success_total")}
+    return {line: float(line.split()[-1]) for line in lines if line.startswith("anabranch_request_success_total")}
 
 
 # -- other servers' habits --------------------------------------------------------------------------------------------
@@ -375,6 +375,18 @@ def test_nothing_answered_is_no_division_by_zero() -> None:
     found = serve_figures.figures([Sent(error="no")], 1.0, 0.1)
     assert found["completed"] == 0 and found["mean_ttft_ms"] == 0 and found["output_throughput"] == 0
     assert "1 × no" in serve_figures.table(found, [Sent(error="no")])
+
+
+@pytest.mark.parametrize("seconds", [0.01, 12.3, 1234.5, 1234567.8])
+def test_columns_stay_apart_however_large_the_numbers(seconds: float) -> None:
+    sent = [Sent(started=0.0, times=[seconds * (i + 1), seconds * 3], num_output=2) for i in range(3)]
+    found = serve_figures.figures(sent, 3 * seconds, 0.1)
+    lines = serve_figures.table(found, sent).splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("ms "))
+    table = [line[26:] for line in lines[begin : begin + 5]]
+    assert {len(line) for line in table} == {len(table[0])}
+    assert [len(line.split()) for line in table] == [5] * 5
+    assert float(table[1].split()[0].replace(",", "")) == pytest.approx(found["mean_ttft_ms"], abs=0.01)
 
 
 def test_the_client_takes_little_time() -> None:

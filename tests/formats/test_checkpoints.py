@@ -15,17 +15,17 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from anabranch import formats, platforms
 from anabranch.cli.main import main
+from anabranch.cli.write_quantized import quantize
 from anabranch.engine.single import SingleSequence
 from anabranch.formats import Grouped, rounded
 from anabranch.loader import names
 from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
 from anabranch.loader.load import build, load_model
-from anabranch.loader.quantize import quantize
 from anabranch.loader.read import read_weights
 from anabranch.models.config import read_config
 from anabranch.models.decoder import Decoder
 from anabranch.models.keys import ConfigError
-from anabranch.ops.weight import Piece, Weight
+from anabranch.ops.weight import Weight
 from tests.models import tiny
 
 pytest.importorskip("compressed_tensors")
@@ -33,7 +33,8 @@ from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQCon
 
 from tests.formats import writers
 
-BASE = next(case for case in tiny.CASES if case.model_type == "qwen3_moe" and case.experts == "split")
+BASES = {case.model_type: case for case in reversed(tiny.CASES) if case.experts == "split"}
+BASE = BASES["qwen3_moe"]
 
 
 def save(case: writers.Case, folder: Path) -> tuple[Path, Path, tiny.Case]:
@@ -44,7 +45,10 @@ def save(case: writers.Case, folder: Path) -> tuple[Path, Path, tiny.Case]:
         "head_dim": 64 if case.inner == 128 else 48,
         "num_hidden_layers": 2,
     }
-    model = dataclasses.replace(BASE, settings=BASE.settings | sizes, experts="fused" if case.fused else "split")
+    if case.family == "gpt_oss":
+        sizes["intermediate_size"] = sizes.pop("moe_intermediate_size")
+    base = BASES[case.family]
+    model = dataclasses.replace(base, settings=base.settings | sizes, experts="fused" if case.fused else "split")
     plain = tiny.save(model, folder / "plain")
     writers.quantize(plain, folder / "quantized", case)
     return folder / "quantized", plain, model
@@ -57,6 +61,22 @@ def test_the_logits_of_the_twin(case: writers.Case, tmp_path: Path) -> None:
     found = SingleSequence(load_model(quantized, dtype="float32"), 64).forward(prompt)
     expected = tiny.Judge(plain, model.model_type).logits(prompt)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("query_rank", [128, None])
+def test_latent_attention_of_fp8_blocks(query_rank: int | None, tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published: a projection of 4.5 blocks, and blocks that two heads of the expansion share, which
+    is dequantised because queries and results are multiplied by it head by head."""
+    base = next(case for case in tiny.CASES if case.name == "deepseek_v3_published")
+    sizes = {"hidden_size": 160, "moe_intermediate_size": 96, "q_lora_rank": query_rank, "kv_lora_rank": 136}
+    heads = {"qk_nope_head_dim": 56, "qk_rope_head_dim": 8, "v_head_dim": 40, "num_hidden_layers": 2}
+    model = dataclasses.replace(base, settings=base.settings | sizes | heads, extra_tensors={})
+    plain, quantized = tiny.save(model, tmp_path / "plain"), tmp_path / "quantized"
+    writers.quantize(plain, quantized, writers.CASES[0])
+    prompt, ours = tiny.prompt(model), load_model(quantized, dtype="float32")
+    found = SingleSequence(ours, 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
+    assert ours.layers[0].mixer.kv_b_proj.weight.format is formats.PLAIN  # type: ignore[attr-defined]
 
 
 def test_the_formats_that_weights_take(tmp_path: Path) -> None:
@@ -82,18 +102,11 @@ def test_transformers_reads_the_blocks_as_they_are(tmp_path: Path) -> None:
 
 
 def test_gpt_oss_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
-    """Its gate and up rows alternate; no family has such a layout yet, so experts get it here."""
-    case = next(case for case in writers.CASES if case.name == "mxfp4 fused")
+    """Its gate and up rows alternate."""
+    case = next(case for case in writers.CASES if case.name == "mxfp4 gpt-oss")
     quantized, _, _ = save(case, tmp_path)
     decoder = build(read_config(quantized), torch.float32)
     experts = decoder.layers[0].mlp.experts
-    inner, every = case.inner, slice(None)
-    experts.gate_up_EFD.layouts = (
-        (
-            Piece("experts.gate_up_proj", (every, slice(0, inner)), (every, slice(0, None, 2))),
-            Piece("experts.gate_up_proj", (every, slice(inner, None)), (every, slice(1, None, 2))),
-        ),
-    )
     copies = names.match(decoder, read_checkpoint(quantized, quantized=True))
     decoder.to_empty(device="cpu")
     read_weights(dict(decoder.named_parameters()), copies, platforms.current())
@@ -134,6 +147,25 @@ def test_quantised_while_loading(quantization: str, tmp_path: Path) -> None:
                 tensors[name] = format.dequantize(format.quantize(tensor), tuple(tensor.shape), torch.float32)
         save_file(tensors, file)
     torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_transposed_experts_quantised_while_loading(quantization: str, tmp_path: Path) -> None:
+    """Gate rows and up rows alternate, so no two of them share a scale."""
+    base = BASES["gpt_oss"]
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    plain = tiny.save(dataclasses.replace(base, settings=base.settings | sizes), tmp_path)
+    experts = load_model(plain, dtype="float32", quantization=quantization).layers[0].mlp.experts
+    stored = load_file(plain / "model.safetensors")
+    format = rounded.Rounded(rounded.FORMATS[quantization]).format((1,), {"data": "float32"})
+    gate_up, down = (stored[f"model.layers.0.mlp.experts.{name}_proj"].mT for name in ("gate_up", "down"))
+    rows = torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), 1)
+    assert torch.equal(
+        experts.gate_up_EFD.dense(), format.dequantize(format.quantize(rows), tuple(rows.shape), torch.float32)
+    )
+    assert (experts.down_EDI.dense() - down).abs().max() < 0.1 * down.abs().max()
+    with pytest.raises(ValueError, match="in MXFP4 alone"):
+        quantize(plain, tmp_path / "new", quantization, platforms.current())
 
 
 def remove(tensors: dict[str, torch.Tensor], name: str) -> None:

@@ -38,6 +38,8 @@ class Case:
     """Parts of the names of further weights that stay plain."""
     fused: bool = False
     """All experts of a layer are in one tensor."""
+    family: str = "qwen3_moe"
+    """gpt_oss: plain experts are [inputs, outputs], and become [outputs, inputs]."""
 
 
 def blocks(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -187,6 +189,7 @@ CASES = [
     Case("fp8 blocks fused", FP8, fp8_block(torch.float32), fused=True),
     Case("fp8 blocks fused, 704", FP8, fp8_block(torch.bfloat16), inner=704, fused=True),
     Case("mxfp4 fused", {"quant_method": "mxfp4"}, mxfp4_blocks, skipped=("self_attn",), fused=True),
+    Case("mxfp4 gpt-oss", {"quant_method": "mxfp4"}, mxfp4_blocks, skipped=("self_attn",), family="gpt_oss"),
     Case("ct fp8 channel", *compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
     Case("ct fp8 tensor", *compressed("float-quantized", num_bits=8, type="float", strategy="tensor")),
     Case(
@@ -225,6 +228,7 @@ def quantize(plain: Path, quantized: Path, case: Case) -> None:
             if any(part in name for part in (*PLAIN, *case.skipped)):
                 packed[name] = twins[name] = tensor
                 continue
+            tensor = tensor.mT if case.family == "gpt_oss" else tensor
             matrices = [case.pack(matrix) for matrix in (tensor.float() if tensor.dim() == 3 else tensor.float()[None])]
             for end in matrices[0][0]:
                 values = [made[end].contiguous() for made, _ in matrices]
@@ -233,7 +237,8 @@ def quantize(plain: Path, quantized: Path, case: Case) -> None:
                     name + end.removeprefix("weight") if tensor.dim() == 3 else f"{name.removesuffix('.weight')}.{end}"
                 )
                 packed[full] = torch.stack(values) if tensor.dim() == 3 else values[0]
-            twins[name] = torch.stack([twin for _, twin in matrices]).view(tensor.shape).to(tensor.dtype)
+            twin = torch.stack([twin for _, twin in matrices]).view(tensor.shape).to(tensor.dtype)
+            twins[name] = twin.mT.contiguous() if case.family == "gpt_oss" else twin
         save_file(packed, quantized / file.name)
         save_file(twins, file)
     for folder in (plain, quantized):

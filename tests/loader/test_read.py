@@ -257,13 +257,13 @@ def test_scales_that_are_stored_as_exponents(tmp_path: Path, name: str) -> None:
 
 
 def test_large_buffers_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread has two; tensors that are taken in parts are read whole."""
+    """A thread has two; tensors that are converted are read whole."""
     tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = read_checkpoint(tmp_path)
     parameters = {name: torch.zeros(64, 32) for name in tensors}
     part = slice(None), slice(0, 32)
-    copies = [Copy(info, name, (), part) for name, info in checkpoint.tensors.items()]
+    copies = [Copy(info, name, (), part, torch.clone) for name, info in checkpoint.tensors.items()]
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(read, "BUFFERS", 4 * 64 * 64 * 4)
     platform = CountingPlatform()

@@ -33,6 +33,7 @@ Spelling = Literal["hub", "transformers"]
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 HYBRID = tuple(family for family in FAMILIES if family.startswith(("qwen3_5", "qwen3_next")))
+LATENT = tuple(family for family in FAMILIES if family.startswith(("deepseek", "glm4_moe_lite")))
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 20,
@@ -42,6 +43,8 @@ SIZES = {
 }
 OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8},
+    "glm4_moe": {"head_dim": 8},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 7},
     "gemma4_text": {"layer_types": [SLIDING, FULL, SLIDING, FULL], "sliding_window": 7},
     "gemma4": {"layer_types": [SLIDING, FULL, SLIDING, FULL], "sliding_window": 7},
     **{family: {"layer_types": [LINEAR, FULL, LINEAR, FULL]} for family in HYBRID},
@@ -115,6 +118,8 @@ def base(family: str, spelling: Spelling) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
 FLAT_ROPES: list[Any] = [
     None,
     {},
@@ -140,7 +145,19 @@ FLAT_ROPES: list[Any] = [
         {k: v for k, v in LLAMA3.items() if k != lacking}
         for lacking in ("factor", "low_freq_factor", "high_freq_factor")
     ),
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    YARN,
+    {"type": "yarn", "factor": 4.0},
+    YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False, "rope_theta": 300.0},
+    YARN | {"truncate": None, "attention_factor": 0.7},
+    YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    YARN | {"mscale": 0.7, "mscale_all_dim": 0},
+    YARN | {"factor": None},
+    YARN | {"factor": 0.5, "beta_fast": 0},
+    YARN | {"partial_rotary_factor": 0.5},
+    LONGROPE | {"original_max_position_embeddings": 64},
+    LONGROPE | {"original_max_position_embeddings": 64, "factor": 4.0, "rope_theta": 300.0},
+    LONGROPE | {"original_max_position_embeddings": 16},
+    LONGROPE | {"original_max_position_embeddings": 64, "short_factor": [1.0]},
     {"rope_type": "dynamic", "factor": 4.0},
     {"rope_theta": 300.0},
     {"factor": 4.0},
@@ -155,6 +172,7 @@ NESTED_ROPES: list[Any] = [
         SLIDING: {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0},
         FULL: {**LLAMA3, "rope_theta": 900.0},
     },
+    {SLIDING: {**YARN, "rope_theta": 300.0}, FULL: {"rope_type": "default", "rope_theta": 900.0}},
     {SLIDING: {"rope_type": "default"}, FULL: {"rope_type": "proportional", "rope_theta": 900.0}},
     {SLIDING: {"rope_theta": 300.0}, FULL: {"type": "linear", "factor": 2.0, "rope_theta": 900.0}},
     {FULL: {"rope_type": "default", "rope_theta": 900.0}},
@@ -262,6 +280,9 @@ VALUES: dict[str, list[Any]] = {
     "sliding_window_size": [3],
     "rope_local_base_freq": [300.0],
     "rotary_pct": [0.5],
+    "swiglu_limit": [7.0, 5.0, None],
+    "experts_per_token": [3],
+    "initial_context_length": [16],
     "num_shared_experts": [1],
     "first_k_dense_replace": [2],
     "routed_scaling_factor": [2.0],
@@ -308,6 +329,75 @@ HYBRID_VALUES: dict[str, list[Any]] = {
     "mamba_ssm_dtype": ["float32", "bfloat16"],
 }
 """Of families with delta nets."""
+LATENT_VALUES: dict[str, list[Any]] = {
+    "q_lora_rank": [DROP, None, 8],
+    "kv_lora_rank": [8, 0],
+    "qk_nope_head_dim": [4, 8],
+    "qk_rope_head_dim": [4, 6, 7],
+    "v_head_dim": [4, 24],
+    "qk_head_dim": [4],
+    "rope_interleave": SWITCH,
+    "n_routed_experts": [DROP, None, 0, 3, 4, 8],
+    "n_shared_experts": [DROP, None, 1, 2, 0],
+    "n_group": [DROP, None, 1, 2, 3, 6],
+    "topk_group": [DROP, None, 1, 2, 3],
+    "topk_method": [DROP, None, "greedy", "group_limited_greedy", "noaux_tc", "other"],
+    "scoring_func": ["softmax", "sigmoid"],
+    "norm_topk_prob": [None],
+    "routed_scaling_factor": [DROP, None, 0.5],
+    "first_k_dense_replace": [DROP, None, 0, 1, 2, 9],
+    "mlp_layer_types": [DROP, None, ["dense"] * 4, ["sparse", "dense", "sparse", "dense"], ["sparse"], ["moe"] * 4],
+    "moe_layer_freq": [1, 2],
+    "num_nextn_predict_layers": [0, 1, None],
+    "num_mtp_layers": [0, 1],
+    "rope_scaling": [YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, YARN | {"mscale": 1.0, "mscale_all_dim": 0}],
+    "rope_parameters": [
+        YARN | {"rope_theta": 500.0, "mscale_all_dim": 1.0},
+        YARN | {"rope_theta": 500.0, "mscale_all_dim": True},
+        {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0, "mscale_all_dim": 1.0},
+    ],
+}
+"""Of families with latent attention."""
+PARTIAL_ROPES: list[Any] = [
+    {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.25},
+    {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+]
+OWN_VALUES: dict[str, dict[str, list[Any]]] = {
+    "glm4_moe": {
+        "partial_rotary_factor": [DROP, 0.25, 0.01, 2.0],
+        "rope_parameters": PARTIAL_ROPES,
+        "n_routed_experts": [DROP, None, 0, 3, 7],
+        "n_shared_experts": [DROP, None, 0, 2],
+        "n_group": [DROP, None, 2, 3],
+        "topk_group": [DROP, None, 2],
+        "first_k_dense_replace": [DROP, None, 0, 1, 4, 9, -1],
+        "routed_scaling_factor": [DROP, None, 0, 1],
+        "use_qk_norm": SWITCH,
+        "num_nextn_predict_layers": [DROP, 0, 2],
+        "scoring_func": ["softmax"],
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": [DROP, None, 0, 3, 7],
+        "moe_k": [DROP, None, 1, 3],
+        "moe_num_shared_experts": [DROP, None, 0, 1],
+        "moe_layer_start_index": [DROP, None, 0, 1, 3, 9],
+        "moe_layer_end_index": [DROP, None, -1, 0, 2, 9, -2],
+        "moe_layer_interval": [DROP, None, 0, 1, 2, 3],
+        "moe_norm_min": [DROP, None, 1e-12, 1e-3],
+        "moe_use_aux_free": [True, False],
+        "use_bias": SWITCH,
+    },
+    "minimax_m2": {
+        "partial_rotary_factor": [DROP, 0.25, 0.01, 2.0],
+        "rope_parameters": PARTIAL_ROPES,
+        "scoring_func": ["softmax"],
+        "shared_intermediate_size": [0, 12],
+        "qk_norm_type": ["per_layer", "per_head"],
+        "attn_type_list": [[1, 1, 1, 1], [0, 1, 1, 1]],
+        "use_routing_bias": [True, False],
+    },
+}
+"""Of one family."""
 SWITCHES_THAT_MATTER = (("use_sliding_window", True), ("tie_word_embeddings", True))
 
 
@@ -315,6 +405,9 @@ def changes(family: str) -> list[Change]:
     found = [Change(key=key, value=value) for key, values in VALUES.items() for value in values]
     if family in HYBRID:
         found += [Change(key=key, value=value) for key, values in HYBRID_VALUES.items() for value in values]
+    if family in LATENT:
+        found += [Change(key=key, value=value) for key, values in LATENT_VALUES.items() for value in values]
+    found += [Change(key=key, value=value) for key, values in OWN_VALUES.get(family, {}).items() for value in values]
     if family in tiny.TEXT_CONFIGS:
         found += [Change(key=key, value=value, outer=True) for key, values in OUTER.items() for value in values]
     return found

@@ -64,6 +64,7 @@ def known_faults(family: str) -> Iterator[Variant]:
 
 
 SLOW = {"qwen3_5_text", "qwen3_5_moe_text"}  # qwen3_5 and qwen3_5_moe without the outer keys
+SLOW |= {"deepseek_v2", "glm4_moe_lite"}  # read as deepseek_v3
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAMILIES])

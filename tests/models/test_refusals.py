@@ -61,6 +61,7 @@ HYBRID = DENSE | {
     "linear_conv_kernel_dim": 4,
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 BASES: dict[str, dict[str, Any]] = {
     "llama": DENSE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
     "qwen3": DENSE | {"model_type": "qwen3", "head_dim": 16},
@@ -71,6 +72,12 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID | {"model_type": "qwen3_5_text"},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe", "text_config": ROUTED | HYBRID | {"model_type": "qwen3_5_moe_text"}},
     "qwen3_next": ROUTED | HYBRID | {"model_type": "qwen3_next"},
+    "glm4_moe": ROUTED | {"model_type": "glm4_moe", "n_routed_experts": 6, "attention_bias": True},
+    "ernie4_5_moe": ROUTED | {"model_type": "ernie4_5_moe", "moe_num_experts": 6, "moe_k": 2},
+    "minimax_m2": DENSE
+    | {"model_type": "minimax_m2", "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    "gpt_oss": DENSE
+    | {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16},
     "gemma4_text": GEMMA4_TEXT,
     "gemma4": {"model_type": "gemma4", "text_config": GEMMA4_TEXT, "vision_config": None, "audio_config": None},
 }
@@ -129,6 +136,31 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5_text", {"partial_rotary_factor": 0.2}, "partial_rotary_factor"),  # 3 of 16
     ("qwen3_5_text", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
     ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_key_heads"),
+    ("glm4_moe", {"n_routed_experts": MISSING}, "n_routed_experts"),
+    ("glm4_moe", {"n_group": 2}, "n_group"),
+    ("glm4_moe", {"topk_group": 2}, "topk_group"),
+    ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
+    ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts"),
+    ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    ("glm4_moe", {"num_local_experts": 7}, "num_local_experts"),
+    ("ernie4_5_moe", {"moe_k": MISSING, "num_experts_per_tok": MISSING}, "moe_k"),
+    ("ernie4_5_moe", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
+    ("ernie4_5_moe", {"moe_num_experts": MISSING, "num_experts": MISSING}, "moe_num_experts"),
+    ("ernie4_5_moe", {"moe_norm_min": 1e-3}, "moe_norm_min"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
+    ("ernie4_5_moe", {"moe_use_aux_free": False}, "moe_use_aux_free"),
+    ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval"),
+    ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func"),
+    ("minimax_m2", {"shared_intermediate_size": 24}, "shared_intermediate_size"),
+    ("minimax_m2", {"attn_type_list": [0, 1]}, "attn_type_list"),
+    ("minimax_m2", {"rotary_dim": "8"}, "rotary_dim"),
+    ("minimax_m2", {"partial_rotary_factor": 1.0}, "rotary_dim"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+    ("gpt_oss", {"sliding_window": None}, "sliding_window"),
+    ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
     # sizes that do not go together
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
     ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3}, "num_attention_heads"),
@@ -145,10 +177,13 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     # what is not built
     ("llama", {"hidden_act": "relu2"}, "hidden_act"),
     ("gemma4_text", {"hidden_activation": "gelu"}, "hidden_activation"),  # the exact gelu is not the tanh one
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope"),
-    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "'factor'"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
+    ("llama", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 64}}, "'max_position_embeddings' = 64"),
+    ("llama", {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 3}}, "'short_factor'"),
+    ("llama", {"rope_scaling": LONGROPE | {"short_factor": [1.0, "2", 3.0, 4.0]}}, "'short_factor'"),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "foo", "rope_theta": 10_000.0}}, "rope"),
-    ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6}}}, "rope"),
+    ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "foo", "rope_theta": 1e6}}}, "rope"),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "'factor'"),
     ("llama", {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "factor"}}, "'factor'"),
@@ -269,6 +304,14 @@ def test_long_lists_are_read_in_linear_time(tmp_path: Path) -> None:
 def test_gemma4_refusal_names_the_sizes(key: str, tmp_path: Path) -> None:
     message = refusal(write(tmp_path, changed("gemma4", {key: 16})))
     assert "E2B and E4B" in message and "26B-A4B" in message
+
+
+def test_minimax_m2_rotary_dim(tmp_path: Path) -> None:
+    """It is what published files have; transformers writes the share of a head."""
+    published = read_config(write(tmp_path, BASES["minimax_m2"]))
+    assert published.layers[0].attention.rope.rotary_dim == 8
+    share = {"rotary_dim": MISSING, "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
+    assert read_config(write(tmp_path, changed("minimax_m2", share))) == published
 
 
 def test_no_config(tmp_path: Path) -> None:

@@ -35,6 +35,13 @@ ARCHITECTURES = {
     "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+    "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
 }
 TEXT_CONFIGS = {
     "gemma4": transformers.Gemma4TextConfig,
@@ -95,6 +102,13 @@ GEMMA4_MOE = GEMMA4 | {
 MIXTRAL = DEFAULTS | {"num_local_experts": 6, "num_experts_per_tok": 2}
 OLMOE = DEFAULTS | {"num_experts": 6, "num_experts_per_tok": 2}
 QWEN3 = DEFAULTS | {"head_dim": 8}
+GPT_OSS = DEFAULTS | {
+    "num_hidden_layers": 4,  # sliding, full, sliding, full
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 11,
+}
 QWEN3_5 = DEFAULTS | {
     "num_hidden_layers": 4,  # delta net x 3, full attention
     "head_dim": 16,  # of which 4 turn
@@ -107,6 +121,43 @@ QWEN3_5 = DEFAULTS | {
     "rms_norm_eps": 1e-2,
 }
 QWEN3_5_MOE = QWEN2_MOE | QWEN3_5
+LATENT = DEFAULTS | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK_V2 = LATENT | {"n_shared_experts": 2, "first_k_dense_replace": 1}
+DEEPSEEK_V3 = LATENT | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 32,  # so that 53 tokens see what it changes
+}
+GLM4_MOE = DEFAULTS | {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+ERNIE4_5_MOE = DEFAULTS | {
+    "moe_intermediate_size": 24,
+    "moe_num_experts": 6,
+    "moe_k": 2,
+    "moe_num_shared_experts": 2,
+    "tie_word_embeddings": False,
+}
+MINIMAX_M2 = MIXTRAL | {"head_dim": 16}
 QWEN3_5_VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -124,6 +175,12 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,  # so that 53 tokens see kept, blended and divided frequencies
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,  # so that pairs are kept, blended and divided
 }
 
 
@@ -152,6 +209,13 @@ BASES = {
     "qwen3_5": QWEN3_5,
     "qwen3_5_text": QWEN3_5,
     "qwen3_next": QWEN3_5_MOE,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe_lite": LATENT,
+    "glm4_moe": GLM4_MOE,
+    "minimax_m2": MINIMAX_M2,
+    "gpt_oss": GPT_OSS,
+    "ernie4_5_moe": ERNIE4_5_MOE,
 }
 
 
@@ -245,6 +309,7 @@ CASES = [
         },
         keys="hub",
     ),
+    case("qwen3_moe_yarn", seed=13, settings={"head_dim": 16, "rope_parameters": YARN_ROPE}, keys="hub"),
     case(
         "qwen3_moe_sparse_step_fused_sharded",
         seed=9,
@@ -430,6 +495,11 @@ CASES = [
         sharded=True,
     ),
     case(
+        "llama_yarn_mscale",
+        seed=4,
+        settings={"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False}},
+    ),
+    case(
         "qwen3_tied",
         seed=12,
         settings={"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": rope(1_000_000.0)},
@@ -499,6 +569,190 @@ CASES = [
             "num_experts_per_tok": 1,
         },
     ),
+    case(
+        "deepseek_v2_published",  # the shape of V2-Lite: queries projected in one step, two shared experts
+        seed=0,
+        settings={
+            "q_lora_rank": None,
+            "num_experts_per_tok": 3,
+            "rope_parameters": LATENT_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        keys="hub",
+        hub_extra={
+            "scoring_func": "softmax",
+            "moe_layer_freq": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "aux_loss_alpha": 0.1,
+        },
+    ),
+    case(
+        "deepseek_v2_groups_scaled_tied_fused",
+        seed=0,
+        settings={
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        experts="fused",
+    ),
+    case(
+        "deepseek_v3_published",  # with its draft layer, which is passed over
+        seed=1,
+        settings={
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": LATENT_YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+        keys="hub",
+        hub_extra={
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 1,
+        },
+        extra_tensors={
+            "model.layers.3.eh_proj.weight": (32, 64),
+            "model.layers.3.mlp.gate.weight": (6, 32),
+        },
+    ),
+    case(
+        "deepseek_v3_halves_not_renormalised_sharded",
+        seed=1,
+        settings={
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": rope(3_000.0, rope_type="linear", factor=2.0),
+        },
+        sharded=True,
+        dtype="bfloat16",
+    ),
+    case(
+        "gpt_oss_published",  # as gpt-oss-20b: YaRN whose range is not rounded, four experts of many
+        seed=1,
+        settings={
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 12,
+            "rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+        keys="hub",
+        hub_extra={"swiglu_limit": 7.0, "experts_per_token": 4, "initial_context_length": 4096},
+    ),
+    case(
+        "gpt_oss_without_bias_sharded",
+        seed=0,
+        settings={
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "attention_bias": False,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": rope(700.0),
+        },
+        sharded=True,
+        dtype="bfloat16",
+    ),
+    case(
+        "glm4_moe_lite_published",  # the shape of GLM-4.7-Flash: 20 heads, values wider than keys
+        seed=0,
+        settings={"num_attention_heads": 20, "num_key_value_heads": 20, "rope_parameters": rope(1_000_000.0)},
+        keys="hub",
+        hub_extra={"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "first_k_dense_replace": 1},
+    ),
+    case(
+        "glm4_moe_lite_layer_types_bias_fused",
+        seed=8,
+        settings={
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "n_group": 2,
+            "topk_group": 1,
+            "v_head_dim": 6,
+            "tie_word_embeddings": True,
+        },
+        experts="fused",
+    ),
+    case(
+        "glm4_moe_published",  # the shape of GLM-4.5: a draft layer follows the last, which is passed over
+        settings={
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": 16,
+            "rope_parameters": rope(1_000_000.0, partial_rotary_factor=0.5),
+        },
+        keys="hub",
+        hub_extra={"num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1},
+        extra_tensors={"model.layers.3.eh_proj.weight": (32, 64), "model.layers.3.enorm.weight": (32,)},
+    ),
+    case(
+        "glm4_moe_not_renormalised_two_shared_fused_sharded",
+        settings={
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 1,
+            "rope_parameters": rope(3_000.0, partial_rotary_factor=0.25),
+        },
+        experts="fused",
+        sharded=True,
+    ),
+    case("glm4_moe_experts_everywhere_tied", settings={"first_k_dense_replace": 0, "tie_word_embeddings": True}),
+    case(
+        "minimax_m2_published",  # transformers 5.17 reads no rotary_dim
+        settings={"rope_parameters": rope(5_000_000.0, partial_rotary_factor=0.5)},
+        keys="hub",
+        hub_extra={
+            "rotary_dim": 8,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "shared_intermediate_size": 0,
+            "attn_type_list": [1, 1, 1],
+        },
+    ),
+    case(
+        "minimax_m2_all_dimensions_turn_fused_sharded",
+        settings={"num_experts_per_tok": 4, "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+        experts="fused",
+        sharded=True,
+    ),
+    case(
+        "ernie4_5_moe_published",  # the shape of ERNIE-4.5-21B-A3B: its draft layer is passed over
+        settings={"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": rope(500_000.0)},
+        keys="hub",
+        hub_extra={"moe_use_aux_free": True},
+        extra_tensors={
+            "model.mtp_block.0.self_attn.q_proj.weight": (64, 32),
+            "model.mtp_linear_proj.0.weight": (32, 64),
+        },
+    ),
+    case(
+        "ernie4_5_moe_some_layers_without_shared_fused_sharded",
+        seed=3,
+        settings={
+            "num_hidden_layers": 5,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+            "moe_k": 3,
+            "num_key_value_heads": 1,
+        },
+        experts="fused",
+        sharded=True,
+    ),
 ]
 
 
@@ -561,8 +815,12 @@ def is_factor(name: str) -> bool:
 
 def spread(name: str, tensor: torch.Tensor) -> float:
     """Standard deviations that keep the residual stream, the attention scores and the router logits near 1."""
+    if name.endswith("sinks"):
+        return 1.0
     if name.endswith("router.proj.weight"):
         return 1.0  # its input is multiplied by hidden_size ** -0.5
+    if name.endswith("gate_up_proj_bias"):
+        return 3.0  # so that some values are clamped
     if name.endswith(("embed_tokens.weight", "shared_expert_gate.weight", "mlp.gate.weight", "bias")):
         return 0.3
     return 1.1 * tensor.shape[-1] ** -0.5

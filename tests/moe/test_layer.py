@@ -19,7 +19,8 @@ WIDTH, TOKENS = 12, 7
 ROUTED = MoEConfig(num_experts=5, top_k=2, width=6, renormalize=True)
 SHARED = dataclasses.replace(ROUTED, shared_width=10, renormalize=False)
 GATED = dataclasses.replace(SHARED, shared_gate=True)
-CONFIGS = {"routed only": ROUTED, "shared": SHARED, "gated shared": GATED}
+BIASED = dataclasses.replace(ROUTED, score="sigmoid", selection_bias=True, scaling=2.5)
+CONFIGS = {"routed only": ROUTED, "shared": SHARED, "gated shared": GATED, "biased sigmoid": BIASED}
 
 
 @pytest.fixture
@@ -42,10 +43,14 @@ def make_layer(config: MoEConfig, platform: FakePlatform, setup: MoESetup | None
 
 def one_token(layer: MoELayer, config: MoEConfig, x_D: torch.Tensor) -> torch.Tensor:
     """The same layer by hand, for one token."""
-    probability = (layer.router.weight.data @ x_D).softmax(-1)
-    weight, expert = probability.topk(config.top_k)
+    logits = layer.router.weight.data @ x_D
+    probability = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(-1)
+    bias = layer.router.e_score_correction_bias
+    expert = (probability if bias is None else probability + bias).topk(config.top_k).indices
+    weight = probability[expert]
     if config.renormalize:
         weight = weight / weight.sum()
+    weight = weight * config.scaling
     y_D = torch.zeros(WIDTH)
     for w, e in zip(weight, expert.tolist()):
         gate, up = (layer.experts.gate_up_EFD.data[e] @ x_D).chunk(2)

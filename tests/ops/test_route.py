@@ -102,6 +102,19 @@ def test_as_deepseek_v3_does_it(renormalize: bool) -> None:
     check(found, weight_TK, expert_TK)
 
 
+def test_as_ernie4_5_does_it() -> None:
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+
+    config = SimpleNamespace(hidden_size=EXPERTS, num_experts=EXPERTS, num_experts_per_tok=TOP_K, moe_norm_min=1e-12)
+    router = with_logits(Ernie4_5_MoeTopKRouter(config))
+    router.moe_statics.e_score_correction_bias.data = 0.1 * torch.randn(1, EXPERTS)
+    logits_TE = 3 * torch.randn(TOKENS, EXPERTS)
+    _, weight_TK, expert_TK = router(logits_TE)
+    bias_E = router.moe_statics.e_score_correction_bias[0]
+    check(route(logits_TE, TOP_K, select_bias_E=bias_E), weight_TK, expert_TK)
+    assert not torch.equal(route(logits_TE, TOP_K)[1], route(logits_TE, TOP_K, select_bias_E=bias_E)[1])
+
+
 def test_groups_without_bias_count_by_their_best_expert() -> None:
     logits_TE = torch.tensor([[9.0, 0.0, 5.0, 5.0, 8.0, 1.0]])  # groups (9 0) (5 5) (8 1)
     _, expert_TK = route(logits_TE, 4, num_groups=3, top_groups=2)

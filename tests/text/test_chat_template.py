@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from anabranch.text.chat_template import ChatTemplate
+from anabranch.text.render_chat import render_chat
+from anabranch.text.tokenizer import Tokenizer
 from tests.text import tiny_tokenizers
 from tests.text.tiny_tokenizers import write_json
 
@@ -209,6 +211,23 @@ def test_chats_are_rendered_as_by_transformers(
         "gemma": {"system", "empty system", "tools"},
     }
     assert rendered == (chat not in refused.get(name, ()))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_message_is_continued_as_by_transformers(folder: Path, judge: Any, name: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Once upon"}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    expected = judge.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=False, **options)
+    template, tokenizer = ChatTemplate(folder, TEMPLATES[name]), Tokenizer(folder)
+    assert render_chat(template, tokenizer, messages, **options).text == expected
+    assert expected.endswith("Once upon")
+
+
+def test_a_message_that_is_not_written_is_not_continued(folder: Path) -> None:
+    template = ChatTemplate(folder, "{{ messages[0].content }}")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Once"}]
+    with pytest.raises(ValueError, match="cannot be continued"):
+        render_chat(template, Tokenizer(folder), messages, continue_final_message=True)
 
 
 def render(folder: Path, template: str, **options: Any) -> str:

@@ -39,7 +39,7 @@ from anabranch.kernels.compiling import compile_server
 from anabranch.llm import LLM
 from anabranch.loader.locate import locate
 from anabranch.models.config import read_config
-from anabranch.options import FLAGS, SPECULATION, above_zero, add_engine_options, at_least, engine_fields
+from anabranch.options import FLAGS, SPECULATION, add_engine_options, add_memory_fraction, at_least, engine_fields
 from anabranch.sampling_params import SamplingParams
 from anabranch.stages import Stages
 
@@ -88,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="CONFIG")
     add_engine_options(parser, "load_format", "dtype", "expert_load_interval")
     add("--max-model-len", type=at_least(1), default=16384, metavar="N", help="tokens of context (default 16384)")
-    add("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share of memory (default 0.85)")
+    add_memory_fraction(parser, "share of memory (default 0.85)", 0.85)
     add("--only", metavar="KINDS", help=f"some of {', '.join(KINDS)}, separated by commas")
     add("--batches", metavar="N,N", help="measure decode at these batch sizes only")
     add("--json", metavar="FILE", help="write the figures to a file, after each one")

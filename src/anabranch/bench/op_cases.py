@@ -5,7 +5,7 @@ K experts per token, E experts, I expert width.
 
 Shapes are those of the bundled configs, which have figures in targets.json, and of a tiny model.
 An op is called as the engine calls it, `ops.NAME(...)`, so that the bound kernel is timed. To add an op, write a
-function with `@cases("NAME")`.
+function with `@cases("NAME")`, or with another name and `op="NAME"` for a part of its cases.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,8 +56,7 @@ class ModelShape:
 @cache
 def shape(name: str) -> ModelShape:
     config = tiny() if name == TINY else read_config(CONFIGS / name)
-    moe = config.layers[0].moe
-    assert moe is not None
+    moe = next(layer.moe for layer in config.layers if layer.moe is not None)
     return ModelShape(name, config, moe, TARGETS.get(name, {}).get("experts_us", {}))
 
 
@@ -130,12 +129,14 @@ class Case:
 
 Make = Callable[[Setting, ModelShape], Iterator[Case]]
 CASES: dict[str, Make] = {}
+OP_OF: dict[str, str] = {}
 
 
-def cases(op: str) -> Callable[[Make], Make]:
+def cases(name: str, op: str = "") -> Callable[[Make], Make]:
     def register(function: Make) -> Make:
-        assert op in ops.OPS and op not in CASES, op
-        CASES[op] = function
+        OP_OF[name] = op or name
+        assert OP_OF[name] in ops.OPS and name not in CASES, name
+        CASES[name] = function
         return function
 
     return register
@@ -306,20 +307,61 @@ def rope_store(setting: Setting, model: ModelShape) -> Iterator[Case]:
             yield Case(tokens, f"H {H} G {G} D {D}", given, num_bytes)
 
 
+@cases("latent_attention")
+def latent_attention(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    """As `attention`. The shape is that of DeepSeek-V2-Lite (or a tiny one) for whatever model, so that it is timed
+    once."""
+    if model is not setting.models[0]:
+        return
+    decode = ((4, 100),) if setting.small else tuple((r, c) for r in (1, 16, 64, 256) for c in (1024, 8192, 32768))
+    for requests, context in decode:
+        if not setting.tokens or requests in setting.tokens:
+            yield latent_attention_case(setting, requests, 1, context)
+    for tokens in setting.sizes(64, 1024, 4096, 8192):
+        yield latent_attention_case(setting, 1, tokens, tokens)
+
+
+def latent_attention_case(setting: Setting, requests: int, queries: int, context: int, page_size: int = 16) -> Case:
+    H, L, F = (2, 16, 8) if setting.small else (16, 512, 64)
+    device, item, tokens = setting.platform.device, setting.dtype.itemsize, requests * queries
+    pages_each = -(-context // page_size)
+    table_RM = torch.randperm(requests * pages_each, device=device).int().view(requests, pages_each)
+    start_R = torch.arange(requests + 1, dtype=torch.int32, device=device) * queries
+    length_R = torch.full((requests,), context, dtype=torch.int32, device=device)
+    given = []
+    for _ in range(min(4, num_sets(requests * context * (L + F) * item))):
+        q_THL, q_turned_THF = setting.normal(tokens, H, L), setting.normal(tokens, H, F)
+        rows_PSC = setting.normal(requests * pages_each, page_size, L + F)
+        rest = table_RM, start_R, length_R, 192**-0.5, queries
+        given.append((ops.LatentAttentionCall(q_THL, q_turned_THF, rows_PSC, *rest),))
+    pairs = requests * (context if queries == 1 else context * (context + 1) / 2)
+    kind = f"decode, context {context}" if queries == 1 else "prefill"
+    return Case(
+        tokens,
+        f"{kind}, H {H} L {L} F {F}",
+        given,
+        num_bytes=item * (requests * context * (L + F) + tokens * H * (2 * L + F)),
+        flops=2.0 * pairs * H * (2 * L + F),
+        judged=tokens * context <= 1 << 21,  # the reference holds all scores in fp32
+    )
+
+
 # -- the gated delta net -----------------------------------------------------------------------------------------------
 
 
-@cases("gated_delta")
-def gated_delta(setting: Setting, model: ModelShape) -> Iterator[Case]:
-    """Decode: every request has one token; prefill: one request with all of its tokens new. The shape is that of
-    Qwen3.6-35B-A3B (or a tiny one) for whatever model, so that it is timed once."""
-    if model is not setting.models[0]:
-        return
-    for requests in setting.sizes(1, 4, 16, 64, 256):
+@cases("gdn_decode", op="gated_delta")
+def gdn_decode(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    """Every request has one token. The shape is that of Qwen3.6-35B-A3B (or a tiny one) for whatever model, so that it
+    is timed once."""
+    for requests in setting.sizes(1, 4, 16, 64, 256) if model is setting.models[0] else ():
         yield gated_delta_case(setting, requests, 1)
-    for tokens in setting.sizes(64, 512, 2048, 8192):
-        if tokens > 1:
-            yield gated_delta_case(setting, 1, tokens)
+
+
+@cases("gdn_prefill", op="gated_delta")
+def gdn_prefill(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    """One request, all of whose tokens are new."""
+    for tokens in setting.sizes(64, 512, 2048, 8192) if model is setting.models[0] else ():
+        yield gated_delta_case(setting, 1, tokens)
 
 
 def gated_delta_case(setting: Setting, requests: int, tokens: int, kept: int = 3) -> Case:
@@ -353,7 +395,7 @@ def gated_delta_case(setting: Setting, requests: int, tokens: int, kept: int = 3
     chunk = 2.0 * 64 * (64 * (3 * K + 2 * V) + 3 * K * V)
     return Case(
         requests * tokens,
-        f"{'decode' if tokens == 1 else 'prefill'}, G {G} H {H} K {K} V {V}",
+        f"G {G} H {H} K {K} V {V}",
         [(call,) for call in calls],
         num_bytes=state + requests * tokens * (channels + 2 * H * V) * item,
         flops=0.0 if tokens == 1 else H * chunk * requests * tokens / 64,

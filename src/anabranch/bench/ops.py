@@ -1,9 +1,9 @@
 """Time each op alone, as the engine calls it: µs, GB/s or TFLOP/s, and the share of what the machine can do.
 
-    anabranch bench ops                                      every op, shapes of three MoE models
-    anabranch bench ops experts --combine all --json FILE    fused against ordered against unfused
-    anabranch bench ops experts --zipf                       some experts far more popular than others
-    anabranch bench ops route --compile                      against eager torch and torch.compile
+    anabranch bench ops                          every op, shapes of MoE models
+    anabranch bench ops experts --combine all    fused, ordered, unfused
+    anabranch bench ops experts --zipf           some experts far more popular
+    anabranch bench ops route --compile          against torch.compile
 
 Calls alternate between several sets of weights, so that no cache holds them, and are replayed as one captured graph
 where the platform has graphs. The first result is compared with a reference. The floor is the larger of the time to
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from anabranch import kernels, ops, platforms
-from anabranch.bench.op_cases import CASES, TINY, Case, Setting, shape
+from anabranch.bench.op_cases import CASES, OP_OF, TINY, Case, Setting, shape
 from anabranch.bench.records import TARGETS, commit, plot_file, pyplot
 from anabranch.kernels.tuning.timing import microseconds
 from anabranch.loader.load import DTYPES
@@ -118,12 +118,12 @@ def compile_first(wanted: list[str], setting: Setting) -> None:
             for name in wanted:
                 for model in setting.models:
                     for case in CASES[name](setting, model):
-                        case.calls(ops.OPS[name])[0]()
+                        case.calls(ops.OPS[OP_OF[name]])[0]()
         precompile(jobs)
 
 
 def measure(name: str, model: str, case: Case, setting: Setting, options: argparse.Namespace) -> Row:
-    op, error = ops.OPS[name], math.nan
+    op, error = ops.OPS[OP_OF[name]], math.nan
     calls = case.calls(op)
     if case.judged and not options.no_check:
         error = distance(calls[0](), case.calls(case.expected or op.reference)[0]())

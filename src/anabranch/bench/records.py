@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PLOT_NEEDS = "needs matplotlib: pip install 'anabranch[plot]'"
 CONFIGS = Path(__file__).with_name("configs")
 TARGETS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("targets.json").read_text())
 """Floors, targets and figures of other engines, by the name of a bundled config."""
@@ -46,7 +47,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'anabranch[plot]'") from None
+        raise ValueError(f"--plot {PLOT_NEEDS}") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 

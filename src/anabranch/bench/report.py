@@ -1,6 +1,6 @@
 """Show result files, ours and those of other engines, as one table per model: figures, ratios, targets.
 
-    anabranch bench report benchmarks/anchors/*.json benchmarks/results/*.json --plot decode.svg
+    anabranch bench report benchmarks/*/*.json --plot decode.svg
 
 Files are written by `anabranch bench offline` or have the same keys. The ratio says how many times better our last file
 is than the best of the others; ✓ marks a target that is reached. targets.json (one H200, bf16) holds the targets, the
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anabranch.bench.records import TARGETS, plot_file
+from anabranch.bench.records import PLOT_NEEDS, TARGETS, plot_file
 
 AIM_STYLES = {"floor": ".:", "target": ".--", "moonshot": ".-."}
 """The aims in targets.json, and the line each is drawn with."""
@@ -167,7 +167,7 @@ def _plot_part(axis: Any, aims: dict[str, Any], results: list[ResultFile], part:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE", help="draw decode and TTFT (svg, png, pdf); needs matplotlib")
+    parser.add_argument("--plot", metavar="FILE", help=f"draw decode and TTFT (svg, png, pdf); {PLOT_NEEDS}")
 
 
 def run(options: argparse.Namespace) -> int:

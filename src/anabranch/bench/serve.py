@@ -1,7 +1,7 @@
 """Put load on a server with OpenAI's API, ours or another, and measure TTFT, TPOT, ITL, E2EL and throughput.
 
-    anabranch bench serve --base-url http://127.0.0.1:8000 --num-prompts 200 --request-rate 4
-    anabranch bench serve --base-url URL --max-concurrency 64 --dataset prompts.jsonl --json r.json --plot r.svg
+    anabranch bench serve --base-url URL --num-prompts 200 --request-rate 4
+    anabranch bench serve --max-concurrency 64 --dataset FILE --plot r.svg
 
 Answers are streamed. Requests arrive at random (Poisson), --request-rate per second, or as soon as --max-concurrency
 allows. TTFT: time to the first piece of an answer. TPOT: (E2EL − TTFT) / (tokens − 1) of each answer. ITL: time between
@@ -16,7 +16,7 @@ import json
 import math
 from typing import Any
 
-from anabranch.bench.records import pyplot
+from anabranch.bench.records import PLOT_NEEDS, pyplot
 from anabranch.options import at_least, between
 
 MANY_DESCRIPTORS = 65536
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("results").add_argument
     add("--json", metavar="FILE", help="write the figures to a file")
     add("--detailed", action="store_true", help="write each request's times to the JSON file too")
-    add("--plot", metavar="FILE", help="draw distributions and time lines (svg, png, pdf); needs matplotlib")
+    add("--plot", metavar="FILE", help=f"draw distributions and time lines (svg, png, pdf); {PLOT_NEEDS}")
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -90,12 +90,14 @@ def table(found: dict[str, Any], sent: list[Sent]) -> str:
         f"tokens     {found['total_input_tokens']:,} in, {found['total_output_tokens']:,} out: "
         f"{found['output_throughput']:,.1f} out a second, {found['total_token_throughput']:,.1f} in all",
         "",
-        f"{'ms':<26}{'mean':>10}{'median':>10}" + "".join(f"{f'p{share}':>10}" for share in PERCENTILES),
     ]
-    for kind, label in KINDS.items():
-        values = [found[f"mean_{kind}_ms"], found[f"median_{kind}_ms"]]
-        values += [found[f"p{share}_{kind}_ms"] for share in PERCENTILES]
-        lines.append(f"{label:<26}" + "".join(f"{value:>10,.2f}" for value in values))
+    names = ["mean", "median", *(f"p{share}" for share in PERCENTILES)]
+    rows = {"ms": names} | {
+        label: [f"{found[f'{name}_{kind}_ms']:,.2f}" for name in names] for kind, label in KINDS.items()
+    }
+    widths = [max(10, 2 + max(map(len, column))) for column in zip(*rows.values(), strict=True)]
+    for label, cells in rows.items():
+        lines.append(f"{label:<26}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
     share = found["client_cpu_share"]
     lines += ["", f"client     {found['client_cpu_us_per_token']:.0f} µs of CPU a token, {share:.0%} of a core"]
     if share > BUSY:

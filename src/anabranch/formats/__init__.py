@@ -7,7 +7,16 @@ shapes, names and arithmetic of weights, not layers, kernels or files. Importing
 
 from anabranch.formats.format import ITEM_BYTES, PLAIN, Format, Index, Shape, TensorSpec, named, register
 from anabranch.formats.grouped import Grouped
-from anabranch.formats.source import CACHE_SCALES, IGNORED, PLAIN_SOURCE, Method, Source, register_method, sources_of
+from anabranch.formats.source import (
+    CACHE_SCALES,
+    IGNORED,
+    PLAIN_SOURCE,
+    Method,
+    Source,
+    Transposed,
+    register_method,
+    sources_of,
+)
 
 __all__ = [
     "CACHE_SCALES",
@@ -22,6 +31,7 @@ __all__ = [
     "Shape",
     "Source",
     "TensorSpec",
+    "Transposed",
     "named",
     "register",
     "register_method",

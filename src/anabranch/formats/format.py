@@ -59,8 +59,9 @@ class Format:
         """The tensors that hold a weight of this logical shape, by name. ValueError if it cannot have this format."""
         return {"data": TensorSpec(shape)}
 
-    def part(self, tensor: str, index: Index, shape: Shape) -> Index:
-        """The part of `tensor` that holds `index` of a weight of this logical shape. ValueError if there is none."""
+    def part(self, tensor: str, index: Index, shape: Shape, shared: bool = False) -> Index:
+        """The part of `tensor` that holds `index` of a weight of this logical shape. ValueError if there is none, or if
+        it holds more than that and is not `shared`: to be copied for each of several parts."""
         return index
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], shape: Shape, dtype: torch.dtype) -> torch.Tensor:

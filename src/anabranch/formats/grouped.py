@@ -80,13 +80,15 @@ class Grouped(Format):
         }
         return specs | ({"zero": TensorSpec((*lead, outputs, groups), "uint8")} if self.zero else {})
 
-    def part(self, tensor: str, index: Index, shape: Shape) -> Index:
+    def part(self, tensor: str, index: Index, shape: Shape, shared: bool = False) -> Index:
         if tensor == "data" and self.bits == 4 and len(index) == len(shape):
             taken, half = self._divide(index[-1], self.span(shape[-1]), shape[-1]), self.span(shape[-1]) // 2
             return (*index[:-1], _times(taken, half))
         # What one element along each of the last two dimensions of the tensor stands for, in the logical weight.
         sizes = {"data": (1, 1), "scale": (self.rows, self.group), "zero": (1, self.group)}[tensor]
         lead = len(shape) - len(sizes)
+        if shared and not self.group and tensor != "data":
+            index = index[: lead + 1]  # an output's one scale serves all its inputs
         scaled = map(self._divide, index[lead:], sizes, shape[lead:])
         return (*index[:lead], *scaled)
 
@@ -97,7 +99,7 @@ class Grouped(Format):
         if (begin, end) == (0, length) and step == 1:
             return slice(None)
         if step != 1 or not size or begin % size or (end % size and end != length):
-            raise ValueError(f"{self.name}: {begin}:{end} of {length} cannot be taken apart from the rest")
+            raise ValueError(f"{self.name}: {begin}:{end} of {length} are not whole blocks of {size or length}")
         return slice(begin // size, -(-end // size))
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], shape: Shape, dtype: torch.dtype) -> torch.Tensor:

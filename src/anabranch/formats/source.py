@@ -11,6 +11,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,32 @@ class PlainSource(Source):
 
 
 PLAIN_SOURCE = PlainSource()
+
+
+@dataclass(frozen=True)
+class Transposed(Source):
+    """A source of plain tensors, whose matrices the checkpoint keeps as [inputs, outputs]."""
+
+    source: Source
+
+    def names(self, name: str) -> dict[str, str]:
+        return self.source.names(name)
+
+    def format(self, starts: tuple[int, ...] = (), dtypes: Mapping[str, str] = {}) -> Format:
+        return self.source.format(starts, dtypes)
+
+    def stored(self, tensor: str, shape: Shape) -> tuple[TensorSpec, ...]:
+        return self.source.stored(tensor, self.logical(shape))
+
+    def logical(self, shape: Shape) -> Shape:
+        return (*shape[:-2], shape[-1], shape[-2])
+
+    def convert(self, tensor: str, stored: torch.Tensor, shape: Shape, format: Format) -> torch.Tensor:
+        return self.source.convert(tensor, stored.transpose(-1, -2), shape, format)
+
+    def changes(self, tensor: str, format: Format) -> bool:
+        return True
+
 
 Method = Callable[[Mapping[str, Any]], tuple[Source, ...]]
 """From `quantization_config` to its sources; ValueError with the reason where it cannot be read."""

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from anabranch import ops
+from anabranch.formats import PLAIN
 from anabranch.layers.linear import Linear, PackedLinear, Rows
 from anabranch.layers.mixer import Cache, Rope
 from anabranch.layers.norm import RMSNorm
 from anabranch.layers.step import Step
-from anabranch.ops.weight import Shard
+from anabranch.ops.weight import Shard, Weight
 from anabranch.parallel.group import ALONE, Group
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Attention(nn.Module):
         rows, shard = self._gated_rows(q, kv) if config.gated else parts, Shard(0, config.rank, ranks, sections)
         self.qkv_proj = PackedLinear(width, rows, config.qkv_bias, shard)
         self.o_proj = Linear(q, width, config.output_bias, Shard(1, config.rank, ranks))
+        self.sinks = Weight((config.num_heads * ranks,), shard=Shard(0, config.rank, ranks)) if config.sinks else None
         if config.qk_norm != "none":
             per_head = config.qk_norm == "head"
             self.q_norm = RMSNorm(config.head_dim if per_head else q, eps)
@@ -51,6 +53,22 @@ class Attention(nn.Module):
         D = self.config.head_dim
         queries, gates = ([("q_proj", (2 * head + gate) * D, D) for head in range(q // D)] for gate in (0, 1))
         return [*queries, ("k_proj", 0, kv), ("v_proj", 0, kv), *gates]
+
+    def part_neighbours(self) -> None:
+        """After loading: move every second dimension of queries and keys to the second half of its head, where rope
+        expects the partners of the first half. Scores are the same in any order of dimensions."""
+        config = self.config
+        if not config.neighbours:
+            return
+        assert config.qk_norm == "none", "a norm's weights would have to be moved too"
+        rows = (config.num_heads + config.num_kv_heads) * config.head_dim
+        for weight in self.qkv_proj.children():
+            if not isinstance(weight, Weight) or weight.format is not PLAIN:
+                raise ValueError(
+                    "quantised weights are not supported in this family: its queries and keys are reordered"
+                )
+            heads = weight.data[:rows].unflatten(0, (-1, config.head_dim // 2, 2))
+            weight.data[:rows] = heads.transpose(1, 2).flatten(0, 2)
 
     def set_cache_scales(self, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
         """Keys and values are these times what an FP8 cache holds."""
@@ -106,6 +124,7 @@ class Attention(nn.Module):
             self.config.window,
             step.max_query,
             self.v_scale,
+            None if self.sinks is None else self.sinks.data,
         )
         mixed_THD = ops.attention(call)
         return mixed_THD * torch.sigmoid(written[:, num_heads:]) if self.config.gated else mixed_THD

@@ -14,7 +14,7 @@ from anabranch.layers.cache import CacheSpec, KeepAll, KeepWindow, OneState
 class RopeConfig:
     """Rotary positions. Angles = position × frequency; `rotary_dim` of `head_dim` dimensions turn."""
 
-    kind: Literal["default", "linear", "llama3", "proportional"] = "default"
+    kind: Literal["default", "linear", "llama3", "proportional", "yarn", "longrope"] = "default"
     theta: float = 10_000.0
     head_dim: int
     rotary_dim: int
@@ -22,6 +22,16 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """Of yarn: pairs that turn more often than the first in the original length are kept, less often than the second
+    divided by the factor."""
+    truncate: bool = True
+    """Of yarn: the range between the two is rounded to whole pairs."""
+    factors: tuple[float, ...] = ()
+    """Of longrope: what divides the frequency of each pair."""
+    attention_factor: float = 1.0
+    """Of yarn and longrope: cosines and sines are multiplied by it."""
 
 
 class MixerConfig(Protocol):
@@ -72,8 +82,12 @@ class AttentionConfig:
     """No value projection: the raw key projection serves as value."""
     gated: bool = False
     """The result is × sigmoid(gate); in checkpoints each query head is followed by its gate in `q_proj`."""
+    neighbours: bool = False
+    """Dimensions that turn together are next to each other in checkpoints, not half a head apart."""
     clip: float = 0.0
     """Queries, keys and values are clamped to ±clip; 0: not."""
+    sinks: bool = False
+    """Each head has a learned score that takes a part of its weights; see ops/attention."""
     cache_dtype: str | None = None
     """What keys and values are kept in; None: the model's dtype."""
     rank: int = 0
@@ -96,8 +110,11 @@ class AttentionConfig:
         qkv = (2 if self.gated else 1) * q + (1 if self.value_is_key else 2) * kv
         yield qkv, width
         yield width, q
-        norms = {"none": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
-        yield (norms + (qkv if self.qkv_bias else 0) + (width if self.output_bias else 0),)
+        # The norm over all heads is that of all ranks together.
+        every = q * self.num_ranks + kv * self.kv_shares
+        norms = {"none": 0, "head": 2 * self.head_dim, "all": every}[self.qk_norm]
+        biases = (qkv if self.qkv_bias else 0) + (width if self.output_bias else 0)
+        yield (norms + biases + (self.num_heads if self.sinks else 0),)
 
     def divide(self, rank: int, num_ranks: int) -> AttentionConfig:
         if self.num_heads % num_ranks:
@@ -107,6 +124,66 @@ class AttentionConfig:
             raise ValueError(f"{self.num_kv_heads} key-value heads cannot be divided among {num_ranks} ranks")
         heads, kv_heads = self.num_heads // num_ranks, self.num_kv_heads // shares
         return replace(self, num_heads=heads, num_kv_heads=kv_heads, rank=rank, num_ranks=num_ranks, kv_shares=shares)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Attention that keeps a latent row of each token, from which the keys and values of all heads are made; see
+    ops/latent_attention."""
+
+    name: ClassVar[str] = "self_attn"
+    module: ClassVar[str] = "anabranch.layers.latent:LatentAttention"
+    num_heads: int
+    latent_dim: int
+    plain_dim: int
+    """Dimensions of queries and keys without positions; those that turn come after them."""
+    value_dim: int
+    """Of a head."""
+    scale: float
+    rope: RopeConfig
+    """Of the dimensions that turn; all heads share one such key."""
+    interleaved: bool = True
+    """Pairs that turn are neighbours, not halves."""
+    query_rank: int = 0
+    """Queries are made of a normed row that is this wide; 0: of the hidden row."""
+    bias: bool = False
+    """Of all projections but those to heads."""
+    rank: int = 0
+    num_ranks: int = 1
+    """Heads are those of one rank of so many; each keeps all latent rows."""
+
+    @property
+    def key_dim(self) -> int:
+        return self.plain_dim + self.rope.rotary_dim
+
+    @property
+    def row(self) -> int:
+        """What is kept of a token: the latent row and the key that turns."""
+        return self.latent_dim + self.rope.rotary_dim
+
+    @property
+    def cache(self) -> CacheSpec:
+        return CacheSpec(((self.row,),), KeepAll())
+
+    @property
+    def values_per_row(self) -> int:
+        per_head = 2 * self.key_dim + 2 * self.latent_dim + self.value_dim
+        return self.num_heads * per_head + 2 * (self.query_rank + self.row)
+
+    def weight_shapes(self, width: int) -> Iterator[Shape]:
+        q = self.num_heads * self.key_dim
+        yield (self.query_rank or q) + self.row, width
+        if self.query_rank:
+            yield q, self.query_rank
+        yield width, self.num_heads * self.value_dim
+        # The expansion to heads is plain in memory, whatever the checkpoint has.
+        yield (self.num_heads * (self.plain_dim + self.value_dim) * self.latent_dim,)
+        yield (self.query_rank + self.latent_dim + (self.query_rank + self.row + width if self.bias else 0),)
+
+    def divide(self, rank: int, num_ranks: int) -> LatentConfig:
+        if self.num_heads % num_ranks:
+            raise ValueError(f"{self.num_heads} attention heads cannot be divided among {num_ranks} ranks")
+        return replace(self, num_heads=self.num_heads // num_ranks, rank=rank, num_ranks=num_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +201,14 @@ class GatedDeltaConfig:
     conv_width: int
     interleaved: bool = False
     """Checkpoints keep the projections in two tensors, key head by key head."""
-    state_dtype: str = "float32"
+    state_dtype: str | None = "float32"
+    """None: that of the activations."""
     rank: int = 0
     num_ranks: int = 1
     """Heads are those of one rank of so many."""
     rope: ClassVar[None] = None
+    verifies_drafts: ClassVar[bool] = True
+    """The mixer has `draft_states`."""
 
     @property
     def channels(self) -> int:

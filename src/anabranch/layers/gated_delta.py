@@ -5,7 +5,8 @@ T tokens, W hidden width; other sizes as in the op.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class GatedDelta(nn.Module):
-    """A Mixer whose cache is (conv_PLC, state_PHKV), a page for each request."""
+    """A Mixer whose cache is (conv_PLC, state_PHKV), a page for each request; where drafts are verified, also kept_NX
+    of `DraftStates`."""
 
     def __init__(
         self, config: GatedDeltaConfig, width: int, eps: float, cache_group: int, group: Group = ALONE
@@ -56,25 +58,49 @@ class GatedDelta(nn.Module):
         return projected[0]  # the state depends on the request: `mix` updates it
 
     def mix(self, written: torch.Tensor, step: Step, cache: Cache) -> torch.Tensor:
-        call = ops.GatedDeltaCall(
-            written,
-            cache[0],
-            cache[1],
-            step.page_tables[self.cache_group][:, 0],  # logical page 0 of each request is its state
-            step.query_start_R,
-            step.context_len_R,
-            self.conv1d.weight.data[:, 0],
-            self.A_log.data,
-            self.dt_bias.data,
-            self.norm.weight,
-            self.eps,
-            self.config.num_key_heads,
-            step.max_query,
-        )
-        return ops.gated_delta(call)
+        page_R = step.page_tables[self.cache_group][:, 0]  # logical page 0 of each request is its state
+        parameters: tuple[Any, ...] = *self.weights, self.norm.weight, self.eps, self.config.num_key_heads
+        drafts, context_len_R, y_THV = step.drafts, step.context_len_R, None
+        if drafts is not None:
+            states = cache[2], cache[0], cache[1]
+            y_THV = ops.gated_delta_drafts(ops.DeltaDraftsCall(written, *states, page_R, *drafts[:3], *parameters))
+            if drafts.other_len_R is None:
+                return y_THV
+            context_len_R = drafts.other_len_R
+        rest: tuple[Any, ...] = page_R, step.query_start_R, context_len_R, *parameters, step.max_query
+        others_THV = ops.gated_delta(ops.GatedDeltaCall(written, cache[0], cache[1], *rest))
+        return others_THV if y_THV is None else others_THV + y_THV
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of convolution and decay."""
+        return self.conv1d.weight.data[:, 0], self.A_log.data, self.dt_bias.data
+
+    @staticmethod
+    def draft_states(mixers: Sequence[GatedDelta], states: Cache, num_rows: int, dtype: torch.dtype) -> DraftStates:
+        """What verifying drafts needs of all mixers of a group, whose states are stacked."""
+        return DraftStates(mixers, states, num_rows, dtype)
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(self.out_proj(mixed.flatten(1)))
+
+
+class DraftStates:
+    """Of M layers: the inputs of rows that may be drafts, until it is known which count. See ops/gated_delta."""
+
+    def __init__(self, mixers: Sequence[GatedDelta], states: Cache, num_rows: int, dtype: torch.dtype) -> None:
+        self.conv_MPLC, self.state_MPHKV = states
+        self.num_key_heads = mixers[0].config.num_key_heads
+        conv_weight, decay_log, dt_bias = zip(*(mixer.weights for mixer in mixers))
+        self.weights = torch.stack(conv_weight), torch.stack(decay_log), torch.stack(dt_bias)
+        shape = len(mixers), num_rows, mixers[0].config.row
+        self.kept_MNX = torch.zeros(shape, dtype=dtype, device=states[0].device)
+
+    def accept(self, page_R: torch.Tensor, row_R: torch.Tensor, count_R: torch.Tensor, start_R: torch.Tensor) -> None:
+        """The first `count_R` rows of requests, from `row_R` on, count."""
+        requests = page_R, row_R, count_R, start_R
+        states = self.kept_MNX, self.conv_MPLC, self.state_MPHKV
+        ops.gated_delta_accept(ops.DeltaAcceptCall(*states, *requests, *self.weights, self.num_key_heads))
 
 
 class Convolution(nn.Module):

@@ -27,7 +27,10 @@ class Rotary(nn.Module):
         if self.frequency_F is None:
             self.frequency_F = frequencies(self.config).to(position_T.device)
         angle_TF = position_T.float()[:, None] * self.frequency_F
-        return angle_TF.cos(), angle_TF.sin()
+        cos_TF, sin_TF = angle_TF.cos(), angle_TF.sin()
+        if self.config.attention_factor != 1.0:
+            return cos_TF * self.config.attention_factor, sin_TF * self.config.attention_factor
+        return cos_TF, sin_TF
 
 
 def frequencies(rope: RopeConfig) -> torch.Tensor:
@@ -48,4 +51,25 @@ def frequencies(rope: RopeConfig) -> torch.Tensor:
         blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         blend = blend.clamp(0, 1)
         return (1 - blend) * frequency / rope.factor + blend * frequency
+    if rope.kind == "longrope":
+        return frequency / torch.tensor(rope.factors)
+    if rope.kind == "yarn":
+        first, last = _yarn_range(rope)
+        blend = ((torch.arange(len(frequency)) - first) / (last - first)).clamp(0, 1)
+        return blend * frequency / rope.factor + (1 - blend) * frequency
     return frequency
+
+
+def _yarn_range(rope: RopeConfig) -> tuple[float, float]:
+    """Pairs up to the first number are kept, from the second on divided by the factor."""
+
+    def pair(turns: float) -> float:
+        """The one that turns so often in the original length."""
+        wave = rope.original_max_position / (2 * math.pi * turns)
+        return rope.rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
+
+    first, last = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.rotary_dim - 1)
+    return first, last + 0.001 if first == last else last

@@ -4,8 +4,22 @@ T token rows, R requests, M page-table width. Made in one place, `engine/batch`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Drafts(NamedTuple):
+    """Requests whose rows after the first are drafts: their states must not change before it is known which count."""
+
+    row_R: torch.Tensor
+    """int32: the first row of such a request."""
+    count_R: torch.Tensor
+    """int32: its rows; 0: not such a request."""
+    start_R: torch.Tensor
+    """int32: tokens before its first row."""
+    other_len_R: torch.Tensor | None
+    """context_len_R of the others, 0 for these; None: there are no others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +50,5 @@ class Step:
     """The most tokens of one request, or more; 0: not known. A captured step with max_query 1 serves decoding alone."""
     num_tokens: torch.Tensor | None = None
     """A device scalar; rows from there on are padding. None: no padding."""
+    drafts: Drafts | None = None
+    """In models with states, if there are drafts."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from anabranch import kernels, ops, platforms
 from anabranch.formats import PLAIN
+from anabranch.layers.attention import Attention
 from anabranch.layers.linear import Linear, PackedLinear
 from anabranch.layers.norm import RMSNorm
 from anabranch.loader import cache_scales, names
@@ -29,7 +30,9 @@ from anabranch.models import family
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder, DecoderLayer
 from anabranch.models.keys import ConfigError
+from anabranch.moe.dispatch import Exchange
 from anabranch.moe.experts import Experts
+from anabranch.moe.layer import RoutedExperts
 from anabranch.moe.setup import MoESetup, make_setup
 from anabranch.ops.op import Op
 from anabranch.ops.weight import Weight
@@ -52,24 +55,34 @@ def load_model(
     shared_expert: str = "auto",
     quantization: str = "none",
     kv_cache_dtype: str = "auto",
+    state_dtype: str = "float32",
+    speculative: str = "none",
     group: Group = ALONE,
     expert_parallel: bool = False,
+    expert_slots: int = 0,
+    exchange: Exchange | None = None,
 ) -> Decoder:
     """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it.
-    `quantization`: a format of formats.rounded for the plain matrices of the layers. `kv_cache_dtype`: as in
-    EngineConfig; the model holds the scales of its cache. `group`: the ranks among which it is divided; this one reads
-    its share of the weights. `expert_parallel`: whole experts are shared out, not a part of each."""
+    `quantization`: a format of formats.rounded for the plain matrices of the layers. `kv_cache_dtype`, `state_dtype`:
+    as in EngineConfig; the model holds the scales of its cache. `speculative` mtp: with its draft layer. `group`: the
+    ranks among which it is divided; this one reads its share of the weights. `expert_parallel`: whole experts are
+    shared out, not a part of each; with room for `expert_slots` on each rank, which copies fill. `exchange`: of ranks
+    that have tokens of their own, and experts alone are divided among them."""
     with stage("config"):
         folder = locate(str(model), weights=load_format != "dummy")
-        config = read_config(folder, kv_cache_dtype=kv_cache_dtype)
+        config = read_config(folder, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype, speculative=speculative)
         checkpoint = None if load_format == "dummy" else read_checkpoint(folder, quantized=bool(config.sources))
+        if config.draft_layer is not None and checkpoint is not None and "mtp.fc.weight" not in checkpoint.tensors:
+            raise CheckpointError(
+                f"{folder}: speculative mtp: the checkpoint has no tensors 'mtp.*'; use ngram or none"
+            )
         if config.tie_embeddings and checkpoint is not None:
             config = _untie(config, checkpoint)
         platform = platform or platforms.current()
         kernels.bind(platform)
-        config = _divide(config, group, expert_parallel)
+        config = _divide(config, group, expert_parallel, exchange)
         moe = make_setup(platform, combine=moe_combine, shared_expert=shared_expert)
-        moe = replace(moe, group=group, expert_parallel=expert_parallel)
+        moe = replace(moe, group=group, expert_parallel=expert_parallel, expert_slots=expert_slots, exchange=exchange)
         decoder = build(config, DTYPES[resolve_dtype(dtype, config, platform)], moe)
         if checkpoint is None:
             names.set_formats(decoder, quantization)
@@ -78,6 +91,9 @@ def load_model(
             cache_scales.read(decoder, checkpoint)
     with stage("weights"):
         decoder.to_empty(device=platform.device)
+        for layer in decoder.modules():
+            if isinstance(layer, RoutedExperts) and layer.slots is not None:
+                layer.slots.place(layer.slots.placement, platform.device)
         parameters = dict(decoder.named_parameters())
         if load_format == "dummy":
             fill_randomly(decoder)
@@ -85,14 +101,19 @@ def load_model(
             count(sum(parameter.nbytes for parameter in parameters.values()))
         else:
             count(read_weights(parameters, copies, platform, progress))
+        for module in decoder.modules():
+            if isinstance(module, Attention):
+                module.part_neighbours()
         settle(decoder, platform, copies)
         lay_out(decoder, platform)
     keep_attributes(decoder)
     return decoder
 
 
-def _divide(config: ModelConfig, group: Group, expert_parallel: bool) -> ModelConfig:
+def _divide(config: ModelConfig, group: Group, expert_parallel: bool, exchange: Exchange | None) -> ModelConfig:
     try:
+        if exchange is not None:
+            config.check_experts(exchange.group.size)
         return config.divide(group.rank, group.size, expert_parallel)
     except ValueError as error:
         raise ConfigError(f"{config.model_type}: {error}; take another number of ranks") from None
@@ -128,7 +149,7 @@ def settle(decoder: Decoder, platform: platforms.Platform, copies: Sequence[name
         return
     for weight in dense:
         weight.set_dense()
-    for layer in decoder.layers:
+    for layer in decoder.modules():
         if isinstance(layer, DecoderLayer):
             layer.set_fp8_norms()
     if dense:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from anabranch.formats import CACHE_SCALES, IGNORED, PLAIN_SOURCE, Index, Shape, Source, TensorSpec, rounded
+from anabranch.formats import CACHE_SCALES, IGNORED, PLAIN_SOURCE, Index, Shape, Source, TensorSpec, Transposed, rounded
 from anabranch.layers.norm import RMSNorm
 from anabranch.loader import cache_scales
 from anabranch.loader.checkpoint import DTYPES, FLOATS, Checkpoint, CheckpointError, TensorInfo
+from anabranch.moe.layer import Router
 from anabranch.ops.weight import Layout, Piece, Weight
 
 if TYPE_CHECKING:
@@ -57,10 +58,11 @@ def match(model: Decoder, checkpoint: Checkpoint, quantization: str = "none") ->
             used |= all_ranks
         else:
             source = _find(checkpoint, _best(checkpoint, layouts, PLAIN_SOURCE)[0].name)
-            _check(source, (TensorSpec(tuple(target.shape)),))
-            owner = model.get_submodule(name.rpartition(".")[0])
+            owner, shape = model.get_submodule(name.rpartition(".")[0]), tuple(target.shape)
+            one_group = isinstance(owner, Router) and source.shape == (1, *shape)  # of experts, as ERNIE keeps its bias
+            _check(source, (TensorSpec(source.shape if one_group else shape),))
             convert = _plus_one if isinstance(owner, RMSNorm) and owner.from_one else None
-            copies.append(Copy(source, name, (), (), convert))
+            copies.append(Copy(source, name, (), (0,) if one_group else (), convert))
             used.add(source.name)
     used |= {info.name for _, *infos in cache_scales.find(model, checkpoint) for info in infos}
     _refuse_surplus(model, checkpoint, used)
@@ -76,6 +78,8 @@ def set_formats(model: Decoder, quantization: str) -> None:
     for path, weight, layouts in parameter_layouts(model):
         sources = isinstance(weight, Weight) and (model.config.sources or _rounded(path, weight, quantization))
         if isinstance(weight, Weight) and sources and is_projection(path, weight.full_shape):
+            if not any(sources[0].names(layout[0].name) for layout in layouts):
+                continue  # such checkpoints keep it plain
             whole = torch.empty(weight.full_shape, device="meta")
             starts = {start for piece in layouts[-1] for start in _starts(piece, whole)}
             with torch.device("meta"):
@@ -91,9 +95,11 @@ def _rounded(path: str, weight: Weight, quantization: str) -> tuple[Source, ...]
 
 
 def is_projection(path: str, shape: Shape) -> bool:
-    """Whether a weight is a matrix of a layer that is multiplied by: not the embedding, the head, a router or a
-    convolution."""
-    return path.startswith("layers.") and not any(part in path for part in (".router.", ".conv1d.")) and len(shape) > 1
+    """Whether a weight is a matrix of a layer that is multiplied by: not the embedding, the head, a router, a
+    convolution or the biases of experts, nor the expansion of latent rows, which is kept dense."""
+    others = (".router.", ".conv1d.", "_bias_", ".kv_b_proj.")
+    layer = path.startswith(("layers.", "mtp.layers."))
+    return layer and not any(part in path for part in others) and len(shape) > 1
 
 
 def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Parameter, list[Layout]]]:
@@ -117,13 +123,15 @@ def checkpoint_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
 
 def stored(target: Weight | nn.Parameter, layouts: list[Layout]) -> Iterator[tuple[str, Shape]]:
     """The tensors of the last of a weight's layouts: name, shape. Pieces of one tensor are rows of it."""
-    rows = Counter[str]()
     shapes: dict[str, Shape] = {}
     for piece in layouts[-1]:
-        shapes[piece.name] = tuple(torch.empty(target.shape, device="meta")[piece.index].shape)
-        rows[piece.name] += shapes[piece.name][0]
+        shape = tuple(torch.empty(target.shape, device="meta")[piece.index].shape)
+        dim = max(0, len(piece.part) - 1)
+        rows = shapes.get(piece.name, (0,) * len(shape))[dim] + shape[dim]
+        shapes[piece.name] = (*shape[:dim], rows, *shape[dim + 1 :])
+    transposed = isinstance(target, Weight) and target.transposed
     for name, shape in shapes.items():
-        yield name, (rows[name], *shape[1:])
+        yield name, (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
 
 
 def _spellings(model: Decoder, parent: str, layout: Layout) -> list[Layout]:
@@ -140,6 +148,8 @@ def _copies(
 ) -> tuple[list[Copy], set[str]]:
     """What this rank reads, and the names of all tensors of the weight."""
     source, layout = _choose(checkpoint, layouts, sources if len(weight.full_shape) > 1 else ())
+    if weight.transposed and source.names(layout[0].name).get("data") == layout[0].name:
+        source = Transposed(source)
     names = {piece.name: source.names(piece.name) for piece in layout}
     whole = torch.empty(weight.full_shape, device="meta")
     stored: dict[str, Shape] = {}
@@ -174,8 +184,13 @@ def _copies(
     for piece in pieces:
         name, shape = piece.name, stored[piece.name]
         for tensor in specs:
-            index, part = format.part(tensor, piece.index, weight.shape), format.part(tensor, piece.part, shape)
             info, changes = found[name][tensor], source.changes(tensor, format)
+            try:
+                index = format.part(tensor, piece.index, weight.shape)
+                part = format.part(tensor, piece.part, shape, shared=True)
+            except ValueError as error:
+                cure = "take fewer ranks, or --expert-parallel, which keeps experts whole"
+                raise CheckpointError(f"{info.file}: tensor {info.name!r}: {error}; {cure}") from None
             convert = partial(source.convert, tensor, shape=shape, format=format) if changes else None
             copy = _narrow(Copy(info, f"{path}.{tensor}", index, part, convert))
             copies += _slices(copy, shape) if len(shape) == 3 and (changes or part) else (copy,)
@@ -196,20 +211,27 @@ def _narrow(copy: Copy) -> Copy:
 
 
 def _slices(copy: Copy, shape: Shape) -> Iterator[Copy]:
-    """A copy from a tensor that has all experts, of this logical shape, as copies of a few experts each."""
+    """A copy of experts from a tensor that has all of them, of this logical shape, as copies of a few each."""
     source, convert = copy.source, copy.convert
-    if any(experts != slice(None) for experts in (*copy.index[:1], *copy.part[:1])):
-        yield copy
+    target, part = (*copy.index, slice(None))[0], (*copy.part, slice(None))[0]
+    whole = target == part == slice(None)
+    if not isinstance(target, slice) or not isinstance(part, slice) or (convert is None and not whole):
+        yield copy  # what needs no conversion has been narrowed
         return
+    begin, end, _ = part.indices(shape[0])
+    offset = (target.start or 0) - begin
     one = source.num_bytes // shape[0]
     some = max(1, SLICE // max(1, one))
-    for first in range(0, shape[0], some):
-        end = min(first + some, shape[0])
-        begin, count = source.begin + first * one, end - first
-        experts = replace(source, shape=(count, *source.shape[1:]), begin=begin, end=begin + count * one)
+    for first in range(begin, end, some):
+        last = min(first + some, end)
+        place = source.begin + first * one
+        experts = replace(
+            source, shape=(last - first, *source.shape[1:]), begin=place, end=place + (last - first) * one
+        )
         if convert is not None:
-            convert = partial(convert, shape=(count, *shape[1:]))
-        yield replace(copy, source=experts, index=(slice(first, end), *copy.index[1:]), convert=convert)
+            convert = partial(convert, shape=(last - first, *shape[1:]))
+        index = (slice(first + offset, last + offset), *copy.index[1:])
+        yield Copy(experts, copy.parameter, index, (slice(None), *copy.part[1:])[: len(copy.part)], convert)
 
 
 def _choose(checkpoint: Checkpoint, layouts: list[Layout], sources: tuple[Source, ...]) -> tuple[Source, Layout]:
@@ -233,11 +255,11 @@ def _is_of(info: TensorInfo, spec: TensorSpec) -> bool:
 
 
 def _starts(piece: Piece, whole: torch.Tensor) -> Iterator[int]:
-    """The outputs at which a piece begins, in the weight and in its checkpoint tensor."""
+    """The outputs at which a piece begins, in the weight and in its checkpoint tensor; 1 where it has every other."""
     for index, dim in ((piece.index, whole.dim() - 2), (piece.part, whole[piece.index].dim() - 2)):
         place = index[dim] if 0 <= dim < len(index) else slice(None)
-        if isinstance(place, slice) and place.step in (None, 1):
-            yield place.start or 0
+        if isinstance(place, slice):
+            yield (place.start or 0) if place.step in (None, 1) else 1
 
 
 def _shape_of(shape: Shape, part: Index) -> Shape:
@@ -284,7 +306,9 @@ def _find(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 
 def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> None:
-    ignored = model.family.ignored
+    ignored = of_family = model.family.ignored
+    if model.family.has_further_layers:
+        ignored = of_family = (*ignored, f".layers.{len(model.config.layers)}.")
     if model.config.sources:
         ignored = (*ignored, *IGNORED)
     if not any(group.spec.dtype == cache_scales.FP8 for group in model.config.cache_groups):
@@ -296,7 +320,7 @@ def _refuse_surplus(model: Decoder, checkpoint: Checkpoint, used: set[str]) -> N
         if name not in used and not any(p in name for p in ignored)
     ]
     passed = Counter(part for name in checkpoint.tensors for part in ignored if name not in used and part in name)
-    if found := {part: count for part, count in passed.items() if part in model.family.ignored}:
+    if found := {part: count for part, count in passed.items() if part in of_family}:
         parts = ", ".join(f"{count} of '*{part}*'" for part, count in found.items())
         log.info("tensors of the checkpoint that are not used: %s", parts)
     if surplus:

@@ -24,8 +24,16 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
             raise ValueError(f"{refused} captures no graphs; use auto or none")
         if platform.graph_mode == "pieces" and config.graphs in ("full", "decode"):
             raise ValueError(f"{refused} captures only what is between attentions; use auto, pieces or compiled")
-    if config.tensor_parallel_size > 1 and not platform.divides_models:
-        raise ValueError(f"tensor_parallel_size: not on platform {platform.name!r}; use 1")
+    if config.num_ranks > 1 and not platform.divides_models:
+        name = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "data_parallel_size"
+        raise ValueError(f"{name}: not on platform {platform.name!r}; use 1")
+    if config.data_parallel_size > 1:
+        _check_data_parallel(config, model)
+    for name in ("expert_copies", "rebalance_interval"):
+        if getattr(config, name) and not (config.expert_parallel and config.num_ranks > 1):
+            raise ValueError(f"{name} is about experts on several ranks: it needs them, and expert_parallel")
+    if config.rebalance_interval and not config.expert_load_interval:
+        raise ValueError("rebalance_interval needs the tokens of experts: expert_load_interval must not be 0")
     if config.kv_cache_dtype == "fp8_e4m3" and not platform.fp8_cache:
         raise ValueError(
             f"kv_cache_dtype fp8_e4m3: platform {platform.name!r} ({platform.describe()}) keeps keys and values in the "
@@ -33,8 +41,9 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
         )
     if config.speculative != "none":
         refused = f"speculative {config.speculative}: not yet"
-        if not all(group.policy.per_token for group in model.cache_groups):
-            raise ValueError(f"{refused} for models with recurrent state ({model.model_type}); use none")
+        with_states = (layer.mixer for layer in model.layers if not layer.mixer.cache.policy.per_token)
+        if not all(getattr(mixer, "verifies_drafts", False) for mixer in with_states):
+            raise ValueError(f"{refused} with the states of {model.model_type}; use none")
         if not platform.verifies_drafts:
             raise ValueError(f"{refused} on platform {platform.name!r}; use none")
     values = {
@@ -43,7 +52,7 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
         "max_num_batched_tokens": SERVED_TOKENS if config.serving else platform.batch_tokens,
         "page_size": platform.page_size,
         "memory_fraction": platform.memory_fraction,
-        "graphs": platform.graph_mode,
+        "graphs": platform.graph_mode if config.data_parallel_size == 1 else captured_together(platform),
         "moe_combine": "fastest",
         "shared_expert": "stream" if platform.has("streams") else "inline",
         "generation_config": "model",
@@ -53,6 +62,30 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
     for name, value in chosen.items():
         log.info("%s: auto → %s", name, value)
     return replace(config, **chosen)
+
+
+def captured_together(platform: Platform) -> str:
+    """Where ranks have requests of their own: only steps of single tokens are padded to the same size on all."""
+    return "decode" if platform.graph_mode == "full" else "none"
+
+
+def _check_data_parallel(config: EngineConfig, model: ModelConfig) -> None:
+    if not config.expert_parallel:
+        raise ValueError("data_parallel_size divides experts among ranks: it needs expert_parallel")
+    if config.num_ranks // config.nodes % config.tensor_parallel_size:
+        raise ValueError(
+            f"data_parallel_size {config.data_parallel_size} on {config.nodes} nodes: each must have whole groups of "
+            f"tensor_parallel_size {config.tensor_parallel_size} ranks"
+        )
+    if all(layer.moe is None for layer in model.layers):
+        raise ValueError(
+            f"data_parallel_size divides experts, and {model.model_type} has none; start an engine for each device"
+        )
+    model.check_experts(config.num_ranks)
+    if config.speculative == "mtp":
+        raise ValueError("speculative mtp: not yet with data_parallel_size; use ngram or none")
+    if config.graphs not in ("auto", "decode", "none"):
+        raise ValueError(f"graphs {config.graphs}: not with data_parallel_size; use auto, decode or none")
 
 
 def resolve_dtype(dtype: str, model: ModelConfig, platform: Platform) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from anabranch.formats import Source, sources_of
 from anabranch.layers.cache import CacheGroup, CacheSpec
-from anabranch.layers.config import AttentionConfig, MixerConfig
+from anabranch.layers.config import AttentionConfig, GatedDeltaConfig, LatentConfig, MixerConfig
 from anabranch.models import family
 from anabranch.models.keys import Keys, read_json, shown
 from anabranch.moe.config import MoEConfig
@@ -53,7 +53,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerConfig, ...]
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"]
     norm_eps: float
     tie_embeddings: bool
     max_position: int
@@ -68,6 +68,13 @@ class ModelConfig:
     logit_softcap: float = 0.0
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    draft_layer: LayerConfig | None = None
+    """Of models/mtp, if it is used."""
+
+    @property
+    def all_layers(self) -> tuple[LayerConfig, ...]:
+        """With the draft layer, which is the last."""
+        return self.layers if self.draft_layer is None else (*self.layers, self.draft_layer)
 
     @property
     def quantization(self) -> str:
@@ -80,30 +87,47 @@ class ModelConfig:
         among so many ranks; `expert_parallel`: among them are whole experts."""
         if num_ranks == 1:
             return self
-        for layer in self.layers:
+        if expert_parallel:
+            self.check_experts(num_ranks)
+        for layer in self.all_layers:
             widths = {"mlp_width": layer.mlp_width}
             if layer.moe is not None:
                 widths["shared_width"] = layer.moe.shared_width
-                widths["num_experts" if expert_parallel else "moe_width"] = (
-                    layer.moe.num_experts if expert_parallel else layer.moe.width
-                )
+                if not expert_parallel:
+                    widths["moe_width"] = layer.moe.width
             for name, width in widths.items():
                 if width % num_ranks:
                     raise ValueError(f"{name} = {width} cannot be divided among {num_ranks} ranks")
-        mixers = {mixer: mixer.divide(rank, num_ranks) for mixer in {layer.mixer for layer in self.layers}}
-        return replace(self, layers=tuple(replace(layer, mixer=mixers[layer.mixer]) for layer in self.layers))
+        mixers = {mixer: mixer.divide(rank, num_ranks) for mixer in {layer.mixer for layer in self.all_layers}}
+        divided = [replace(layer, mixer=mixers[layer.mixer]) for layer in self.all_layers]
+        last = self.draft_layer and divided.pop()
+        return replace(self, layers=tuple(divided), draft_layer=last)
+
+    def check_experts(self, num_ranks: int) -> None:
+        """ValueError if there are not as many experts as ranks."""
+        fewest = min((layer.moe.num_experts for layer in self.layers if layer.moe is not None), default=num_ranks)
+        if fewest < num_ranks:
+            raise ValueError(f"num_experts = {fewest} cannot be divided among {num_ranks} ranks")
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         members: dict[CacheSpec, list[int]] = {}
-        for layer_id, layer in enumerate(self.layers):
+        for layer_id, layer in enumerate(self.all_layers):
             members.setdefault(layer.mixer.cache, []).append(layer_id)
         return tuple(CacheGroup(tuple(layers), spec) for spec, layers in members.items())
 
 
-def read_config(folder: str | Path, *, quantized: bool = False, kv_cache_dtype: str = "auto") -> ModelConfig:
+def read_config(
+    folder: str | Path,
+    *,
+    quantized: bool = False,
+    kv_cache_dtype: str = "auto",
+    state_dtype: str = "float32",
+    speculative: str = "none",
+) -> ModelConfig:
     """Read `config.json` (and end-of-text ids from `generation_config.json`) in a model folder. `quantized`: the caller
-    reads quantised weights itself, of any format. `kv_cache_dtype`: as in EngineConfig."""
+    reads quantised weights itself, of any format. `kv_cache_dtype`, `state_dtype`, `speculative`: as in
+    EngineConfig."""
     path = Path(folder) / "config.json"
     keys = Keys(read_json(path), path)
     sources = () if quantized else _sources(keys)
@@ -122,9 +146,25 @@ def read_config(folder: str | Path, *, quantized: bool = False, kv_cache_dtype: 
     _check(keys, config)
     if kv_cache_dtype in CACHE_DTYPES:
         _check_cache_scheme(keys)
-        layers = (_with_cache(layer, CACHE_DTYPES[kv_cache_dtype]) for layer in config.layers)
-        config = replace(config, layers=tuple(layers))
+        if any(isinstance(layer.mixer, LatentConfig) for layer in config.layers):
+            raise keys.fail(
+                f"kv_cache_dtype {kv_cache_dtype}: {model_type} models keep latent rows, which are not supported in "
+                "FP8; use kv_cache_dtype auto"
+            )
+        config = _with_mixers(config, AttentionConfig, cache_dtype=CACHE_DTYPES[kv_cache_dtype])
+    if state_dtype == "model":
+        config = _with_mixers(config, GatedDeltaConfig, state_dtype=None)
+    if speculative == "mtp":
+        config = replace(config, draft_layer=_draft_layer(keys, config, families[model_type].has_draft_layer))
     return replace(config, eos_ids=_eos_ids(keys), sources=sources, packed="quantization" in keys.raw)
+
+
+def _draft_layer(keys: Keys, config: ModelConfig, has_draft_layer: bool) -> LayerConfig:
+    """It is as the last layer with attention."""
+    with_attention = [layer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
+    if not has_draft_layer or not with_attention:
+        raise keys.fail(f"speculative mtp: {config.model_type} models have no draft layer; use ngram or none")
+    return with_attention[-1]
 
 
 def _check_cache_scheme(keys: Keys) -> None:
@@ -136,10 +176,13 @@ def _check_cache_scheme(keys: Keys) -> None:
         )
 
 
-def _with_cache(layer: LayerConfig, dtype: str) -> LayerConfig:
-    """With keys and values in this dtype, if the layer keeps any."""
-    mixer = layer.mixer
-    return replace(layer, mixer=replace(mixer, cache_dtype=dtype)) if isinstance(mixer, AttentionConfig) else layer
+def _with_mixers(config: ModelConfig, kind: Any, **fields: str | None) -> ModelConfig:
+    """With these fields in mixers of this kind."""
+
+    def changed(mixer: Any) -> Any:
+        return replace(mixer, **fields) if isinstance(mixer, kind) else mixer
+
+    return replace(config, layers=tuple(replace(layer, mixer=changed(layer.mixer)) for layer in config.layers))
 
 
 def _quantization_config(keys: Keys) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from anabranch.layers.rotary import Rotary
 from anabranch.layers.step import Step
 from anabranch.models.config import LayerConfig, ModelConfig
 from anabranch.models.family import Family
+from anabranch.models.mtp import DraftLayer
 from anabranch.moe.layer import MoELayer
 from anabranch.moe.setup import MoESetup
 from anabranch.ops.weight import Weight
@@ -126,7 +127,11 @@ class Decoder(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, shard=head)
         self.group = moe.group
         self.rotaries = nn.ModuleList(map(Rotary, ropes))
-        self.rope_of_layer = [ropes.index(layer.mixer.rope) for layer in config.layers]
+        self.rope_of_layer = [ropes.index(layer.mixer.rope) for layer in config.all_layers]
+        self.mtp: DraftLayer | None = None
+        if config.draft_layer is not None:
+            layer = layer_class(config, config.draft_layer, group_of[len(config.layers)], moe)
+            self.mtp = DraftLayer(config, layer)
         for module in self.modules():
             if family.norms_from_one and isinstance(module, RMSNorm):
                 module.start_from_one()
@@ -149,10 +154,7 @@ class Decoder(nn.Module):
         num_layers: int | None = None,
     ) -> Parts:
         """The only layer loop. It knows no more of a step than its tokens; rows from `num_tokens` on are padding."""
-        x: Any = self.embed_tokens(token_T)
-        if self.config.embedding_scale != 1.0:
-            # As the families do it: the scale is rounded to the model's dtype first.
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+        x: Any = self._embed(token_T)
         ropes = [rotary(position_T) for rotary in self.rotaries]
         residual_TD = None
         layer_id, num_layers = 0, len(self.layers) if num_layers is None else num_layers
@@ -164,6 +166,21 @@ class Decoder(nn.Module):
             x, residual_TD = layer.after(x, residual_TD, num_tokens)
             layer_id += 1
         return self.norm.add(x, residual_TD)[0]
+
+    def draft(self, token_T: torch.Tensor, hidden_TD: torch.Tensor, step: Step, cache: Cache) -> torch.Tensor:
+        """Hidden rows of the draft layer, whose logits are for the tokens after `token_T`. These follow the tokens of
+        the step, of which `hidden_TD` are the hidden rows; `cache` is the draft layer's."""
+        assert self.mtp is not None
+        rope = self.rotaries[self.rope_of_layer[-1]](step.position_T)
+        x_TD: torch.Tensor = self.mtp(self._embed(token_T), hidden_TD, rope, step, cache)
+        return x_TD
+
+    def _embed(self, token_T: torch.Tensor) -> torch.Tensor:
+        x_TD: torch.Tensor = self.embed_tokens(token_T)
+        if self.config.embedding_scale != 1.0:
+            # As the families do it: the scale is rounded to the model's dtype first.
+            x_TD = x_TD * torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype)
+        return x_TD
 
     def write(self, cut: Cut, step: Step, caches: Sequence[Cache]) -> torch.Tensor:
         return self.layers[cut.layer_id].mixer.write(cut.projected, cut.rope, step, caches[cut.layer_id])

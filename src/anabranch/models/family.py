@@ -36,8 +36,12 @@ class Family:
     """A second way to spell a tensor's name, which published checkpoints use."""
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Parts of the names of checkpoint tensors that are not needed."""
+    has_further_layers: bool = False
+    """Checkpoints may have a layer after the last of config.json, for drafts, which is not used."""
     norms_from_one: bool = False
     """Checkpoints keep the weights of RMSNorms less 1."""
+    has_draft_layer: bool = False
+    """Checkpoints may have the draft layer of models/mtp, as `mtp.*`."""
     tiny: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By model type, the keys by which a tiny config.json of it differs from `conformance.tiny.CONFIG`; platforms are
     tested with such models."""
@@ -50,7 +54,8 @@ class Family:
         """The names a checkpoint may use for one of ours."""
         for ours, theirs in self.renames:
             name = name.replace(ours, theirs)
-        names = [name] if name.startswith("lm_head.") else [prefix + name for prefix in self.prefixes]
+        plain = name.startswith(("lm_head.", "mtp."))
+        names = [name] if plain else [prefix + name for prefix in self.prefixes]
         return names if self.published_name is None else [self.published_name(name) for name in names] + names
 
 

@@ -26,6 +26,8 @@ def read_attention(
 ) -> AttentionConfig:
     """Defaults that are 0: the family derives them, the head dim from the hidden size, key-value heads from heads.
     `default_rotary`: of a family that turns a part of each head, the share of it."""
+    if default_rotary is not None and keys.raw.get("partial_rotary_factor", default_rotary) is None:
+        raise keys.fail("'partial_rotary_factor' must be a number, not null")
     num_heads = keys.integer("num_attention_heads")
     hidden = keys.integer("hidden_size")
     if not default_head_dim and keys.get("head_dim") is None:
@@ -89,9 +91,11 @@ def read_moe(
     width: str = "moe_intermediate_size",
     renormalize: bool | None = None,
     shared_width: int = 0,
-    router_scales: bool = False,
+    shared_gate: bool = True,
+    **fields: Any,
 ) -> MoEConfig:
-    """By the keys that a family has for it. `count`: synonyms; `renormalize` None: as `norm_topk_prob` says."""
+    """By the keys that a family has for it. `count`: synonyms; `renormalize` None: as `norm_topk_prob` says. `fields`
+    are MoEConfig's own."""
     counts = {name: keys.integer(name) for name in count if keys.get(name) is not None}
     if len(set(counts.values())) > 1:
         raise keys.fail(f"{' and '.join(map(repr, counts))} contradict each other: {list(counts.values())}")
@@ -101,8 +105,8 @@ def read_moe(
         width=keys.integer(width),
         renormalize=keys.flag("norm_topk_prob", False) if renormalize is None else renormalize,
         shared_width=shared_width,
-        shared_gate=shared_width > 0,
-        router_scales=router_scales,
+        shared_gate=shared_gate and shared_width > 0,
+        **fields,
     )
     if found.top_k > found.num_experts:
         raise keys.fail(f"{top_k!r} = {found.top_k} is more than the {found.num_experts} experts there are")

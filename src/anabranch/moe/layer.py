@@ -15,10 +15,11 @@ from anabranch import ops
 from anabranch.layers.linear import Linear
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import Hidden, UnreducedRows
-from anabranch.moe.dispatch import FilteringDispatcher
+from anabranch.moe.dispatch import ExchangingDispatcher, FilteringDispatcher, Slots
 from anabranch.moe.experts import Experts
 from anabranch.moe.setup import MoESetup, overlap
 from anabranch.ops.weight import Weight
+from anabranch.parallel.placement import in_order
 
 if TYPE_CHECKING:
     from anabranch.moe.config import MoEConfig
@@ -30,13 +31,31 @@ class Router(nn.Module):
     def __init__(self, config: MoEConfig, width: int) -> None:
         super().__init__()
         self.weight = Weight((config.num_experts, width))
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if config.selection_bias:  # in fp32 always: probabilities differ by little
+            self.e_score_correction_bias = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32))
+        self.bias = Weight((config.num_experts,)) if config.bias else None
         self.top_k = config.top_k
+        self.score = config.score
         self.renormalize = config.renormalize
+        self.groups = config.num_groups, config.top_groups
+        self.scaling = config.scaling
 
     def forward(self, x_TD: torch.Tensor, num_tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(weight_TK, expert_TK); rows from `num_tokens` on go to no expert."""
-        logits_TE = ops.linear(x_TD, self.weight, out_dtype=torch.float32)
-        return ops.route(ops.RouteCall(logits_TE, self.top_k, renormalize=self.renormalize, num_tokens=num_tokens))
+        bias_E = None if self.bias is None else self.bias.data
+        logits_TE = ops.linear(x_TD, self.weight, bias_E, out_dtype=torch.float32)
+        call = ops.RouteCall(
+            logits_TE,
+            self.top_k,
+            self.score,
+            self.renormalize,
+            self.e_score_correction_bias,
+            *self.groups,
+            self.scaling,
+            num_tokens=num_tokens,
+        )
+        return ops.route(call)
 
 
 class RoutedExperts(nn.Module):
@@ -45,13 +64,19 @@ class RoutedExperts(nn.Module):
     def __init__(self, router: nn.Module, config: MoEConfig, width: int, activation: str, setup: MoESetup) -> None:
         super().__init__()
         self.router = router
-        group = self.group = setup.group
-        sizes = config.num_experts, width, config.width
-        self.experts = Experts(*sizes, activation, setup.combine, group, setup.expert_parallel)
+        self.group, exchange = setup.group, setup.exchange
+        ranks = self.group if exchange is None else exchange.group
+        holds: tuple[int, ...] = ()
         self.dispatcher = setup.dispatcher
-        if setup.expert_parallel and group.size > 1:
-            here = config.num_experts // group.size
-            self.dispatcher = FilteringDispatcher(group.rank * here, here)
+        self.slots: Slots | None = None
+        """Of experts that are divided among ranks."""
+        if setup.expert_parallel and ranks.size > 1:
+            placement = in_order(config.num_experts, ranks.size, setup.expert_slots)
+            holds, slots = placement.experts[ranks.rank], Slots(placement, config.num_experts)
+            self.slots, self.dispatcher = slots, FilteringDispatcher(ranks.rank, slots)
+            if exchange is not None:
+                self.dispatcher = ExchangingDispatcher(exchange, slots)
+        self.experts = Experts(config, width, activation, setup.combine, ranks, holds)
         self.on_route: Callable[[torch.Tensor], None] | None = None
         """Called with expert_TK of every step, if set."""
 

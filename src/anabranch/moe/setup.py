@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from anabranch import ops
-from anabranch.moe.dispatch import Dispatcher, LocalDispatcher
+from anabranch.moe.dispatch import Dispatcher, Exchange, LocalDispatcher
 from anabranch.parallel.group import ALONE, Group
 from anabranch.platforms.platform import InlineStream
 
@@ -40,6 +40,10 @@ class MoESetup:
     """Ranks that have the same tokens; each computes a part of every expert, or all of some."""
     expert_parallel: bool = False
     """Each rank has some of the experts, not a part of each."""
+    exchange: Exchange | None = None
+    """Of ranks that have tokens of their own, each of which has some of the experts."""
+    expert_slots: int = 0
+    """Room for so many experts on each rank, where copies fill what is left; 0: for its share."""
 
 
 def make_setup(platform: Platform, *, combine: str = "fastest", shared_expert: str = "auto") -> MoESetup:

@@ -8,7 +8,16 @@ from anabranch.ops.attention import AttentionCall, attention
 from anabranch.ops.count_experts import count_experts
 from anabranch.ops.decode_inputs import decode_inputs, decode_pages
 from anabranch.ops.experts import ExpertsCall, experts
-from anabranch.ops.gated_delta import GatedDeltaCall, gated_delta
+from anabranch.ops.gated_delta import (
+    DeltaAcceptCall,
+    DeltaDraftsCall,
+    GatedDeltaCall,
+    gated_delta,
+    gated_delta_accept,
+    gated_delta_drafts,
+)
+from anabranch.ops.latent_attention import LatentAttentionCall, latent_attention
+from anabranch.ops.latent_store import LatentStoreCall, latent_store
 from anabranch.ops.linear import linear
 from anabranch.ops.logprobs import logprobs
 from anabranch.ops.mask_logits import mask_logits
@@ -22,8 +31,12 @@ from anabranch.ops.sample import SampleCall, sample
 __all__ = [
     "OPS",
     "AttentionCall",
+    "DeltaAcceptCall",
+    "DeltaDraftsCall",
     "ExpertsCall",
     "GatedDeltaCall",
+    "LatentAttentionCall",
+    "LatentStoreCall",
     "Op",
     "RopeStoreCall",
     "RouteCall",
@@ -38,6 +51,10 @@ __all__ = [
     "experts",
     "gated_activation",
     "gated_delta",
+    "gated_delta_accept",
+    "gated_delta_drafts",
+    "latent_attention",
+    "latent_store",
     "linear",
     "logprobs",
     "mask_logits",

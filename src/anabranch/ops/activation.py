@@ -5,24 +5,30 @@ import torch.nn.functional as F
 
 from anabranch.ops.op import Samples, op
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+"""Of clamped_swiglu, as gpt-oss was trained with."""
 
 
 def gated_activation_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     for kind in ACTIVATIONS:
         for rows, width in ((4, 48), (1, 7), (0, 8)):
-            x = 3 * torch.randn(rows, 2 * width, generator=generator)
+            x = (6 if kind == "clamped_swiglu" else 3) * torch.randn(rows, 2 * width, generator=generator)
             yield f"{kind} T{rows} I{width}", {"x_T2I": x.to(dtype), "kind": kind}
 
 
 @op(samples=gated_activation_samples)
 def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
-    """activation(gate) · up, where the first half of each row is the gate and the second half is up."""
+    """activation(gate) · up, where the first half of each row is the gate and the second half is up. clamped_swiglu
+    bounds both first, and multiplies by up + 1."""
     gate, up = x_T2I.chunk(2, dim=-1)
     if kind == "silu":
         return F.silu(gate) * up
     if kind == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
+    if kind == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * torch.sigmoid(SWIGLU_SLOPE * gate) * (up + 1)
     raise ValueError(f"unknown activation {kind!r} (known: {', '.join(ACTIVATIONS)})")
 
 

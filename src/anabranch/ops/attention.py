@@ -31,6 +31,8 @@ class AttentionCall(NamedTuple):
     device."""
     v_scale: float = 1.0
     """Values are this times what the pages hold, which may be FP8. The factor of keys is part of `scale`."""
+    sink_H: torch.Tensor | None = None
+    """A learned score of each head, for a key without a value: it takes a part of every row's weight."""
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
@@ -45,10 +47,13 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         ("narrow values", [(3, 9), (1, 5), (1, 12)], 0, 4, 2, 16),
         ("pages of 128", [(3, 150), (1, 5), (2, 128)], 0, 4, 2, 64),
         ("pages of 128, window", [(4, 140), (1, 300)], 9, 2, 1, 64),
+        ("sinks", [(7, 7), (1, 5), (3, 9), (1, 1)], 0, 4, 2, 16),
+        ("sinks, decode, window", [(1, 5), (1, 1), (1, 16)], 6, 4, 1, 24),
+        ("sinks, window, pages of 128", [(4, 140), (1, 300), (5, 5)], 9, 4, 2, 64),
         ("FP8 cache", [(3, 9), (1, 12), (6, 6), (1, 4)], 0, 4, 2, 32),
         ("FP8 cache, decode, window", [(1, 5), (1, 1), (1, 16)], 6, 4, 1, 24),
     ):
-        page_size, pages = (128, 7) if label.startswith("pages of 128") else (4, 17)
+        page_size, pages = (128, 7) if "pages of 128" in label else (4, 17)
         tokens = sum(n for n, _ in requests) + (3 if label.startswith("padding") else 0)
         start = [0]
         for n, _ in requests:
@@ -74,6 +79,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
             window=window,
             max_query=0 if "chunked" in label else max(n for n, _ in requests),
             v_scale=0.3 if label.startswith("FP8") else 1.0,
+            sink_H=torch.randn(heads, generator=generator).to(dtype) if label.startswith("sinks") else None,
         )
         yield label, {"call": call}
 
@@ -105,7 +111,11 @@ def attention(call: AttentionCall) -> torch.Tensor:
         if window:
             visible &= key > query - window
         scores_HQL = torch.einsum("qhd,lhd->hql", q_THD[rows].float(), k_LHD) * call.scale
-        weights_HQL = scores_HQL.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores_HQL = scores_HQL.masked_fill(~visible, float("-inf"))
+        if call.sink_H is not None:
+            sink_HQ1 = call.sink_H.float()[:, None, None].expand(-1, num_queries, 1)
+            scores_HQL = torch.cat([scores_HQL, sink_HQ1], -1)
+        weights_HQL = scores_HQL.softmax(-1)[..., : k_LHD.shape[0]]
         out_THE[rows] = torch.einsum("hql,lhe->qhe", weights_HQL, v_LHE * call.v_scale).to(q_THD.dtype)
     return out_THE
 

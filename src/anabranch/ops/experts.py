@@ -47,6 +47,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         ("one token", 1, 8, 2, 32, 16, {}),
         ("E=6, top 4, gelu", 13, 6, 4, 24, 20, {"activation": "gelu_tanh"}),
         ("scaled, biased", 5, 4, 2, 16, 16, {"scaling": 2.5}),
+        ("clamped_swiglu, biased", 5, 4, 2, 16, 16, {"activation": "clamped_swiglu"}),
         ("uncombined", 6, 4, 3, 16, 8, {"combined": False, "scaling": 0.5}),
         ("all tokens to one expert", 9, 5, 1, 16, 16, {}),
         ("fused", 12, 6, 3, 16, 16, {"combine": "fused"}),

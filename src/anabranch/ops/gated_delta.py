@@ -5,6 +5,10 @@ it, its last inputs. Of each token, with its convolved key k, query q and value 
 
     S ← S · exp(g)        Δ = (v − Sᵀ k) · β        S ← S + k Δᵀ        o = Sᵀ q
 
+Where drafts are verified, a state must not change before it is known which of them count. `gated_delta_drafts`
+computes their rows from a state, leaves it as it is and keeps their inputs; `gated_delta_accept` then takes those that
+count into the states of all layers.
+
 T tokens of all requests one after another, R requests, G key heads of K numbers, H value heads (H divisible by G) of V
 numbers, C = 2 · G · K + H · V convolved channels, L inputs that the convolution keeps (its width is L + 1), P pages.
 """
@@ -156,3 +160,144 @@ def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
         call.state_PHKV[page] = state_HKV.to(call.state_PHKV.dtype)
         y_THV[rows] = gated_norm(call, o_THV, z_THV)
     return y_THV
+
+
+class DeltaDraftsCall(NamedTuple):
+    x_TX: torch.Tensor
+    """As in GatedDeltaCall, as are all that have the same names."""
+    kept_NX: torch.Tensor
+    """The inputs of these requests' rows are kept here, at the same places; not z."""
+    conv_PLC: torch.Tensor
+    state_PHKV: torch.Tensor
+    page_R: torch.Tensor
+    row_R: torch.Tensor
+    """int32: the first row of a request."""
+    count_R: torch.Tensor
+    """int32: how many rows it has; 0: this op is not for it."""
+    start_R: torch.Tensor
+    """int32: tokens before its first row; 0: the state is zero, whatever the page holds."""
+    conv_weight_CW: torch.Tensor
+    decay_log_H: torch.Tensor
+    dt_bias_H: torch.Tensor
+    norm_weight_V: torch.Tensor
+    eps: float
+    num_key_heads: int
+
+
+class DeltaAcceptCall(NamedTuple):
+    """Of M layers; the other letters as above."""
+
+    kept_MNX: torch.Tensor
+    conv_MPLC: torch.Tensor
+    state_MPHKV: torch.Tensor
+    page_R: torch.Tensor
+    row_R: torch.Tensor
+    count_R: torch.Tensor
+    """int32: how many of the rows from row_R on count."""
+    start_R: torch.Tensor
+    conv_weight_MCW: torch.Tensor
+    decay_log_MH: torch.Tensor
+    dt_bias_MH: torch.Tensor
+    num_key_heads: int
+
+
+def draft_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
+    # Each request: (rows, tokens before them).
+    for label, requests, key_heads, heads, K, V, kept, padding in (
+        ("drafts", [(5, 9), (1, 4), (3, 1)], 2, 4, 16, 16, 3, 0),
+        ("no drafts, a first token, padding", [(1, 5), (1, 0), (0, 0), (2, 7)], 1, 2, 16, 32, 3, 2),
+        ("more rows than inputs are kept", [(4, 6), (2, 2)], 1, 1, 32, 16, 1, 0),
+    ):
+        rows = [n for n, _ in requests]
+        tokens, pages, channels = sum(rows) + padding, len(requests) + 2, 2 * key_heads * K + heads * V
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        def ints(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32)
+
+        x_TX = draw(tokens, channels + heads * V + 2 * heads).to(dtype)
+        call = DeltaDraftsCall(
+            x_TX=x_TX,
+            kept_NX=torch.zeros(tokens + 3, x_TX.shape[1], dtype=dtype),
+            conv_PLC=draw(pages, kept, channels),
+            state_PHKV=draw(pages, heads, K, V) * 0.3,
+            page_R=torch.randperm(pages, generator=generator)[: len(requests)].int(),
+            row_R=ints([sum(rows[:r]) for r in range(len(rows))]),
+            count_R=ints(rows),
+            start_R=ints([start for _, start in requests]),
+            conv_weight_CW=(draw(channels, kept + 1) * 0.5).to(dtype),
+            decay_log_H=draw(heads) * 0.5,
+            dt_bias_H=draw(heads),
+            norm_weight_V=(1 + 0.1 * draw(V)).to(dtype),
+            eps=1e-6,
+            num_key_heads=key_heads,
+        )
+        yield label, {"call": call}
+
+
+def accept_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
+    for label, sample in draft_samples(dtype, generator):
+        layers = [sample["call"], next(s["call"] for name, s in draft_samples(dtype, generator) if name == label)]
+        names = "kept_NX", "conv_PLC", "state_PHKV", "conv_weight_CW", "decay_log_H", "dt_bias_H"
+        layers = [call._replace(kept_NX=torch.cat([call.x_TX, call.kept_NX[:3]])) for call in layers]
+        kept, conv, state, weight, decay_log, dt_bias = (
+            torch.stack([getattr(call, name) for call in layers]) for name in names
+        )
+        call = layers[0]
+        count_R = (call.count_R - (call.count_R > 2).int()).clamp(min=0)
+        requests = call.page_R, call.row_R, count_R, call.start_R
+        weights = weight, decay_log, dt_bias
+        yield label, {"call": DeltaAcceptCall(kept, conv, state, *requests, *weights, call.num_key_heads)}
+
+
+@op(samples=draft_samples, mutates=("kept_NX",))
+def gated_delta_drafts(call: DeltaDraftsCall) -> torch.Tensor:
+    """y_THV of the requests' rows, as from gated_delta, but no page is changed; zero elsewhere."""
+    y_THV = call.x_TX.new_zeros(call.x_TX.shape[0], *call.state_PHKV.shape[1::2])
+    channels, heads = call.conv_PLC.shape[2], call.state_PHKV.shape[1]
+    for page, row, count, start in torch.stack((call.page_R, call.row_R, call.count_R, call.start_R), 1).tolist():
+        if count:
+            rows, pages = slice(row, row + count), slice(page, page + 1)
+            y_THV[rows] = gated_delta.reference(
+                GatedDeltaCall(
+                    call.x_TX[rows],
+                    call.conv_PLC[pages].clone(),
+                    call.state_PHKV[pages].clone(),
+                    torch.tensor([0]),
+                    torch.tensor([0, count]),
+                    torch.tensor([start + count]),
+                    *call[8:],
+                )
+            )
+            call.kept_NX[rows, :channels] = call.x_TX[rows, :channels]
+            call.kept_NX[rows, -2 * heads :] = call.x_TX[rows, -2 * heads :]
+    return y_THV
+
+
+@op(samples=accept_samples, mutates=("conv_MPLC", "state_MPHKV"))
+def gated_delta_accept(call: DeltaAcceptCall) -> None:
+    """Updates the pages with rows that gated_delta_drafts has kept, as gated_delta would have done."""
+    one_V = torch.ones(call.state_MPHKV.shape[4])
+    for m, kept_NX in enumerate(call.kept_MNX):
+        for page, row, count, start in zip(
+            *(x.tolist() for x in (call.page_R, call.row_R, call.count_R, call.start_R))
+        ):
+            if count:
+                gated_delta.reference(
+                    GatedDeltaCall(
+                        kept_NX[row : row + count],
+                        call.conv_MPLC[m, page : page + 1],
+                        call.state_MPHKV[m, page : page + 1],
+                        torch.tensor([0]),
+                        torch.tensor([0, count]),
+                        torch.tensor([start + count]),
+                        call.conv_weight_MCW[m],
+                        call.decay_log_MH[m],
+                        call.dt_bias_MH[m],
+                        one_V,
+                        1e-6,
+                        call.num_key_heads,
+                    )
+                )

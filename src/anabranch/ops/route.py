@@ -20,7 +20,7 @@ class RouteCall(NamedTuple):
     alone, so families that take the softmax after top-k renormalise. sigmoid: independent probabilities."""
     renormalize: bool = True
     select_bias_E: torch.Tensor | None = None
-    """Added for the selection only, never to the weight."""
+    """Added to the probabilities, for the selection only, never to the weight."""
     num_groups: int = 1
     """Equal groups of experts, of which only the best `top_groups` may be chosen. A group counts as much as its best
     expert, or, with a selection bias, as its best two together."""
@@ -55,6 +55,11 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         "per-expert scale": RouteCall(logits(6, 16), 3, expert_scale_E=torch.rand(16, generator=generator)),
         "sigmoid with selection bias, grouped, scaled": grouped,
         "softmax, grouped": RouteCall(logits(4, 12), 3, num_groups=3, top_groups=2),
+        "softmax with selection bias": RouteCall(logits(7, 16), 3, select_bias_E=0.1 * bias_E),
+        "softmax with selection bias, not renormalised": RouteCall(
+            logits(7, 16), 3, renormalize=False, select_bias_E=0.1 * bias_E
+        ),
+        "softmax with selection bias, E=60": RouteCall(logits(5, 60), 6, select_bias_E=bias_E.repeat(4)[:60] / 20),
         "ties, signed zeros": RouteCall(ties.to(dtype), 3),
         "minus infinity": RouteCall(infinite.to(dtype), 2),
         "padded rows hold NaN": RouteCall(padded, 2, num_tokens=torch.tensor(4, dtype=torch.int32)),
@@ -84,7 +89,7 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         raise ValueError(f"unknown router score {call.score!r} (known: {', '.join(SCORES)})")
     if select_bias_E is not None:
-        choice = choice + select_bias_E.float()
+        choice = probability + select_bias_E.float()
     if call.num_groups > 1:
         choice = _keep_best_groups(choice, call.num_groups, call.top_groups, by_best_two=select_bias_E is not None)
 

@@ -33,7 +33,7 @@ Layout = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a weight that one rank holds: an equal share of each section of one dimension."""
+    """The part of a weight that one rank holds: an equal share of each section of one dimension, or chosen rows."""
 
     dim: int = 0
     rank: int = 0
@@ -41,9 +41,14 @@ class Shard:
     sections: tuple[tuple[int, int], ...] = ()
     """(size, number of shares) of each; with fewer shares than ranks, as many ranks in a row hold the same. (): one
     section, with a share for every rank."""
+    chosen: tuple[int, ...] = ()
+    """Instead of a share: these, in this order."""
 
     def ranges(self, size: int) -> Iterator[range]:
         """What this rank holds of a dimension of that size."""
+        if self.chosen:
+            yield from _runs(self.chosen)
+            return
         begin = 0
         for length, shares in self.sections or ((size, self.num_ranks),):
             if length % shares or self.num_ranks % shares:
@@ -87,8 +92,19 @@ class Shard:
         dim = sum(not isinstance(place, int) for place in index[: self.dim])
         part = piece.part + (slice(None),) * (dim + 1 - len(piece.part))
         taken = part[dim]
-        begin = skipped + ((taken.start or 0) if isinstance(taken, slice) else taken)
-        return (*part[:dim], slice(begin, begin + count), *part[dim + 1 :])
+        first, step = ((taken.start or 0), taken.step or 1) if isinstance(taken, slice) else (taken, 1)
+        begin = first + skipped * step
+        rows = slice(begin, begin + count) if step == 1 else slice(begin, begin + (count - 1) * step + 1, step)
+        return (*part[:dim], rows, *part[dim + 1 :])
+
+
+def _runs(numbers: tuple[int, ...]) -> Iterator[range]:
+    """Neighbours as ranges: (4, 5, 0) gives 4-5 and 0."""
+    begin = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+            yield range(numbers[begin], numbers[end - 1] + 1)
+            begin = end
 
 
 WHOLE = Shard()
@@ -108,13 +124,16 @@ class Weight(nn.Module):
         format: Format = PLAIN,
         shard: Shard = WHOLE,
         dtype: torch.dtype | None = None,
+        transposed: bool = False,
     ) -> None:
-        """`layouts`: the ways a checkpoint may keep it; (): as one tensor under the weight's own name."""
+        """`layouts`: the ways a checkpoint may keep it; (): as one tensor under the weight's own name. `transposed`:
+        plain checkpoints keep its matrices as [inputs, outputs]."""
         super().__init__()
         self.full_shape = tuple(shape)
         self.shard = shard
         self.shape = shard.shape(self.full_shape)
         self.layouts = layouts
+        self.transposed = transposed
         self._dtype = dtype or torch.get_default_dtype()
         self.set_format(format)
 

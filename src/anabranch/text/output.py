@@ -129,7 +129,7 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.output.completions)
+        return self.output.finished
 
     def add(self, update: Update) -> Delta:
         """Apply an update of one of `requests`."""

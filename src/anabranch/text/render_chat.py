@@ -17,6 +17,8 @@ from anabranch.text.tokenizer import Tokenizer
 
 MARKS = range(0xF0000, 0xFFFFE)
 """Characters without a meaning: a private-use plane of Unicode. Templates trim, split and cut at none of them."""
+END_MARKS = range(0x100000, 0x10FFFE)
+"""The same in another plane, for the end of a message that is continued."""
 MAX_DEPTH = 400
 """Lists and objects within each other. Templates and JSON filters recurse over them."""
 
@@ -35,9 +37,16 @@ def render_chat(
     messages: Any,
     tools: Any = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     **variables: Any,
 ) -> Rendered:
-    """A chat as `template` writes it. Encode it with `tokenizer.encode(text, False, plain)`."""
+    """A chat as `template` writes it. Encode it with `tokenizer.encode(text, False, plain)`.
+    `continue_final_message`: the text ends where the content of the last message does."""
+    if continue_final_message:
+        content = messages[-1]["content"]
+        mark = next(mark for mark in map(chr, END_MARKS) if mark not in content)
+        messages = [*messages[:-1], {**messages[-1], "content": content + mark}]
+        return _cut(render_chat(template, tokenizer, messages, tools, False, **variables), mark)
     special = tokenizer.special_text
     try:
         strings = list(_strings((messages, tools, variables)))
@@ -68,6 +77,14 @@ def render_chat(
     except RecursionError:
         raise ValueError("the messages are nested too deeply, or contain themselves") from None
     return _unmark(template.render(messages, tools, add_generation_prompt, **variables), marks)
+
+
+def _cut(rendered: Rendered, mark: str) -> Rendered:
+    """What comes before the last mark."""
+    text, found, _ = rendered.text.rpartition(mark)
+    if not found:
+        raise ValueError("the chat template does not write the last message, so it cannot be continued")
+    return Rendered(text, [span for span in rendered.plain if span[1] <= len(text)])
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -39,6 +39,7 @@ def draw(
     device: str = "cpu",
     spare: int = 3,
     fp8: bool = False,
+    sinks: bool = False,
 ) -> Arguments:
     """Each request: (tokens in this step, context after it). Slots and pages that no query sees hold NaN, queries are
     slices of a packed projection, and page-table entries that may not be read point nowhere. `fp8`: the pages are."""
@@ -71,6 +72,7 @@ def draw(
         "window": window,
         "max_query": max((n for n, _ in requests), default=1) if max_query is None else max_query,
         "v_scale": 0.3 if fp8 else 1.0,
+        "sink_H": torch.linspace(-2, 3, heads, device=device).to(dtype) if sinks else None,
     }
 
 
@@ -115,6 +117,9 @@ CASES: dict[str, Arguments] = {
     "odd head dim": {"requests": [(5, 21), (1, 33)], "dim": 24, "kv_heads": 4},
     "odd pages": {"requests": [(5, 40), (1, 51)], "page_size": 7},
     "large pages": {"requests": [(5, 40), (1, 51)], "page_size": 64},
+    "sinks, decode": {"requests": [(1, 70), (1, 0), (1, 90), (1, 1)], "heads": 6, "sinks": True, "padding": 2},
+    "sinks, many, some cut": {"requests": [(1, 1), (1, 260)] + [(1, 2)] * 32, "kv_heads": 1, "sinks": True},
+    "sinks, mixed, window": {"requests": [(9, 66), (1, 45), (33, 33), (1, 7)], "window": 20, "sinks": True},
     "padding alone": {"requests": [], "padding": 3},
     "no tokens": {"requests": [(0, 0)], "spare": 1},
 }
@@ -262,6 +267,8 @@ MODELS = {  # heads, kv heads, head dim, window
     "one kv head": (24, 1, 64, 0),
     "80": (20, 4, 80, 300),
     "96": (12, 12, 96, 0),
+    "gpt-oss": (64, 8, 64, 0),
+    "gpt-oss, sliding": (64, 8, 64, 128),
 }
 any_model = pytest.mark.parametrize("model", MODELS)
 
@@ -457,6 +464,7 @@ def launches_of(
     target: str,
     monkeypatch: pytest.MonkeyPatch,
     fp8: bool = False,
+    sinks: bool = False,
 ) -> list[ahead_of_time.Launch]:
     heads, kv_heads, dim, window = MODELS[model]
     monkeypatch.setattr(kernel, "machine_of", lambda device: MACHINES[target])
@@ -478,6 +486,7 @@ def launches_of(
                 dim**-0.5,
                 window,
                 1 if tokens == num_requests else 0,
+                sink_H=empty(heads, dtype=dtype) if sinks else None,
             )
         )
     return launches
@@ -548,6 +557,18 @@ def test_fp8_pages_compile_ahead_of_time(case: str, target: str, monkeypatch: py
             used = ahead_of_time.resources(compiled)
             assert used["STACK"] == used["LOCAL"] == 0, f"{name}: registers are spilled"
             assert compiled.asm["ptx"].count("cp.async.c") >= 8, "keys are loaded ahead"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(64, 64), (300, 4), (8192, 1)], ids=["decode", "mixed", "prefill"])
+@pytest.mark.parametrize("model", ["gpt-oss", "gpt-oss, sliding"])
+def test_sinks_compile_ahead_of_time(model: str, case: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of any length have the portable kernel."""
+    launches = launches_of(model, *case, torch.bfloat16, "sm_90", monkeypatch, sinks=True)
+    assert len(launches) == (case[1] < case[0]) + (case[1] > 1)
+    for launch in launches:
+        used = ahead_of_time.resources(compile_for("sm_90", launch))
+        assert used["STACK"] == used["LOCAL"] == 0, "registers are spilled"
 
 
 @pytest.mark.slow

@@ -460,6 +460,8 @@ TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")

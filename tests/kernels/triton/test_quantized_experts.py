@@ -14,6 +14,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     GroupedTiles,
     HopperTiles,
     Machine,
+    PackedTiles,
     SmallTiles,
     Tile,
     Tiles,
@@ -22,6 +23,7 @@ from anabranch.kernels.tuning.experts_tiles import (
 from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
+from tests.kernels.triton.ahead_of_time import resources
 from tests.kernels.triton.places import interpreter
 from tests.kernels.triton.test_experts import (
     TOLERANCE,
@@ -106,6 +108,15 @@ two_ways = pytest.mark.parametrize(
 def test_a_few_tokens_in_the_interpreter(format: Grouped, second: bool, poison: None) -> None:
     tiles = SmallTiles(4, 4, 8, 4, by_token=not second, share=second, ahead=1)
     check(draw(2, 3, 2, 128, 128), format, tiles)
+
+
+@interpreter
+@pytest.mark.parametrize("second", [False, True])
+def test_gpt_oss_in_the_interpreter(second: bool, poison: None) -> None:
+    """Widths that are no multiple of a block."""
+    format, arguments = Grouped("fp4", 1, 32, "uint8"), draw(2, 6, 2, 96, 96, biased=True, activation="clamped_swiglu")
+    check(arguments, format, SmallTiles(4, 4, 8, 4, by_token=not second, share=second, ahead=1))
+    check(arguments, format, grouped(format, swap=second, match=not second))
 
 
 @interpreter
@@ -198,6 +209,50 @@ def test_fp8_by_fp8_on_a_gpu(scale: str, poison: None) -> None:
         arguments["expert_TK"][0] = -1
         for groups in (1, 2):
             check(arguments, Grouped("fp8", 128, 128, scale), replace(FP8_TILES, groups=groups, slabs=groups))
+
+
+PACKED_TILES = [PackedTiles(16, 8), PackedTiles(32, 6), PackedTiles(64, 5, group=4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", PACKED_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+def test_packed_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
+    """Shapes of Qwen3-30B-A3B and others, also numbers of tokens for which other kernels are faster."""
+    formats = Grouped("int4", 1, 128, "bfloat16"), Grouped("int4", 1, 128, "float16", zero=True)
+    for tokens, E, K, D, inner in (
+        (1, 4, 2, 256, 128),
+        (7, 8, 2, 384, 256),
+        (200, 128, 8, 2048, 768),
+        (900, 3, 2, 640, 1408),
+    ):
+        arguments = draw(tokens, E, K, D, inner, torch.bfloat16, "cuda")
+        arguments["expert_TK"][0] = -1
+        for format in formats:
+            check(arguments, format, tiles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", PACKED_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+@pytest.mark.parametrize("zero", [False, True])
+def test_packed_compiles_ahead_of_time(
+    tiles: PackedTiles, zero: bool, launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anabranch.kernels.triton import experts_hopper_packed
+
+    for name in ("gate_up_hopper_packed", "down_hopper_packed"):
+        recorder = Recorder(getattr(experts_hopper_packed, name), launches)
+        monkeypatch.setattr(experts_hopper_packed, name, recorder)
+    monkeypatch.setattr(kernel, "packed_kernels", lambda device: experts_hopper_packed)
+    monkeypatch.setattr(kernel, "num_processors", lambda device: 132)
+    arguments, _ = quantize(draw(30, 4, 2, 512, 256, torch.bfloat16), Grouped("int4", 1, 128, "bfloat16", zero))
+    kernel.run(ExpertsCall(**arguments), tiles)
+    products = [launch for launch in launches if "packed" in launch[0].__name__]
+    assert len(products) == 2
+    for function, args, kwargs in products:
+        compiled = compile_launch(function, args, kwargs, "sm_90")
+        assert compiled.metadata.shared <= 227 << 10
+        assert resources(compiled)["STACK"] == 0
+        assert f"wgmma.mma_async.sync.aligned.m64n{tiles.rows}k16.f32.bf16.bf16" in compiled.asm["ptx"]
 
 
 @pytest.mark.slow

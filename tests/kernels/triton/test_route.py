@@ -195,6 +195,7 @@ COMPILED = {
     "fp32 128/8": ("fp32", 128, 8, {"num_tokens": True}),
     "fp32 60/4": ("fp32", 60, 4, {"renormalize": False}),
     "fp16 512/16": ("fp16", 512, 16, {}),
+    "fp32 64/6, bias": ("fp32", 64, 6, {"select_bias_E": True}),
     "fp32 256/8, sigmoid, bias, groups": (
         "fp32",
         256,

@@ -26,6 +26,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     GroupedTiles,
     HopperTiles,
     Machine,
+    PackedTiles,
     Shape,
     SmallTiles,
     Tile,
@@ -92,8 +93,6 @@ def test_candidates_for_quantized_weights(machine: str, format: str) -> None:
     given = MACHINES[machine]
     for tokens in TOKENS:
         shape = replace(SHAPES["qwen3-30b-a3b"], format=format)
-        if format != "fp8_128x128":
-            given = replace(given, hopper=False)  # as machine_for has it
         tried = list(dict.fromkeys(tiles for one in searches(tokens, shape, given, full=True) for tiles in one.near()))
         for tiles in tried:
             assert adapt(tiles, tokens, "fastest", given) == tiles
@@ -101,8 +100,9 @@ def test_candidates_for_quantized_weights(machine: str, format: str) -> None:
                 tile = tiles.gate_up, tiles.down
                 assert (tiles.groups, tiles.extra) == (tiles.slabs, 0)
                 assert [(one.columns, one.depth) for one in tile] == [(128, 128), (256, 128)]
-        fp8_by_fp8 = any(isinstance(tiles, HopperTiles) for tiles in tried)
-        assert fp8_by_fp8 == (given.hopper and tokens > 8)
+            assert CODEC.decode(json.loads(json.dumps(CODEC.encode(tiles)))) == tiles
+        on_hopper = any(isinstance(tiles, HopperTiles if format == "fp8_128x128" else PackedTiles) for tiles in tried)
+        assert on_hopper == (given.hopper and tokens > 8)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ M page-table width, Q queries of one request, B decode rows of a group, L keys o
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from anabranch.ops.attention import AttentionCall, take
 
 MAX_PADDING = 1.25
 """A group's keys, padded to its longest row, over those that are needed."""
+MASK_ELEMENTS = 1 << 25
+"""Of a mask with a row for each head, at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,23 @@ def _decode(q_BHD: torch.Tensor, call: AttentionCall, group: Group) -> torch.Ten
     k_BGLD, v_BGLE = (x.unflatten(0, (q_BHD.shape[0], -1))[:, group.keys].transpose(1, 2) for x in (k_LGD, v_LGE))
     # The heads that share a key head become its queries, so that no key is copied.
     q_BGQD = q_BHD.unflatten(1, (k_BGLD.shape[1], -1))
-    out = F.scaled_dot_product_attention(q_BGQD, k_BGLD, v_BGLE, attn_mask=group.visible, scale=call.scale)
+    mask = group.visible
+    if call.sink_H is not None:
+        k_BGLD, v_BGLE, mask = _with_sink(k_BGLD, v_BGLE, mask, call.sink_H.view(1, *q_BGQD.shape[1:3], 1))
+    out = F.scaled_dot_product_attention(q_BGQD, k_BGLD, v_BGLE, attn_mask=mask, scale=call.scale)
     return out.flatten(1, 2)
+
+
+def _with_sink(
+    k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, sink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(k, v, mask) with one key more, of zeros, whose score the mask adds: `sink`, a column for the heads and queries
+    of the scores."""
+    sink = sink.to(k.dtype)
+    seen = sink.new_zeros(k.shape[-2]) if visible is None else sink.new_zeros(()).where(visible, float("-inf"))
+    shape = torch.broadcast_shapes(sink.shape[:-1], seen.shape[:-1])
+    mask = torch.cat([seen.expand(*shape, -1), sink.expand(*shape, 1)], -1)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), mask
 
 
 def _gathered(pages_PSGD: torch.Tensor, page: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +88,7 @@ def _grouped(
     page_table_RM: torch.Tensor, starts: tuple[int, ...], lengths: tuple[int, ...], page_size: int, window: int
 ) -> tuple[list[int], list[Group]]:
     """(requests that are prefilled, groups of those that decode)."""
-    counts = [end - begin for begin, end in pairwise(starts)]
+    counts = [end - begin for begin, end in itertools.pairwise(starts)]
     # Rows of padding have no context, and stay zeros.
     decoding = sorted((r for r, n in enumerate(counts) if n == 1 and lengths[r]), key=lambda r: lengths[r])
     tables = page_table_RM.tolist() if decoding else []
@@ -129,20 +146,29 @@ def _group(members: list[tuple[int, int, list[int]]], page_size: int, window: in
 def _prefill(q_QHD: torch.Tensor, call: AttentionCall, r: int, length: int) -> torch.Tensor:
     """The last Q tokens of request r, which has `length`."""
     window, page_size, first_query = call.window, call.k_PSGD.shape[1], length - q_QHD.shape[0]
+    some = max(1, MASK_ELEMENTS // max(1, q_QHD.shape[1] * length))
+    if call.sink_H is not None and q_QHD.shape[0] > some:  # the mask has a row for each head
+        blocks = q_QHD.split(some)
+        ends = itertools.accumulate(map(len, blocks), initial=first_query)
+        next(ends)
+        return torch.cat([_prefill(block, call, r, end) for block, end in zip(blocks, ends, strict=True)])
     first_key = max(0, first_query - window + 1) // page_size * page_size if window else 0
     pages = call.page_table_RM[r, first_key // page_size : -(-length // page_size)].long()
     k_LGD, v_LGE = (_gathered(x, pages, q_QHD.dtype)[: length - first_key] for x in (call.k_PSGD, call.v_PSGE))
     mask = None
-    if first_query or window:
+    if first_query or window or call.sink_H is not None:
         query = torch.arange(first_query, length, device=q_QHD.device)[:, None]
         key = torch.arange(first_key, length, device=q_QHD.device)
         mask = key <= query
         if window:
             mask &= key > query - window
+    k_GLD, v_GLE = k_LGD.transpose(0, 1), v_LGE.transpose(0, 1)
+    if call.sink_H is not None:
+        k_GLD, v_GLE, mask = _with_sink(k_GLD, v_GLE, mask, call.sink_H[:, None, None])
     out = F.scaled_dot_product_attention(
         q_QHD.transpose(0, 1)[None],
-        k_LGD.transpose(0, 1)[None],
-        v_LGE.transpose(0, 1)[None],
+        k_GLD[None],
+        v_GLE[None],
         attn_mask=mask,
         is_causal=mask is None,
         scale=call.scale,

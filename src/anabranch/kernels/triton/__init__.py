@@ -8,6 +8,8 @@ from anabranch.kernels.triton import (  # noqa: F401  importing registers their 
     decode_inputs,
     experts,
     gated_delta,
+    latent_attention,
+    latent_store,
     linear,
     logprobs,
     mask_logits,

@@ -63,6 +63,7 @@ def accepts(call: AttentionCall) -> bool:
         and all(tensor.dtype == torch.int32 for tensor in integers)
         and all(tensor.is_contiguous() for tensor in integers[1:])
         and call.scale > 0
+        and (call.sink_H is None or call.sink_H.is_contiguous())
     )
 
 
@@ -76,7 +77,7 @@ def attention(call: AttentionCall) -> torch.Tensor:
     (_, S, G, _), (R, M), device = k_PSGD.shape, page_table_RM.shape, q_THD.device
     whole = k_PSGD.is_contiguous() and (k_PSGD.data_ptr() | v_PSGD.data_ptr()) % 16 == 0
     fp8 = k_PSGD.dtype == FP8
-    shape = Shape(T, R, M, H, G, D, S, q_THD.dtype, window, call.max_query, whole, fp8)
+    shape = Shape(T, R, M, H, G, D, S, q_THD.dtype, window, call.max_query, whole, fp8, call.sink_H is not None)
     v_scale = call.v_scale if fp8 else None
     overrides = attention_tiles.prefill_override, attention_tiles.decode_override
     plan = make_plan(shape, machine_of(device), dependent_launch(device), *overrides)
@@ -84,9 +85,9 @@ def attention(call: AttentionCall) -> torch.Tensor:
     strides = *q_THD.stride()[:2], *k_PSGD.stride()[:3], page_table_RM.stride(0)
     numbers = R, call.scale * math.log2(math.e), window, *strides
     if plan.many is not None:
-        attend_many(plan.many, v_scale, *tensors, T, *numbers, plan.many.trigger, plan.alone)
+        attend_many(plan.many, v_scale, call.sink_H, *tensors, T, *numbers, plan.many.trigger, plan.alone)
     if plan.single is not None:
-        attend_single(plan.single, shape, tensors, T if plan.pad else 0, numbers, v_scale)
+        attend_single(plan.single, shape, tensors, T if plan.pad else 0, numbers, v_scale, call.sink_H)
     return out_THD
 
 
@@ -107,6 +108,8 @@ class Shape(NamedTuple):
     """Keys, and values, lie in one piece, as the copy engine wants them."""
     fp8: bool = False
     """The pages are FP8, which attention_hopper does not read."""
+    sinks: bool = False
+    """Heads have sinks, which attention_hopper does not know."""
 
     def padded_dim(self) -> int:
         return max(16, next_power_of_2(self.D))
@@ -150,7 +153,7 @@ def make_plan(
     decoding = apart and shape.R > 0 and (shape.max_query == 1 or shape.T == 1)
     many = None
     if not decoding:
-        page = shape.S if shape.whole and not shape.fp8 else 0
+        page = shape.S if shape.whole and not shape.fp8 and not shape.sinks else 0
         tile = prefill_tile or attention_tiles.choose_prefill(shape.T * shape.H, shape.D, shape.dtype, machine, page)
         many = plan_many(shape, machine, dependent, tile)
     if not decoding and (shape.R < 2 or not apart):
@@ -217,14 +220,14 @@ def most_pieces(R: int, G: int, most_keys: int, tile: DecodeTile, machine: Machi
     return R if blocks < 2 else R + min(max(1, tile.programs * machine.processors // G), R * blocks)
 
 
-def attend_many(launch: Launch, v_scale: float | None, *arguments: Any) -> None:
+def attend_many(launch: Launch, v_scale: float | None, sink_H: torch.Tensor | None, *arguments: Any) -> None:
     if "STAGES" in launch.options:
         # Gluon is imported only where it is used: it changes from one Triton to the next.
         gluon = importlib.import_module("anabranch.kernels.triton.attention_hopper")
         attend = gluon.attend_rows_hopper
         arguments += tuple(gluon.descriptor(pages) for pages in arguments[1:3])
     else:
-        attend, arguments = attend_rows, (*arguments, v_scale)
+        attend, arguments = attend_rows, (*arguments, v_scale, sink_H)
     attend[launch.grid](*arguments, **launch.options)
 
 
@@ -235,6 +238,7 @@ def attend_single(
     num_tokens: int,
     numbers: tuple[int | float, ...],
     v_scale: float | None,
+    sink_H: torch.Tensor | None,
 ) -> None:
     """`tensors` and `numbers` are the kernel's, in its order, but for those that are made here."""
     (num_groups, num_pieces), options, trigger = launch
@@ -246,7 +250,7 @@ def attend_single(
         weight_WH = torch.empty(num_pieces, shape.H, dtype=torch.float32, device=device)
         count_RG = counts_of(num_groups, device)
     made = piece_WHD, weight_WH, count_RG
-    attend_pieces[launch.grid](*tensors, *made, num_tokens, *numbers, trigger, v_scale, **options)
+    attend_pieces[launch.grid](*tensors, *made, num_tokens, *numbers, trigger, v_scale, sink_H, **options)
 
 
 @functools.cache

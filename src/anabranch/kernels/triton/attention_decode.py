@@ -25,6 +25,7 @@ from anabranch.kernels.triton.launch import prefetch, wait_for_predecessor
 
 LOWEST = tl.constexpr(-1.0e30)
 """Below every score, but finite: the difference of two is 0 and not NaN."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 FEW_REQUESTS = tl.constexpr(32)
 """Up to this number of requests, reading all of them first is faster."""
 
@@ -143,14 +144,15 @@ def add_up(
 def attend_pieces(
     q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD, piece_WHD, weight_WH, count_RG,
     num_tokens, num_requests, scale, window,
-    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, v_scale,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, v_scale, sink_H,
     HG: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
     RP: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr, SWAP: tl.constexpr,
     WINDOWED: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Scores times `scale` are base-2 logarithms. Not SPLIT: piece w is all of request w. SWAP: keys are the rows of
     the products. FETCH: prefetch the first keys and values to L2 before the wait. HEADS, AT_ONCE: see `add_up`. With a
-    `v_scale`, pages are FP8, and values are this times what they hold."""
+    `v_scale`, pages are FP8, and values are this times what they hold. With `sink_H`, the first piece of a request
+    begins with one more score of each head."""
     KEY: tl.constexpr = 0 if SWAP else 1  # the axis of keys; the other is that of heads
     HEAD: tl.constexpr = 1 - KEY
     g, w = tl.program_id(0), tl.program_id(1)
@@ -212,6 +214,10 @@ def attend_pieces(
     peak = tl.full([ROWS], LOWEST, tl.float32)
     acc = tl.zeros([DP, ROWS] if SWAP else [ROWS, DP], tl.float32)
     total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
+    if sink_H is not None:
+        sink = tl.load(sink_H + g * HG + head, mask=head < HG, other=0.0).to(tl.float32)
+        peak = tl.where(piece == 0, sink * LOG2_E, peak)
+        total += tl.expand_dims(((tl.arange(0, BN) == 0) & (piece == 0)).to(tl.float32), HEAD)
     for block in range(begin, end):
         key = block * BN + tl.arange(0, BN)
         inside = tl.minimum(tl.maximum(key, first_key), length - 1)

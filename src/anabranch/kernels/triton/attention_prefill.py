@@ -15,7 +15,7 @@ attention_decode and under the same condition.
 import triton
 import triton.language as tl
 
-from anabranch.kernels.triton.attention_decode import LOWEST
+from anabranch.kernels.triton.attention_decode import LOG2_E, LOWEST
 from anabranch.kernels.triton.launch import wait_for_predecessor
 
 
@@ -40,12 +40,13 @@ def find_rows(
 def attend_rows(
     q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD,
     num_tokens, num_requests, scale, window,
-    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone, v_scale,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone, v_scale, sink_H,
     HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RP: tl.constexpr, WINDOWED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Scores times `scale` are base-2 logarithms. Requests with one new token are skipped unless `alone`. With
-    a `v_scale`, pages are FP8, and values are this times what they hold."""
+    a `v_scale`, pages are FP8, and values are this times what they hold. With `sink_H`, every row has one more score,
+    its head's."""
     g, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     num_heads = tl.num_programs(0) * HG
     r, begin, num_queries, num_rows, length, first_row = find_rows(
@@ -78,6 +79,9 @@ def attend_rows(
     peak = tl.full([BM], LOWEST, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
+    if sink_H is not None:
+        peak = tl.load(sink_H + head, mask=row < num_rows, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
     for block in range(first_block, (last_position + BN) // BN):
         key = block * BN + tl.arange(0, BN)
         inside = tl.minimum(tl.maximum(key, first_key), last_position)

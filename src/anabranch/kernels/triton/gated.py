@@ -9,7 +9,10 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
     """activation(gate) · up, in fp32."""
     if ACTIVATION == "silu":
         return gate * tl.sigmoid(gate) * up
-    else:
-        tl.static_assert(ACTIVATION == "gelu_tanh")
+    elif ACTIVATION == "gelu_tanh":
         # ½ (1 + tanh u) = sigmoid(2u), which needs one exponential.
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    else:
+        tl.static_assert(ACTIVATION == "clamped_swiglu")
+        gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)

@@ -2,7 +2,8 @@
 
 A decode step (every request has one new token) is gated_delta_decode alone. Otherwise gated_delta_chunks does the
 requests with several new tokens first. The device tells them apart: the host knows sizes only. So the result of a
-request does not depend on the others.
+request does not depend on the others, but for the order of sums where there are few of them or many. Where drafts are
+verified, gated_delta_drafts does it.
 """
 
 import functools
@@ -14,17 +15,22 @@ from anabranch import ops
 from anabranch.kernels.triton.attention import FEW_PROGRAMS, MANY_REQUESTS
 from anabranch.kernels.triton.gated_delta_chunks import convolve_chunks, norm_rows, prepare_chunks, scan_chunks
 from anabranch.kernels.triton.gated_delta_decode import step_heads
+from anabranch.kernels.triton.gated_delta_drafts import accept_rows, keep_inputs, try_rows
 from anabranch.kernels.triton.launch import FLOATS, cdiv, lasting_zeros, launch_options, next_power_of_2, num_processors
-from anabranch.ops.gated_delta import GatedDeltaCall
+from anabranch.ops.gated_delta import DeltaAcceptCall, DeltaDraftsCall, GatedDeltaCall
 
 DIMS = (16, 32, 64, 128)
 """Numbers of a key or a value: powers of 2, of which a head's state fits in the registers of a program."""
 CHUNK = 64
 """Tokens of a chunk."""
-FP32_CHUNK = 16
-"""In fp32 on GPUs. There a product is no instruction: its loops are unrolled, which takes a compiler 15 s for 64."""
+SMALL_CHUNK = 16
+"""For small heads, and in fp32 on GPUs. There a product is no instruction: loops are unrolled, which takes a compiler
+minutes for 64."""
 COLUMNS = 32
 """Of the state, for a program of scan_chunks."""
+STEP_COLUMNS = 64
+"""Of the state, that a program of step_heads holds at a time where there are more of them than STEP_FEW."""
+STEP_FEW = 256
 ROWS_ELEMENTS = 2048
 """Elements of a program of norm_rows."""
 
@@ -64,13 +70,14 @@ def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
     if call.max_query != 1 and T > 1:
         do_chunks(call, y_THV, options)
     trigger = int(device.type == "cuda" and FEW_PROGRAMS * num_processors(device) >= H * R)
-    registers = {"maxnreg": 128} if options["DEPENDENT"] else {}  # so that two programs share a multiprocessor
+    few = H * R <= STEP_FEW
+    columns = V if few else min(V, STEP_COLUMNS)
     step_heads[(H, R)](
         x_TX, call.conv_PLC, call.state_PHKV, call.page_R, call.query_start_R, call.context_len_R,
         call.conv_weight_CW, call.decay_log_H, call.dt_bias_H, call.norm_weight_V, y_THV, counts_of(G, device),
         T, R, x_TX.stride(0), call.conv_PLC.stride(0), call.state_PHKV.stride(0), call.eps, trigger,
-        WP=next_power_of_2(options["W"]), FETCH=options["DEPENDENT"],
-        num_warps=max(1, K * V // 2048), **registers, **options,
+        WP=next_power_of_2(options["W"]), BV=columns, FETCH=options["DEPENDENT"] and few,
+        num_warps=max(1, K * columns // 4096), **options,
     )  # fmt: skip
     return y_THV
 
@@ -78,7 +85,7 @@ def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
 def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]) -> None:
     x_TX, (T, H, V), K, G = call.x_TX, y_THV.shape, options["K"], options["G"]
     R, device, fp32 = call.page_R.shape[0], x_TX.device, x_TX.dtype == torch.float32
-    chunk = FP32_CHUNK if fp32 and device.type != "cpu" else CHUNK
+    chunk = SMALL_CHUNK if device.type != "cpu" and (fp32 or min(K, V) < 64) else CHUNK
     requests = call.query_start_R, call.context_len_R
     qk_TGK = torch.empty(2, T, G, K, dtype=x_TX.dtype, device=device)
     w_THK = torch.empty(T, H, K, dtype=x_TX.dtype, device=device)
@@ -95,7 +102,8 @@ def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]
     warps = 4 if fp32 or min(K, V) >= 64 else 2
     prepare_chunks[(H, chunks)](
         x_TX, *requests, call.decay_log_H, call.dt_bias_H, *qk_TGK, w_THK, y_THV, qk_THN, sum_TH, T, R, strides[0],
-        PRECISION=precision(x_TX), num_warps=warps, num_stages=1, **sizes, **without(options, "W"),
+        LEVELS=chunk.bit_length() - 1, PRECISION=precision(x_TX), num_warps=warps, num_stages=1,
+        **sizes, **without(options, "W"),
     )  # fmt: skip
     columns = min(COLUMNS, V)
     scan_chunks[(V // columns, H, R)](
@@ -110,13 +118,78 @@ def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]
     )  # fmt: skip
 
 
+def accepts_drafts(call: DeltaDraftsCall) -> bool:
+    x_TX, kept_NX, conv_PLC, state_PHKV = call[:4]
+    integers = call.page_R, call.row_R, call.count_R, call.start_R
+    return (
+        all(tensor.dtype in FLOATS for tensor in (x_TX, conv_PLC, state_PHKV))
+        and x_TX.dtype == kept_NX.dtype
+        and {*state_PHKV.shape[2:]} <= {*DIMS}
+        and state_PHKV.shape[1] % call.num_key_heads == 0
+        and conv_PLC.shape[1] > 0
+        and x_TX.stride(1) == kept_NX.stride(1) == 1
+        and conv_PLC[0].is_contiguous()
+        and state_PHKV[0].is_contiguous()
+        and all(tensor.is_contiguous() for tensor in (*call[8:12], *integers))
+        and all(tensor.dtype == torch.int32 for tensor in integers)
+    )
+
+
+@ops.gated_delta_drafts.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_drafts)
+def gated_delta_drafts(call: DeltaDraftsCall) -> torch.Tensor:
+    x_TX, (H, K, V), G = call.x_TX, call.state_PHKV.shape[1:], call.num_key_heads
+    y_THV = x_TX.new_zeros(x_TX.shape[0], H, V)
+    W = call.conv_weight_CW.shape[1]
+    if call.page_R.shape[0]:
+        try_rows[(H, call.page_R.shape[0])](
+            *call[:12], y_THV,
+            x_TX.stride(0), call.kept_NX.stride(0), call.conv_PLC.stride(0), call.state_PHKV.stride(0), call.eps,
+            G=G, HG=H // G, K=K, V=V, W=W, WP=next_power_of_2(W),
+            num_warps=max(1, K * V // 2048), **launch_options(x_TX.device),
+        )  # fmt: skip
+    return y_THV
+
+
+def accepts_accept(call: DeltaAcceptCall) -> bool:
+    kept_MNX, conv_MPLC, state_MPHKV = call[:3]
+    integers = call.page_R, call.row_R, call.count_R, call.start_R
+    return (
+        all(tensor.dtype in FLOATS for tensor in (kept_MNX, conv_MPLC, state_MPHKV))
+        and {*state_MPHKV.shape[3:]} <= {*DIMS}
+        and state_MPHKV.shape[2] % call.num_key_heads == 0
+        and conv_MPLC.shape[2] > 0
+        and kept_MNX.stride(2) == 1
+        and conv_MPLC[0, 0].is_contiguous()
+        and state_MPHKV[0, 0].is_contiguous()
+        and all(tensor.is_contiguous() for tensor in (*call[7:10], *integers))
+        and all(tensor.dtype == torch.int32 for tensor in integers)
+    )
+
+
+@ops.gated_delta_accept.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_accept)
+def gated_delta_accept(call: DeltaAcceptCall) -> None:
+    kept_MNX, conv_MPLC, state_MPHKV, *requests = call[:7]
+    (M, _, H, K, V), G, R = state_MPHKV.shape, call.num_key_heads, call.page_R.shape[0]
+    W = call.conv_weight_MCW.shape[2]
+    strides = *kept_MNX.stride()[:2], *conv_MPLC.stride()[:2]
+    options = {"G": G, "HG": H // G, "K": K, "V": V, "W": W, **launch_options(kept_MNX.device)}
+    if R:
+        accept_rows[(H, R, M)](
+            kept_MNX, conv_MPLC, state_MPHKV, *requests, *call[7:10], *strides, *state_MPHKV.stride()[:2],
+            WP=next_power_of_2(W), num_warps=max(1, K * V // 2048), **options,
+        )  # fmt: skip
+        keep_inputs[(2 * G + H, R, M)](kept_MNX, conv_MPLC, *requests, *strides, num_warps=1, **options)
+
+
 def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in names}
 
 
 def precision(x_TX: torch.Tensor) -> str:
-    """Of the products that invert a matrix: TF32 is finer than what the result is rounded to."""
-    return "tf32" if x_TX.dtype != torch.float32 and torch.version.hip is None else "ieee"
+    """Of the products that invert a matrix: finer than what the result is rounded to."""
+    if x_TX.dtype == torch.float32 or torch.version.hip is not None:
+        return "ieee"
+    return "tf32" if x_TX.dtype == torch.bfloat16 else "tf32x3"
 
 
 @functools.cache

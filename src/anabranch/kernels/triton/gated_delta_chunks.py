@@ -27,9 +27,6 @@ from anabranch.kernels.triton.attention_prefill import find_rows
 from anabranch.kernels.triton.gated_delta_decode import gate, norm_gated
 from anabranch.kernels.triton.launch import wait_for_predecessor
 
-BLOCK = tl.constexpr(16)
-"""Rows of the blocks on the diagonal that are inverted row by row."""
-
 
 @triton.jit
 def convolve_rows(
@@ -41,7 +38,7 @@ def convolve_rows(
     n = tl.arange(0, N)
     real = first_row + n < num_rows
     y = tl.zeros([N, channel.shape[0]], tl.float32)
-    for i in range(W):
+    for i in tl.static_range(W):
         source = n + (i - (W - 1))
         inputs = tl.load(
             x + source[:, None] * x_stride + channel[None, :],
@@ -58,30 +55,20 @@ def convolve_rows(
 
 
 @triton.jit
-def invert(a_NN, N: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I + a, of which only what is below the diagonal may not be zero.
+def invert(a_NN, N: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I + a, of which only what is below the diagonal may not be zero, for N = 2 ** LEVELS.
 
-    I + a = (I + d) (I + m) with d the blocks on the diagonal and m = (I + d)⁻¹ (a − d); m⁴ is zero for up to 4 blocks,
-    so (I + m)⁻¹ = (I − m) (I + m²). (A series for all of a would be exact too, but its terms are huge where keys are
-    alike.)
+    From blocks on the diagonal to blocks twice as large: with D two blocks whose inverse is known, and c what is below
+    the first and beside the second, (D + c)⁻¹ = D⁻¹ − D⁻¹ c D⁻¹. (A series for all of a would be exact too, but its
+    terms are huge where keys are alike.)
     """
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-    diagonal = i // BLOCK == j // BLOCK
-    row = i % BLOCK
-    inverse = tl.where(diagonal, -a_NN, 0.0)
-    for n in range(1, BLOCK):  # rows before n are done; row n of every block at once, since their columns differ
-        this = tl.sum(tl.where(row == n, inverse, 0.0), 0)
-        done = tl.where(row < n, inverse, 0.0)
-        this += tl.sum(tl.trans(tl.broadcast_to(this[None, :], (N, N))) * done, 0)
-        inverse = tl.where(diagonal & (row == n), this[None, :], inverse)
-    d_NN = inverse + tl.where(i == j, 1.0, 0.0)
-    if N == BLOCK:
-        return d_NN
-    else:
-        m = tl.dot(d_NN, tl.where(diagonal, 0.0, a_NN), input_precision=PRECISION)
-        m2 = tl.dot(m, m, input_precision=PRECISION)
-        m_inverse = tl.where(i == j, 1.0, 0.0) - m + m2 - tl.dot(m, m2, input_precision=PRECISION)
-        return tl.dot(m_inverse, d_NN, input_precision=PRECISION)
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a_NN, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        beside = (i // (2 << level) == j // (2 << level)) & (i // (1 << level) != j // (1 << level))
+        c = tl.dot(inverse, tl.where(beside, a_NN, 0.0), input_precision=PRECISION)
+        inverse -= tl.dot(c, inverse, input_precision=PRECISION)
+    return inverse
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests"])
@@ -107,16 +94,16 @@ def convolve_chunks(
     real = first_row + n < num_rows
     if head < 2 * G:
         k_K = tl.arange(0, K)
-        y = convolve_rows(x, x_stride, conv, conv_weight_CW, head * K + k_K, C, first_row, num_rows, used, W, N)
-        y *= (tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * tl.where(head < G, K**-0.5, 1.0))[:, None]
-        place = (head // G * num_tokens + token + n).to(tl.int64)[:, None] * (G * K) + head % G * K + k_K[None, :]
-        tl.store(qk_TGK + place, y.to(qk_TGK.dtype.element_ty), mask=real[:, None] & (k_K >= 0)[None, :])
+        k = convolve_rows(x, x_stride, conv, conv_weight_CW, head * K + k_K, C, first_row, num_rows, used, W, N)
+        k *= (tl.rsqrt(tl.sum(k * k, 1) + 1e-6) * tl.where(head < G, K**-0.5, 1.0))[:, None]
+        k_ptr = qk_TGK + (head // G * num_tokens + token + n).to(tl.int64)[:, None] * (G * K) + head % G * K
+        tl.store(k_ptr + k_K[None, :], k.to(qk_TGK.dtype.element_ty), mask=real[:, None] & (k_K >= 0)[None, :])
     else:
         v_V, h = tl.arange(0, V), head - 2 * G
         channel = 2 * G * K + h * V + v_V
-        y = convolve_rows(x, x_stride, conv, conv_weight_CW, channel, C, first_row, num_rows, used, W, N)
-        place = (token + n)[:, None] * (H * V) + h * V + v_V[None, :]
-        tl.store(v_THV + place, y.to(v_THV.dtype.element_ty), mask=real[:, None] & (v_V >= 0)[None, :])
+        v = convolve_rows(x, x_stride, conv, conv_weight_CW, channel, C, first_row, num_rows, used, W, N)
+        v_ptr = v_THV + (token + n)[:, None] * (H * V) + h * V + v_V[None, :]
+        tl.store(v_ptr, v.to(v_THV.dtype.element_ty), mask=real[:, None] & (v_V >= 0)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests"])
@@ -124,7 +111,7 @@ def prepare_chunks(
     x_TX, query_start_R, context_len_R, decay_log_H, dt_bias_H,
     q_TGK, k_TGK, w_THK, v_THV, qk_THN, sum_TH, num_tokens, num_requests, x_stride,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    N: tl.constexpr, RP: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    N: tl.constexpr, LEVELS: tl.constexpr, RP: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A chunk of a request and a value head. U replaces the values."""
     H: tl.constexpr = G * HG
@@ -157,7 +144,7 @@ def prepare_chunks(
     tl.store(qk_THN + head * N + i * (H * N) + j, qk.to(dtype), mask=real[:, None] & (j >= 0))
 
     kk = tl.dot(k, tl.trans(k), input_precision="ieee")
-    inverse = invert(tl.where(i > j, kk * decay * beta[:, None], 0.0), N, PRECISION).to(dtype)
+    inverse = invert(tl.where(i > j, kk * decay * beta[:, None], 0.0), N, LEVELS, PRECISION).to(dtype)
     w = tl.dot(inverse, (k.to(tl.float32) * (beta * tl.exp(sum_N))[:, None]).to(dtype), input_precision="ieee")
     tl.store(w_THK + head * K + i * (H * K) + k_K[None, :], w.to(dtype), mask=is_k)
 

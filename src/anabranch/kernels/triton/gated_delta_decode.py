@@ -1,5 +1,5 @@
 """The gated delta net for requests with one new token: one program does a value head of a request from the convolution
-to the gated norm, and holds the head's state in registers.
+to the gated norm, and holds BV columns of the head's state in registers at a time.
 
 T token rows, R requests, G key heads (HG value heads share one), H value heads, K and V numbers of a key and a value,
 W width of the convolution and WP that rounded up, C convolved channels.
@@ -11,7 +11,8 @@ The HG programs of a key head all convolve its queries and keys, which costs les
 inputs in the page may be replaced only when all of those programs have read them: each counts, and the last one does
 it, and resets the counter for the next launch. So launches on a device must not overlap.
 
-On Hopper the kernel starts before its predecessor has finished (`DEPENDENT`), and prefetches its state to L2 (`FETCH`).
+On Hopper the kernel starts before its predecessor has finished (`DEPENDENT`), and prefetches its state to L2 where all
+its programs run at once (`FETCH`; with more, what L2 holds would be evicted before it is used).
 Pages, starts and lengths must have been written before the predecessor, as for attention. The state need not: it is
 read after the wait.
 """
@@ -68,7 +69,7 @@ def step_heads(
     conv_weight_CW, decay_log_H, dt_bias_H, norm_weight_V, y_THV, count_RG,
     num_tokens, num_requests, x_stride, conv_stride, state_stride, eps, trigger,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    WP: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr,
+    WP: tl.constexpr, BV: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Requests with several new tokens are left alone. Rows after the last request, and those of requests without
     context, become zero."""
@@ -125,12 +126,16 @@ def step_heads(
             keep(conv, q_channel, C, q_inputs, W, WP)
             keep(conv, k_channel, C, k_inputs, W, WP)
 
-    place = state + k_K[:, None] * V + v_V[None, :]
-    state_KV = tl.load(place, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
-    state_KV *= tl.exp(g_log)
-    delta = (v - tl.sum(state_KV * k[:, None], 0)) * beta
-    o = tl.sum(state_KV * q[:, None], 0) + delta * tl.sum(k * q, 0)
-    tl.store(place, (state_KV + k[:, None] * delta[None, :]).to(state_PHKV.dtype.element_ty))
+    decay, kq, block_B = tl.exp(g_log), tl.sum(k * q, 0), tl.arange(0, V // BV)[:, None]
+    v_BV, o_BV = tl.reshape(v, [V // BV, BV]), tl.zeros([V // BV, BV], tl.float32)
+    for block in range(V // BV):
+        place = state + k_K[:, None] * V + block * BV + tl.arange(0, BV)[None, :]
+        state_KV = tl.load(place, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32) * decay
+        delta = (tl.sum(tl.where(block_B == block, v_BV, 0.0), 0) - tl.sum(state_KV * k[:, None], 0)) * beta
+        o_V = tl.sum(state_KV * q[:, None], 0) + delta * kq
+        tl.store(place, (state_KV + k[:, None] * delta[None, :]).to(state_PHKV.dtype.element_ty))
+        o_BV = tl.where(block_B == block, o_V[None, :], o_BV)
+    o = tl.reshape(o_BV, [V])
     y = norm_gated(o[None, :], z[None, :], norm_weight, eps, y_THV.dtype.element_ty)
     tl.store(y_THV + (row.to(tl.int64) * H + h) * V + v_V[None, :], y)
 

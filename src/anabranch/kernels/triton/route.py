@@ -17,7 +17,7 @@ A NaN logit makes the row's weights NaN; its experts are still distinct.
 """
 
 # A tuple of Triton's may change its length:
-# mypy: disable-error-code="assignment, misc"
+# mypy: disable-error-code="assignment, index, misc"
 
 import functools
 import math
@@ -68,19 +68,24 @@ def _probability(x):
 
 
 @triton.jit
-def _choice(logit, expert, bias, E: tl.constexpr, SIGMOID: tl.constexpr):
-    """What the selection goes by."""
+def _choice(logit, expert, bias, softmax, E: tl.constexpr, SIGMOID: tl.constexpr):
+    """What the selection goes by. `softmax`: the peak and the total that make probabilities, where a bias is added."""
     choice = logit.to(tl.float32)
     if SIGMOID:
         choice = _probability(choice)
+    elif softmax is not None:
+        if INTERPRETED:
+            choice = tl.exp(choice - softmax[0]) / softmax[1]
+        else:
+            choice = tl.div_rn(libdevice.exp(choice - softmax[0]), softmax[1])
     if bias is not None:
         choice += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)
     return choice
 
 
 @triton.jit
-def _ordered_choice(logit, expert, bias, groups, E: tl.constexpr, SIGMOID: tl.constexpr, GROUP: tl.constexpr):
-    choice = _choice(logit, expert, bias, E, SIGMOID)
+def _ordered_choice(logit, expert, bias, softmax, groups, E: tl.constexpr, SIGMOID: tl.constexpr, GROUP: tl.constexpr):
+    choice = _choice(logit, expert, bias, softmax, E, SIGMOID)
     if groups is not None:
         choice = tl.where((groups >> (expert // GROUP)) & 1 != 0, choice, float("-inf"))
     return to_key(choice)
@@ -88,7 +93,7 @@ def _ordered_choice(logit, expert, bias, groups, E: tl.constexpr, SIGMOID: tl.co
 
 @triton.jit
 def _keys(
-    chunks, expert_RLV, bias, groups, E: tl.constexpr, SIGMOID: tl.constexpr, GROUP: tl.constexpr,
+    chunks, expert_RLV, bias, softmax, groups, E: tl.constexpr, SIGMOID: tl.constexpr, GROUP: tl.constexpr,
     ID_BITS: tl.constexpr, EXACT: tl.constexpr, LOG: tl.constexpr, LOG_VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Each lane's keys [R, L], rounded up to whole lists with keys that never win."""
@@ -96,7 +101,7 @@ def _keys(
     keys = ()
     for i in tl.static_range(len(chunks)):
         expert = expert_RLV + i * STEP
-        ordered = _ordered_choice(chunks[i], expert, bias, groups, E, SIGMOID, GROUP)
+        ordered = _ordered_choice(chunks[i], expert, bias, softmax, groups, E, SIGMOID, GROUP)
         inverted = ((1 << ID_BITS) - 1) - expert
         key = ordered + inverted if EXACT else (ordered & (-1 << ID_BITS)) | inverted
         if (i + 1) * STEP > E:
@@ -124,13 +129,13 @@ def _unsure(best, keys, E: tl.constexpr, K: tl.constexpr, ID_BITS: tl.constexpr,
 
 @triton.jit
 def _select_in_rounds(
-    row, bias, groups, E: tl.constexpr, E_P: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, GROUP: tl.constexpr,
-    LOG: tl.constexpr,
+    row, bias, softmax, groups, E: tl.constexpr, E_P: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr,
+    GROUP: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """One row, exact for any bits, by the whole warp: K times the best choice and, among equals, the lowest id."""
     expert = tl.arange(0, E_P)
     logit = tl.load(row + expert, mask=expert < E, other=0.0)
-    ordered = tl.where(expert < E, _ordered_choice(logit, expert, bias, groups, E, SIGMOID, GROUP), LOWEST)
+    ordered = tl.where(expert < E, _ordered_choice(logit, expert, bias, softmax, groups, E, SIGMOID, GROUP), LOWEST)
     slot_K = tl.arange(0, 1 << LOG)
     id_K = tl.zeros((1 << LOG,), tl.int32)
     for k in range(K):
@@ -148,7 +153,7 @@ def _best_two(a0, a1, b0, b1):
 
 @triton.jit
 def _allowed_groups(
-    row, is_token_R, bias,
+    row, is_token_R, bias, softmax,
     E: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_P: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +165,7 @@ def _allowed_groups(
     logit = tl.load(
         row[:, None, None] + expert_GS[None], mask=is_token_R[:, None, None] & is_expert_GS[None], other=0.0
     )
-    choice = _choice(logit, tl.where(is_expert_GS, expert_GS, E)[None], bias, E, SIGMOID)
+    choice = _choice(logit, tl.where(is_expert_GS, expert_GS, E)[None], bias, softmax, E, SIGMOID)
     choice = tl.where(is_expert_GS[None], choice, float("-inf"))
     if bias is None or GROUP == 1:
         score_RG = tl.max(choice, 2)
@@ -175,6 +180,22 @@ def _allowed_groups(
         allowed_R |= 1 << winner_R
         left_RG = tl.where(group_G[None, :] == winner_R[:, None], LOWEST, left_RG)
     return allowed_R
+
+
+@triton.jit
+def _softmax(chunks, expert_RLV, E: tl.constexpr):
+    """Each row's peak, and the sum of exp(logit − peak) over all experts."""
+    STEP: tl.constexpr = expert_RLV.shape[1] * expert_RLV.shape[2]
+    peak_R = tl.full((chunks[0].shape[0],), float("-inf"), tl.float32)
+    for i in tl.static_range(len(chunks)):
+        logit = tl.where(expert_RLV + i * STEP < E, chunks[i].to(tl.float32), float("-inf"))
+        peak_R = tl.maximum(peak_R, tl.max(tl.max(logit, 2), 1))
+    peak_R = tl.where(peak_R == float("-inf"), 0.0, peak_R)
+    total_R = tl.zeros(peak_R.shape, tl.float32)
+    for i in tl.static_range(len(chunks)):
+        term = tl.exp(chunks[i].to(tl.float32) - peak_R[:, None, None])
+        total_R += tl.sum(tl.sum(tl.where(expert_RLV + i * STEP < E, term, 0.0), 2), 1)
+    return peak_R, tl.where(total_R == 0, 1.0, total_R)
 
 
 # The kernel
@@ -206,13 +227,24 @@ def route_kernel(
     expert_RLV = (tl.arange(0, LANES) * VECTOR)[None, :, None] + tl.arange(0, VECTOR)[None, None, :]
 
     chunks = _load(row, is_token_R, expert_RLV, E)
+    BY_SHARE: tl.constexpr = select_bias is not None and not SIGMOID
+    peak_R = None
+    whole_R = None
+    softmax = None
+    if BY_SHARE:
+        peak_R, whole_R = _softmax(chunks, expert_RLV, E)
+        softmax = (peak_R[:, None, None], whole_R[:, None, None])
     groups_R = None
     groups = None
     if GROUPS > 1:
-        groups_R = _allowed_groups(row, is_token_R, select_bias, E, SIGMOID, GROUPS, GROUPS_P, TOP_GROUPS, GROUP_P)
+        groups_R = _allowed_groups(
+            row, is_token_R, select_bias, softmax, E, SIGMOID, GROUPS, GROUPS_P, TOP_GROUPS, GROUP_P
+        )
         groups = groups_R[:, None, None]
 
-    keys = _keys(chunks, expert_RLV, select_bias, groups, E, SIGMOID, E // GROUPS, ID_BITS, EXACT, LOG, LOG_VECTOR)
+    keys = _keys(
+        chunks, expert_RLV, select_bias, softmax, groups, E, SIGMOID, E // GROUPS, ID_BITS, EXACT, LOG, LOG_VECTOR
+    )
     best = best_of(keys, LOG)
     key_RK = pack(best, LOG)
     id_RK = ((1 << ID_BITS) - 1) - (key_RK & ((1 << ID_BITS) - 1))
@@ -226,8 +258,13 @@ def route_kernel(
                     its_groups = None
                     if GROUPS > 1:
                         its_groups = tl.sum(tl.where(place_R == r, groups_R, 0), 0)
+                    its_softmax = None
+                    if BY_SHARE:
+                        is_it_R = place_R == r
+                        its_peak = tl.sum(tl.where(is_it_R, peak_R, 0.0), 0)
+                        its_softmax = (its_peak, tl.sum(tl.where(is_it_R, whole_R, 0.0), 0))
                     id_K = _select_in_rounds(
-                        one, select_bias, its_groups, E, 1 << ID_BITS, K, SIGMOID, E // GROUPS, LOG
+                        one, select_bias, its_softmax, its_groups, E, 1 << ID_BITS, K, SIGMOID, E // GROUPS, LOG
                     )
                     id_RK = tl.where((place_R == r)[:, None], id_K[None, :], id_RK)
 
@@ -242,12 +279,9 @@ def route_kernel(
         weight_RK = tl.where(is_slot_RK, _probability(logit_RK), 0.0)
     else:
         logit_RK = tl.where(is_slot_RK, logit_RK, float("-inf"))
-        peak_R = tl.max(logit_RK, 1)
-        if select_bias is not None:  # the best logit need not be among the chosen
-            for i in tl.static_range(CHUNKS):
-                logit = tl.where(expert_RLV + i * CHUNK < E, chunks[i].to(tl.float32), float("-inf"))
-                peak_R = tl.maximum(peak_R, tl.max(tl.max(logit, 2), 1))
-        peak_R = tl.where(peak_R == float("-inf"), 0.0, peak_R)
+        if not BY_SHARE:  # else the best logit need not be among the chosen
+            peak_R = tl.max(logit_RK, 1)
+            peak_R = tl.where(peak_R == float("-inf"), 0.0, peak_R)
         weight_RK = tl.exp(logit_RK - peak_R[:, None])
     if RENORMALIZE:
         total_R = tl.sum(weight_RK, 1)

@@ -17,6 +17,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     GroupedTiles,
     HopperTiles,
     Machine,
+    PackedTiles,
     Shape,
     Tile,
     Tiles,
@@ -35,6 +36,8 @@ def searches(num_tokens: int, shape: Shape, machine: Machine, full: bool = False
     if shape.format != PLAIN.name:
         if isinstance(rule, HopperTiles):
             found += fp8_searches(rule)
+        if isinstance(rule, PackedTiles):
+            found += packed_searches(rule)
         portable = choose(num_tokens, shape, machine=replace(machine, hopper=False))
         if isinstance(portable, GroupedTiles) and (rule == portable or num_tokens <= 64):
             found += quantized_searches(portable, shape, machine, full)
@@ -112,6 +115,12 @@ def fp8_searches(rule: HopperTiles) -> Iterator[Search[Tiles]]:
     """experts_hopper_fp8: other numbers of rows that pass through all columns together."""
     gate_ups = tuple({"gate_up": replace(rule.gate_up, group=group)} for group in (2, 8))
     yield Search(rule, (gate_ups, tuple({"down": replace(rule.down, group=group)} for group in (2, 8))))
+
+
+def packed_searches(rule: PackedTiles) -> Iterator[Search[Tiles]]:
+    """experts_hopper_packed: tiles of other sizes."""
+    for rows, stages in (16, 8), (32, 6), (64, 5):
+        yield Search(PackedTiles(rows, stages), (tuple({"group": group} for group in (4,) if rule.rows > 32),))
 
 
 def hopper_searches(num_tokens: int, rows_per_expert: float, full: bool) -> Iterator[Search[Tiles]]:

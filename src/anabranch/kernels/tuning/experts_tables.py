@@ -9,12 +9,26 @@ import torch
 import triton
 
 from anabranch.formats import PLAIN
-from anabranch.kernels.tuning.experts_tiles import MANY, GroupedTiles, HopperTiles, Shape, SmallTiles, Tile, Tiles
+from anabranch.kernels.tuning.experts_tiles import (
+    MANY,
+    GroupedTiles,
+    HopperTiles,
+    PackedTiles,
+    Shape,
+    SmallTiles,
+    Tile,
+    Tiles,
+)
 from anabranch.kernels.tuning.table import Facts, Table, find, hash_files
 
 TILES_VERSION = 1
 """Raise it when a field of the tiles changes its meaning, or a kernel changes so much that shipped times mislead."""
-KINDS: dict[str, type[Tiles]] = {"small": SmallTiles, "grouped": GroupedTiles, "hopper": HopperTiles}
+KINDS: dict[str, type[Tiles]] = {
+    "small": SmallTiles,
+    "grouped": GroupedTiles,
+    "hopper": HopperTiles,
+    "packed": PackedTiles,
+}
 
 
 def good_for(shape: Shape, device: torch.device) -> Facts:
@@ -79,7 +93,11 @@ class TilesCodec:
         elif field.type is bool:
             if type(value) is bool:
                 return value
-        elif type(value) is int and 0 <= value <= 256 and (_is_power(value) or field.name in ("ahead", "extra")):
+        elif (
+            type(value) is int
+            and 0 <= value <= 256
+            and (_is_power(value) or field.name in ("ahead", "extra", "stages"))
+        ):
             return value
         raise ValueError(f"{field.name} = {value!r}")
 

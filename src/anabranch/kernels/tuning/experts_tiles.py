@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from anabranch.formats import PLAIN, Grouped, named
+from anabranch.formats import PLAIN, Format, Grouped, named
 
 MANY = 1 << 16
 """As a group of tiles: all of them."""
@@ -108,7 +108,18 @@ class HopperTiles:
     """Rows that a tile may hold beyond its slabs: 0 or 16, the latter with two warpgroups of one slab each."""
 
 
-Tiles = SmallTiles | GroupedTiles | HopperTiles
+@dataclass(frozen=True, slots=True)
+class PackedTiles:
+    """experts_hopper_packed."""
+
+    rows: int
+    """Tokens of a tile: 16, 32 or 64."""
+    stages: int
+    group: int = 1
+    """As in Tile."""
+
+
+Tiles = SmallTiles | GroupedTiles | HopperTiles | PackedTiles
 
 SMALL_TOKENS = 8
 """Up to this many experts_small is fastest."""
@@ -122,6 +133,9 @@ HOPPER_TOKENS = 64
 """Above, experts_hopper is at least as fast as experts_grouped."""
 HOPPER_FP8_TOKENS = 8
 """Likewise experts_hopper_fp8."""
+LEAST_COLUMNS = 16
+PACKED_TOKENS = 8
+"""Likewise experts_hopper_packed."""
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -145,6 +159,8 @@ def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Mac
             return choose_hopper(rows_per_expert, shape.inner)
         if format.is_block_fp8 and num_tokens > HOPPER_FP8_TOKENS:
             return HopperTiles(2, 2, 1, Tile(128, 128, 4, 4, group=4), Tile(256, 128, 4, 4, group=4))
+        if is_packed(format) and num_tokens > PACKED_TOKENS:
+            return choose_packed(rows_per_expert)
     if isinstance(format, Grouped):
         tiles = fit(choose_quantized(num_tokens, rows_per_expert, shape, format), shape.dtype, machine)
     else:
@@ -178,6 +194,17 @@ def choose_hopper(rows_per_expert: float, inner: int) -> HopperTiles:
         return HopperTiles(2, 2, 1, Tile(128, 64, 4, 4, group=4), Tile(256, 64, 4, 4, group=4))
     # From about 128 rows on, half the experts would have a last tile with a few rows.
     return HopperTiles(2, 2, 1, Tile(128, 64, 4, 4, group=2), Tile(256, 64, 4, 4, group=2), extra=16)
+
+
+def is_packed(format: Format) -> bool:
+    """Whether experts_hopper_packed multiplies weights of this format."""
+    return isinstance(format, Grouped) and (format.numbers, format.rows, format.group) == ("int4", 1, 128)
+
+
+def choose_packed(rows_per_expert: float) -> PackedTiles:
+    if rows_per_expert <= 8:
+        return PackedTiles(16, 8)
+    return PackedTiles(32, 6) if rows_per_expert <= 24 else PackedTiles(64, 5)
 
 
 def choose_grouped(num_tokens: int, rows_per_expert: float, dtype: torch.dtype, machine: Machine) -> GroupedTiles:
@@ -214,7 +241,11 @@ def choose_quantized(num_tokens: int, rows_per_expert: float, shape: Shape, form
 
 
 def fit(tiles: GroupedTiles, dtype: torch.dtype, machine: Machine) -> GroupedTiles:
-    """As many stages as there is shared memory for, and half the columns where there is not enough for two."""
+    """As many stages as there is shared memory for, and half the columns, or else rows, where there is not enough for
+    two."""
+    deepest = max(tiles.gate_up.depth, tiles.down.depth)
+    if 2 * (tiles.rows + 2 * LEAST_COLUMNS) * deepest * dtype.itemsize > machine.shared_bytes:
+        return fit(replace(tiles, rows=tiles.rows // 2), dtype, machine)
 
     def fitted(tile: Tile, operands: int) -> Tile:
         stage = (tiles.rows + operands * tile.columns) * tile.depth * dtype.itemsize
@@ -231,7 +262,7 @@ def adapt(tiles: Tiles, num_tokens: int, combine: str, machine: Machine) -> Tile
         if num_tokens > MOST_SMALL_TOKENS:
             return None
         return replace(tiles, by_token=False) if combine == "unfused" else tiles
-    if isinstance(tiles, HopperTiles):
+    if isinstance(tiles, HopperTiles | PackedTiles):
         return tiles if machine.hopper and combine != "fused" else None
     if (tiles.match and num_tokens > tiles.rows) or (tiles.add and combine not in ("fastest", "fused")):
         return None
@@ -252,5 +283,7 @@ def label(tiles: Tiles) -> str:
     if isinstance(tiles, HopperTiles):
         rows = f"{64 * tiles.slabs}{f'+{tiles.extra}' if tiles.extra else ''}/{tiles.groups}"
         return f"hopper {rows} p{tiles.programs}: {one(tiles.gate_up)} | {one(tiles.down)}"
+    if isinstance(tiles, PackedTiles):
+        return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}"
     how = (" match" if tiles.match else "") + (" add" if tiles.add else "")
     return f"grouped {tiles.rows}{how}: {one(tiles.gate_up)} | {one(tiles.down)}"

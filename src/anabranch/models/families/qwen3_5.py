@@ -2,8 +2,8 @@
 
 Attention has a gate on its result and turns a quarter of each head; norms are kept less 1; experts have a shared one,
 times a sigmoid gate. `qwen3_5` and `qwen3_5_moe` wrap the config of the text model in `text_config`. Positions in three
-dimensions (`mrope_section`) are equal for text, which makes them plain ones. Images and the draft layer (`mtp`) are
-not read.
+dimensions (`mrope_section`) are equal for text, which makes them plain ones. Images are not read, the draft layer
+(`mtp`) only for speculation.
 """
 
 from dataclasses import replace
@@ -33,8 +33,6 @@ def read_mixers(keys: Keys, *, default_kv_heads: int = 2, interleaved: bool = Fa
     """Of each layer; also of Qwen3-Next. `interleaved`: how checkpoints keep the delta nets' projections."""
     keys.refuse_unless("hidden_act", ("silu",), "the convolution would use it too, and only silu is supported there")
     keys.refuse_unless("attn_output_gate", (True,), "only attention with a gate is supported")
-    if "partial_rotary_factor" in keys.raw and keys.raw["partial_rotary_factor"] is None:
-        raise keys.fail("'partial_rotary_factor' must be a number, not null")
     attention = read_attention(keys, default_head_dim=256, default_kv_heads=default_kv_heads, default_rotary=0.25)
     delta = GatedDeltaConfig(
         num_key_heads=keys.integer("linear_num_key_heads", default=16),
@@ -71,6 +69,7 @@ FAMILY = Family(
     prefixes=("model.language_model.", "model."),
     ignored=(".rotary_emb.inv_freq", "model.visual.", "mtp."),
     norms_from_one=True,
+    has_draft_layer=True,
     tiny={
         "qwen3_5_moe_text": TINY_MOE,
         "qwen3_5_moe": {"text_config": TINY_MOE},

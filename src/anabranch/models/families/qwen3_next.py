@@ -20,5 +20,6 @@ FAMILY = Family(
     read=read,
     ignored=(".rotary_emb.inv_freq", "mtp."),
     norms_from_one=True,
+    has_draft_layer=True,
     tiny={"qwen3_next": TINY_DELTA | {"shared_expert_intermediate_size": 48}},
 )

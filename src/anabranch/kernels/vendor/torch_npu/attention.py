@@ -31,7 +31,7 @@ def accepts(call: AttentionCall) -> bool:
     half = q_THD.dtype in (torch.float16, torch.bfloat16) and k_PSGD.dtype == v_PSGE.dtype == q_THD.dtype
     shaped = page_size % PAGE == 0 and width % 16 == 0 and width <= WIDEST and q_THD.shape[1] <= MOST_HEADS * kv_heads
     whole = k_PSGD.is_contiguous() and v_PSGE.is_contiguous() and k_PSGD.shape == v_PSGE.shape
-    return half and shaped and whole and q_THD.shape[0] > 0
+    return half and shaped and whole and q_THD.shape[0] > 0 and call.sink_H is None
 
 
 @ops.attention.kernel("torch_npu", on=("npu",), accepts=accepts)

@@ -1,0 +1,379 @@
+"""Experts with weights of 4 bits on Hopper, from a few tokens on.
+
+T tokens, D hidden width, K experts per token, I expert width (`inner`), N = T · K pairs, M tiles, R rows of a tile.
+
+Like experts_hopper, with operands swapped: weights are the rows of a product and tokens its columns, so a tile of a few
+tokens costs little. Packed weights go from shared memory to the registers that the matrix unit reads, and become bf16
+on the way. A stage has 128 inputs, which share a scale: of a byte, the lower half belongs to the first 64 and the upper
+half to the others. Their sum starts from zero, and is multiplied by the scale and added in fp32 on ordinary cores.
+
+Each of two warpgroups has 128 rows of weights: 64 of gate and 64 of up, or 128 of down.
+
+Not supported: biases, groups of other sizes than 128, inputs that are no multiple of it.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.compiling.gluon_names import thread_load, tma_load
+from anabranch.kernels.triton.experts_ring import locate, publish_tile, read_tile
+from anabranch.kernels.triton.gated import activate
+
+PACKED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+"""How packed weights and rows of activations lie in shared memory."""
+
+
+def weight_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Two bytes at a time."""
+    return TensorDescriptor.from_tensor(tensor.view(torch.int16).view(-1, tensor.shape[-1] // 2), [rows, 32], PACKED)
+
+
+def row_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, [rows, 64], ROWS)
+
+
+# Partitions have long parameter lists; one name per line would hide what they do.
+# fmt: off
+
+
+@gluon.jit
+def make_ring(
+    w_desc, BN: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr,
+):
+    """For each stage BN rows of packed weights, two bytes in a number, and both halves of R rows. See experts_ring."""
+    w_ring = gl.allocate_shared_memory(gl.int16, [STAGES, BN, 32], w_desc.layout)
+    x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, R, 64], x_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    tile_info = gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=ARRIVALS)
+        mbarrier.init(empty.index(stage), count=2)
+    return w_ring, x_ring, full, empty, tile_info
+
+
+@gluon.jit
+def unpack(packed, zero):
+    """Of two bytes: both lower halves and both upper halves, minus zero, in bf16. A number n in the last bits of 128 is
+    128 + n; `zero` is 128 more than the zero point."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, z, some, one;
+        mov.b32 some, 0x000F000F;
+        mov.b32 one, 0x43004300;
+        cvt.u32.u16 a, $4;
+        mov.b32 z, {$5, $5};
+        prmt.b32 a, a, 0, 0x4140;
+        shr.b32 b, a, 4;
+        lop3.b32 a, a, some, one, 0xEA;
+        lop3.b32 b, b, some, one, 0xEA;
+        sub.bf16x2 a, a, z;
+        sub.bf16x2 b, b, z;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        }
+        """,
+        "=h,=h,=h,=h,h,h", [packed, zero],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+    )
+
+
+@gluon.jit
+def operands(packed, zero, R: gl.constexpr):
+    """Two operands of 64 outputs and 64 inputs each, from 64 x 64 bytes in shared memory; a zero for each output."""
+    pairs: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 4], [8, 0], [0, 8], [0, 16]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]], block_bases=[],
+        shape=[64, 32],
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16]), 2)
+    a, b, c, d = unpack(packed.load(pairs), gl.convert_layout(zero, gl.SliceLayout(1, pairs))[:, None])
+    low = gl.reshape(gl.join(a, b), [64, 64])
+    high = gl.reshape(gl.join(c, d), [64, 64])
+    return gl.convert_layout(low, operand, assert_trivial=True), gl.convert_layout(high, operand, assert_trivial=True)
+
+
+@gluon.jit
+def load_point(zero, place):
+    """128 more than zero points, or than 8, in bf16."""
+    if zero is None:
+        return (place * 0 + 136).to(gl.bfloat16)
+    else:
+        return (gl.load(zero + place).to(gl.int32) + 128).to(gl.bfloat16)
+
+
+@gluon.jit
+def multiply(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+             DEPTH: gl.constexpr, GATHERED: gl.constexpr):
+    """Products of 64 outputs from row LEFT of a stage on and 64 from row RIGHT on, and the next step. `left` and
+    `right`: where the scales of each output begin; they are loaded one step ahead."""
+    w_ring, x_ring, full, empty, tile_info = ring
+    STAGES: gl.constexpr = w_ring.shape[0]
+    R: gl.constexpr = x_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    first = gl.zeros([64, R], gl.float32, layout)
+    second = gl.zeros([64, R], gl.float32, layout)
+    part = gl.zeros([64, R], gl.float32, layout)
+    left_scale = gl.load(scale + left).to(gl.float32)
+    right_scale = gl.load(scale + right).to(gl.float32)
+    left_zero = load_point(zero, left)
+    right_zero = load_point(zero, right)
+    for k in range(0, DEPTH, 128):
+        s_left, s_right, z_left, z_right = left_scale, right_scale, left_zero, right_zero
+        ahead = gl.minimum(k + 128, DEPTH - 128) // 128
+        left_scale = gl.load(scale + left + ahead).to(gl.float32)
+        right_scale = gl.load(scale + right + ahead).to(gl.float32)
+        left_zero = load_point(zero, left + ahead)
+        right_zero = load_point(zero, right + ahead)
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        if GATHERED:
+            fence_async_shared()  # rows were written by threads, not by the copy engine
+        weights = w_ring.index(stage)
+        x_low = x_ring.index(2 * stage).permute([1, 0])
+        x_high = x_ring.index(2 * stage + 1).permute([1, 0])
+        low, high = operands(weights.slice(LEFT, 64, dim=0), z_left, R)
+        part = warpgroup_mma(low, x_low, part, use_acc=False, is_async=True)
+        part = warpgroup_mma(high, x_high, part, is_async=True)
+        low, high = operands(weights.slice(RIGHT, 64, dim=0), z_right, R)
+        part = warpgroup_mma_wait(0, deps=[part])
+        first += part * s_left[:, None]
+        part = warpgroup_mma(low, x_low, part, use_acc=False, is_async=True)
+        part = warpgroup_mma(high, x_high, part, is_async=True)
+        part = warpgroup_mma_wait(0, deps=[part])
+        mbarrier.arrive(empty.index(stage), count=1)
+        second += part * s_right[:, None]
+        step += 1
+    return first, second, step
+
+
+@gluon.jit
+def gate_up_warpgroup(
+    scale, zero, h_NI, inner, ring,
+    WHO: gl.constexpr, DEPTH: gl.constexpr, ACTIVATION: gl.constexpr,
+):
+    w_ring, x_ring, full, empty, tile_info = ring
+    BN: gl.constexpr = w_ring.shape[1] // 2
+    R: gl.constexpr = x_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    f = gl.arange(0, 64, gl.SliceLayout(1, layout)) + WHO * 64
+    out_r = gl.arange(0, R, gl.SliceLayout(1, out))
+    out_c = gl.arange(0, 64, gl.SliceLayout(0, out)) + WHO * 64
+    step = 0
+    block, begin, end, expert = read_tile(tile_info, full, step)
+    while block >= 0:
+        row = (expert * (2 * inner) + block * BN + f) * (DEPTH // 128)
+        gate, up, step = multiply(
+            ring, step, scale, zero, row, row + inner * (DEPTH // 128), WHO * 64, BN + WHO * 64, DEPTH, True,
+        )
+        h = activate(gate, up, ACTIVATION).to(h_NI.dtype.element_ty)
+        h = gl.convert_layout(gl.permute(h, [1, 0]), out)
+        pointer = h_NI + (begin + out_r).to(gl.int64)[:, None] * inner + (block * BN + out_c)[None, :]
+        gl.store(pointer, h, mask=(begin + out_r < end)[:, None])
+        block, begin, end, expert = read_tile(tile_info, full, step)
+
+
+@gluon.jit
+def store_columns(acc, weight, pair, rows_ND, first_column, D, out: gl.constexpr):
+    """64 columns of weighted rows, each to its pair."""
+    column = first_column + gl.arange(0, 64, gl.SliceLayout(0, out))
+    value = gl.convert_layout(gl.permute((acc * weight[None, :]).to(rows_ND.dtype.element_ty), [1, 0]), out)
+    pointer = rows_ND + pair.to(gl.int64)[:, None] * D + column[None, :]
+    gl.store(pointer, value, mask=(pair >= 0)[:, None] & (column < D)[None, :])
+
+
+@gluon.jit
+def down_warpgroup(
+    scale, zero, weight_N, rows_ND, order_N, D, ring,
+    WHO: gl.constexpr, DEPTH: gl.constexpr,
+):
+    w_ring, x_ring, full, empty, tile_info = ring
+    BN: gl.constexpr = w_ring.shape[1]
+    R: gl.constexpr = x_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    f = gl.arange(0, 64, gl.SliceLayout(1, layout)) + WHO * 128
+    out_r = gl.arange(0, R, gl.SliceLayout(1, out))
+    r = gl.arange(0, R, gl.SliceLayout(0, layout))
+    step = 0
+    block, begin, end, expert = read_tile(tile_info, full, step)
+    while block >= 0:
+        pair = gl.load(order_N + begin + out_r, mask=begin + out_r < end, other=-1)
+        weight = gl.load(weight_N + begin + r, mask=begin + r < end, other=0.0)
+        first = block * BN + f
+        left, right, step = multiply(
+            ring, step, scale, zero, (expert * D + gl.minimum(first, D - 1)) * (DEPTH // 128),
+            (expert * D + gl.minimum(first + 64, D - 1)) * (DEPTH // 128), WHO * 128, WHO * 128 + 64, DEPTH, False,
+        )
+        column = block * BN + WHO * 128
+        store_columns(left, weight, pair, rows_ND, column, D, out)
+        store_columns(right, weight, pair, rows_ND, column + 64, D, out)
+        block, begin, end, expert = read_tile(tile_info, full, step)
+
+
+@gluon.jit
+def gather_depth(
+    x_TD, w_desc, offset, real, first, inner, step, ring, BEGIN: gl.constexpr, END: gl.constexpr,
+):
+    """Fill a stage for every 128 inputs from BEGIN to END."""
+    w_ring, x_ring, full, empty, tile_info = ring
+    STAGES: gl.constexpr = w_ring.shape[0]
+    BN: gl.constexpr = w_ring.shape[1] // 2
+    for k in range(BEGIN, END, 128):
+        stage = step % STAGES
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, 2 * BN * 64)
+        w = w_ring.index(stage)
+        tma_load(w_desc, [first, k // 4], bar, w.slice(0, BN, dim=0))
+        tma_load(w_desc, [first + inner, k // 4], bar, w.slice(BN, BN, dim=0))
+        thread_load(x_ring.index(2 * stage), x_TD + (offset + k), mask=real)
+        thread_load(x_ring.index(2 * stage + 1), x_TD + (offset + k + 64), mask=real)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+        step += 1
+    return step
+
+
+@gluon.jit
+def gather_and_load(
+    x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner, counter, ring,
+    K: gl.constexpr, DEPTH: gl.constexpr, BAND: gl.constexpr,
+):
+    """The loading warps of the gate/up product."""
+    w_ring, x_ring, full, empty, tile_info = ring
+    STAGES: gl.constexpr = w_ring.shape[0]
+    BN: gl.constexpr = w_ring.shape[1] // 2
+    R: gl.constexpr = x_ring.shape[1]
+    HEAD: gl.constexpr = STAGES * 128 if STAGES * 128 < DEPTH else DEPTH
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = gl.arange(0, R, gl.SliceLayout(1, layout))
+    d = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    step = 0
+    index = gl.program_id(0)
+    block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
+    pair = gl.load(order_N + begin + r, mask=begin + r < end, other=0)
+    while index < num_tiles * num_blocks:
+        publish_tile(tile_info, empty, step, block, begin, end, expert)
+        offset = (pair // K)[:, None] * x_stride + d[None, :]
+        real = (begin + r < end)[:, None]
+        first = expert * (2 * inner) + block * BN
+        step = gather_depth(x_TD, w_desc, offset, real, first, inner, step, ring, 0, HEAD)
+        index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
+        pair = gl.load(order_N + begin + r, mask=begin + r < end, other=0)
+        step = gather_depth(x_TD, w_desc, offset, real, first, inner, step, ring, HEAD, DEPTH)
+    publish_tile(tile_info, empty, step, -1, 0, 0, 0)
+    mbarrier.expect(full.index(step % STAGES), 0)
+    async_copy.mbarrier_arrive(full.index(step % STAGES), increment_count=False)
+
+
+@gluon.jit
+def load_depth(h_desc, w_desc, first, row, step, ring, BEGIN: gl.constexpr, END: gl.constexpr, EARLY: gl.constexpr):
+    """Fill a stage for every 128 inputs from BEGIN to END; the first EARLY steps have their weights already."""
+    w_ring, x_ring, full, empty, tile_info = ring
+    STAGES: gl.constexpr = w_ring.shape[0]
+    BN: gl.constexpr = w_ring.shape[1]
+    R: gl.constexpr = x_ring.shape[1]
+    for k in range(BEGIN, END, 128):
+        stage = step % STAGES
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, BN * 64 + R * 256)
+        tma_load(w_desc, [first, k // 4], bar, w_ring.index(stage), pred=step >= EARLY)
+        tma_load(h_desc, [row, k], bar, x_ring.index(2 * stage))
+        tma_load(h_desc, [row, k + 64], bar, x_ring.index(2 * stage + 1))
+        step += 1
+    return step
+
+
+@gluon.jit
+def load_rows(
+    h_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, counter, ring,
+    DEPTH: gl.constexpr, BAND: gl.constexpr,
+):
+    """The loading warp of the down product: rows of h are in tile order. The first weights are loaded before the
+    gate/up kernel has finished; h is read after that."""
+    w_ring, x_ring, full, empty, tile_info = ring
+    STAGES: gl.constexpr = w_ring.shape[0]
+    BN: gl.constexpr = w_ring.shape[1]
+    HEAD: gl.constexpr = STAGES * 128 if STAGES * 128 < DEPTH else DEPTH
+    EARLY: gl.constexpr = HEAD // 128
+    step = 0
+    index = gl.program_id(0)
+    block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
+    for early in gl.static_range(EARLY):
+        tma_load(
+            w_desc, [expert * D + block * BN, early * 32], full.index(early), w_ring.index(early),
+            pred=index < num_tiles * num_blocks,
+        )
+    gdc_wait()
+    while index < num_tiles * num_blocks:
+        publish_tile(tile_info, empty, step, block, begin, end, expert)
+        first, row = expert * D + block * BN, begin
+        step = load_depth(h_desc, w_desc, first, row, step, ring, 0, HEAD, EARLY)
+        index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
+        step = load_depth(h_desc, w_desc, first, row, step, ring, HEAD, DEPTH, EARLY)
+    publish_tile(tile_info, empty, step, -1, 0, 0, 0)
+    mbarrier.expect(full.index(step % STAGES), 0)
+
+
+@gluon.jit(do_not_specialize=["max_tiles"])
+def gate_up_hopper_packed(
+    x_TD, x_stride, w_desc, scale, zero, h_NI, order_N, tile_3M, head, max_tiles, inner,
+    K: gl.constexpr, R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    BAND: gl.constexpr, ACTIVATION: gl.constexpr,
+):
+    """h[row, columns] = activation(gate · x) · (up · x); DEPTH is D."""
+    BN: gl.constexpr = 128
+    ring = make_ring(w_desc, 2 * BN, R, STAGES, 129)
+    gdc_wait()
+    gdc_launch_dependents()
+    num_tiles = gl.load(head)
+    num_blocks = gl.cdiv(inner, BN)
+    gl.warp_specialize(
+        [
+            (gate_up_warpgroup, (scale, zero, h_NI, inner, ring, 0, DEPTH, ACTIVATION)),
+            (gate_up_warpgroup, (scale, zero, h_NI, inner, ring, 1, DEPTH, ACTIVATION)),
+            (gather_and_load, (x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner,
+                               head + 1, ring, K, DEPTH, BAND)),
+        ],
+        [4, 4], [224, 56],
+    )
+
+
+@gluon.jit(do_not_specialize=["max_tiles"])
+def down_hopper_packed(
+    weight_N, h_desc, w_desc, scale, zero, rows_ND, order_N, tile_3M, head, max_tiles, D,
+    R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+):
+    """rows[pair, columns] = weight · (down · h); DEPTH is I, weights are in tile order."""
+    BN: gl.constexpr = 256
+    ring = make_ring(w_desc, BN, R, STAGES, 1)
+    gdc_launch_dependents()
+    num_tiles = gl.load(head)
+    num_blocks = gl.cdiv(D, BN)
+    gl.warp_specialize(
+        [
+            (down_warpgroup, (scale, zero, weight_N, rows_ND, order_N, D, ring, 0, DEPTH)),
+            (down_warpgroup, (scale, zero, weight_N, rows_ND, order_N, D, ring, 1, DEPTH)),
+            (load_rows, (h_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2, ring,
+                         DEPTH, BAND)),
+        ],
+        [4, 1], [224, 40],
+    )

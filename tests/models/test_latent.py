@@ -1,0 +1,169 @@
+"""Families with latent attention: published configs, and what is refused. test_transformers judges their logits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch.engine.plan import count_active, count_weights
+from anabranch.engine.single import SingleSequence
+from anabranch.loader.load import load_model
+from anabranch.models.config import read_config
+from anabranch.models.keys import ConfigError
+from tests.models import tiny
+
+# The keys of the files that model authors publish.
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+KIMI_K2 = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+GLM_4_7_FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+PUBLISHED = {"deepseek-v3": (DEEPSEEK_V3, 671, 37), "kimi-k2": (KIMI_K2, 1026, 32), "flash": (GLM_4_7_FLASH, 30, 3.6)}
+"""Config, billions of parameters, and of those that a token passes through."""
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_configs_are_read(model: str, tmp_path: Path) -> None:
+    raw, total, active = PUBLISHED[model]
+    config = read_config(write(tmp_path, raw))
+    assert sum(count_weights(config).values()) / 1e9 == pytest.approx(total, rel=0.01)
+    assert count_active(config) / 1e9 == pytest.approx(active, rel=0.05)
+    assert [group.num_values for group in config.cache_groups] == [576 * raw["num_hidden_layers"]]
+
+
+def test_yarn_scales_the_scores(tmp_path: Path) -> None:
+    mixer: Any = read_config(write(tmp_path, DEEPSEEK_V3)).layers[0].mixer
+    assert mixer.scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)  # 1 + 0.1 ln 40
+    assert mixer.rope.attention_factor == 1.0  # of two that cancel
+
+
+def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
+    folder = tiny.save(next(case for case in tiny.CASES if case.name == "deepseek_v3_published"), tmp_path)
+    prompt = list(range(20))
+    expected = SingleSequence(load_model(folder, dtype="float32"), 32).forward(prompt)
+    write(folder, json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"})
+    assert torch.equal(SingleSequence(load_model(folder, dtype="float32"), 32).forward(prompt), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attention_bias": True, "q_lora_rank": None}, "'attention_bias' = true is supported only with a 'q_lora_r"),
+        ({"num_key_value_heads": 8}, "'num_key_value_heads' = 8"),
+        ({"n_group": 7}, "'n_group' = 7"),
+        ({"topk_group": 9}, "'topk_group' = 9"),
+        ({"scoring_func": "softmax"}, "'scoring_func'"),
+        ({"moe_layer_freq": 2}, "'moe_layer_freq'"),
+        ({"qk_rope_head_dim": 63}, "'qk_rope_head_dim' = 63 must be even"),
+        ({"head_dim": 128}, "'head_dim' = 128"),
+    ],
+)
+def test_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_config(write(tmp_path, DEEPSEEK_V3 | change))
+    assert named in str(error.value)
+
+
+def test_an_fp8_cache_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="latent rows, which are not supported in FP8; use kv_cache_dtype auto"):
+        read_config(write(tmp_path, DEEPSEEK_V3), kv_cache_dtype="fp8_e4m3")
