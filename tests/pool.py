@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+PROGRESS_SECONDS = 30
 FOLDER = "ANABRANCH_TEST_POOL"
 """The environment variable that names the folder of claims and reports to the pool's processes."""
 
@@ -80,18 +81,40 @@ def main() -> int:
         members = [
             subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT) for log in logs
         ]
+        told: set[str] = set()
+        shown = begin
         try:
             while any(member.poll() is None for member in members):
                 time.sleep(0.5)
-                if sys.stderr.isatty():
-                    print(f"\r{len(claims(folder))} tests begun", end="", file=sys.stderr, flush=True)
+                tell_failures(folder, told)
+                if time.monotonic() - shown > PROGRESS_SECONDS:
+                    shown = time.monotonic()
+                    print(f"{shown - begin:.0f} s: {len(claims(folder))} tests begun", flush=True)
         finally:  # those still running when this process has to end
             for member in members:
                 member.terminate()
                 member.wait()
+            tell_failures(folder, told)
             good = summarize(folder, [member.returncode for member in members], logs)
             print(f"{time.monotonic() - begin:.0f} s, {len(members)} processes", flush=True)
     return 0 if good else 1
+
+
+def tell_failures(folder: str, told: set[str]) -> None:
+    """Print those that are new: whoever ends the pool by force has them."""
+    for nodeid, outcome, text in reports(folder):
+        if outcome == "failed" and nodeid not in told:
+            told.add(nodeid)
+            print(f"\n== {nodeid}\n{text}", flush=True)
+
+
+def reports(folder: str) -> list[Any]:
+    rows: list[Any] = []
+    for path in Path(folder).glob("*.reports"):
+        for line in path.open():
+            with suppress(ValueError):  # half a line, of a process that is writing it or was killed
+                rows.append(json.loads(line))
+    return rows
 
 
 def claims(folder: str) -> list[Path]:
@@ -99,18 +122,12 @@ def claims(folder: str) -> list[Path]:
 
 
 def summarize(folder: str, codes: list[int], logs: list[Path]) -> bool:
-    """Print failures and tests whose process ended before them; whether all is well."""
-    rows: list[Any] = []
-    for path in Path(folder).glob("*.reports"):
-        for line in path.open():
-            with suppress(ValueError):  # half a line, of a process that was killed
-                rows.append(json.loads(line))
-    failed = {nodeid: text for nodeid, outcome, text in rows if outcome == "failed"}
+    """Print counts, and tests whose process ended before them; whether all is well."""
+    rows = reports(folder)
+    failed = {nodeid for nodeid, outcome, _ in rows if outcome == "failed"}
     outcomes = dict(Counter(outcome for _, outcome, _ in rows if outcome not in ("failed", "ended")))
     ended = {nodeid: float(text) for nodeid, outcome, text in rows if outcome == "ended"}
     lost = sorted({path.read_text() for path in claims(folder)} - ended.keys())
-    for nodeid, text in sorted(failed.items()):
-        print(f"\n== {nodeid}\n{text}")
     for nodeid in lost:
         print(f"\n== {nodeid}\nits process ended before it did")
     strange = [(code, log) for code, log in zip(codes, logs, strict=True) if code not in (0, 1, 5)]

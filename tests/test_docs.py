@@ -86,7 +86,14 @@ def command_lines(page: Path) -> list[list[str]]:
 
 
 @BY_NAME
-def test_command_lines_are_understood(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lines_are_understood(
+    page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page.parent.name == "docs":
+        monkeypatch.chdir(tmp_path)  # with the files for --config that the page shows
+        for name, text in blocks(page.name).items():
+            if name.endswith(".yaml"):
+                Path(name).write_text(text)
     for line in command_lines(page):
         length = 2 if line[0] == "bench" else 1
         _, parser = make_parser(" ".join(line[:length]))
@@ -149,7 +156,9 @@ def server() -> Iterator[object]:
 def test_routes_the_pages_name_exist(server) -> None:
     paths = server.get("/openapi.json").json()["paths"] | {"/openapi.json": {"get": {}}}
     named = {
-        (method, path) for page in PAGES for method, path in re.findall(r"`(?:(GET|POST) )?(/[\w/.]*)`", prose(page))
+        (method, path)
+        for page in PAGES
+        for method, path in re.findall(r"`(?:(GET|POST|DELETE) )?(/[\w/.{}]*)`", prose(page))
     }
     assert len(named) > 15
     for method, path in named:
@@ -163,10 +172,10 @@ def test_metrics_the_pages_name_exist_and_all_are_named(server) -> None:
     families = set(re.findall(r"^# TYPE (\S+) ", text, re.M))
     samples = set(re.findall(r"^([\w:]+)[{ ]", text, re.M))
     for page in PAGES:
-        for name in re.findall(r"\b(?:anabranch|vllm):[a-z\d_]+", page.read_text()):
+        for name in re.findall(r"\b(?:anabranch_|vllm:)[a-z\d_]+", page.read_text()):
             assert name in families | samples, f"{page.name}: {name}"
     about = (ROOT / "docs" / "metrics.md").read_text()
-    assert not [name for name in families if name.startswith("anabranch:") and f"`{name}`" not in about]
+    assert not [name for name in families if name.startswith("anabranch_") and f"`{name}`" not in about]
 
 
 def test_the_command_that_serve_prints_gets_an_answer(server) -> None:
@@ -188,3 +197,12 @@ def test_the_readmes_examples_run(server, tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()
+
+
+@pytest.mark.slow  # tests/test_llm.py runs the like
+def test_the_example_for_users_of_vllm_runs(tmp_path: Path) -> None:
+    (example,) = code(ROOT / "docs" / "from_vllm.md", "python")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", example]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "length" in done.stdout, done.stderr

@@ -33,9 +33,11 @@ ORDER = (
     "loader",
     "compile",
     "engine",
+    "ranks",
     "mlx",
     "llm",
     "server",
+    "replicas",
     "bench",
     "conformance",
     "cli",
@@ -46,12 +48,15 @@ WITHOUT_TORCH = ("models.config", "loader.checkpoint", "loader.locate", "engine.
 YARDSTICK, LIMIT = 600, 800
 """Lines of a source file: above the first a warning, above the second a failure."""
 CORE = ("engine", "moe", "models", "layers", "ops", "compile", "platforms", "loader", "parallel")
-CORE_LINES, PACKAGE_LINES = 12_800, 36_400
+CORE_LINES, PACKAGE_LINES = 14_800, 44_500
 """Ceilings: lines of all .py files of the core rooms, and of the whole package, docstrings and blank lines included.
 Quantised weights took 3,000 of the package's: formats, kernels, FP8 by FP8 on Hopper, the FP8 cache, `quantize`.
 Hybrid models took 1,300, of which 800 of the core's: the gated delta net, its kernels, three families, checkpoints of
 states. Drafts took 400, and models that are divided among ranks, their engine and
 their simulator, 1,000 so far.
+
+Many devices took 2,300 (the rooms ranks and replicas are not core), drafts in models with states and the draft layer
+500, INT4 on Hopper 300.
 
 A change that needs more raises the number here, in a commit whose message says what the lines are for.
 """
@@ -96,8 +101,9 @@ def test_every_room_has_its_place() -> None:
 
 
 def test_imports_go_one_way() -> None:
-    # The package's own __init__ is the door sign: it may name what it offers.
-    modules = {module_name(path): path for path in SOURCES if path != PACKAGE / "__init__.py"}
+    # The package's own __init__ is the door sign: it may name what it offers. __main__ is the command line.
+    doors = (PACKAGE / "__init__.py", PACKAGE / "__main__.py")
+    modules = {module_name(path): path for path in SOURCES if path not in doors}
     assert not [line for module, path in modules.items() for line in upward(path.read_text(), module)]
 
 

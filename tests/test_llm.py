@@ -39,6 +39,27 @@ def test_prompts_as_text_and_as_ids(llm: LLM) -> None:
     assert one.completions[0].finish_reason == "length"
 
 
+def test_as_users_of_vllm_write_it(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    import anabranch
+
+    assert anabranch.LLM is LLM
+    params = anabranch.SamplingParams(temperature=0, max_tokens=5, logprobs=0)
+    prompts = ["A river divides", {"prompt": "A river divides"}]
+    ids = llm.get_tokenizer().encode("A river divides")
+    outs = llm.generate([*prompts, {"prompt_token_ids": ids}], sampling_params=params, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    for out in outs:
+        (one,) = out.outputs
+        assert (one.text, one.token_ids, one.finish_reason) == (out.text, out.token_ids, "length") and out.finished
+        assert out.prompt_token_ids == ids and out.num_cached_tokens <= len(ids)
+        assert one.cumulative_logprob == pytest.approx(sum(token.logprob for token in one.logprobs)) and one.logprobs
+    assert len({out.request_id for out in outs}) == 3 and len({out.outputs[0].text for out in outs}) == 1
+    assert llm.generate({"prompt": "A river divides"}, params)[0].text == outs[0].text
+    messages = [{"role": "user", "content": "hello"}]
+    (out,) = llm.chat(messages, sampling_params=params, use_tqdm=False, chat_template_kwargs={"unused": 1})
+    assert out.outputs[0].text == llm.chat(messages, params, unused=1)[0].text
+
+
 def test_one_params_each(llm: LLM) -> None:
     short, long = llm.generate(["a", "b"], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=9)])
     assert (len(short.token_ids), len(long.token_ids)) == (2, 9)
@@ -101,13 +122,13 @@ SEEDS = {"qwen3_5_moe": 2}  # where a stop string would come at once
 KIND_OF_TOKENIZER = {"mixtral": "llama", "llama": "unigram", "gemma4_text": "gemma"}
 
 
-# gemma4_text is the same to it as gemma4; of families with one tokenizer and one cache group, one always runs.
-SLOW = {"qwen2_moe", "qwen3", "olmoe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
+# Of families with one tokenizer and the same kinds of cache groups, one always runs; gemma4 is gemma4_text to it.
+USUAL = {"gemma4_text", "llama", "mixtral", "qwen3_5_moe"}
 
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAMILIES if name != "gemma4"],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in USUAL)) for name in FAMILIES if name != "gemma4"],
 )
 def test_streamed_text_is_the_final_text_for_every_family(family: str, tmp_path: Path) -> None:
     case = FAMILIES[family]
@@ -195,7 +216,9 @@ def test_logprobs_travel(llm: LLM) -> None:
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], GREEDY, messages=[]), "."),
         (lambda llm: llm.generate(None), "prompts must be text, a list of token ids, or a list or gen.* not None"),
         (lambda llm: llm.generate(5), "prompts must be .*, not 5"),
-        (lambda llm: llm.generate({"prompt": "x"}), "prompts must be .*, not dict"),
+        (lambda llm: llm.generate({"text": "x"}), "prompts must be .*, not dict"),
+        (lambda llm: llm.generate({"prompt": "x", "image": 1}), "a prompt has prompt or .*, and no 'image'"),
+        (lambda llm: llm.generate("x", GREEDY, sampling_params=GREEDY), "params and sampling_params are the same"),
         (lambda llm: llm.generate({"x"}), "prompts must be .*, not set"),
         (lambda llm: llm.generate(b"x"), "prompts must be .*, not bytes"),
         (lambda llm: llm.generate(torch.tensor([1, 2])), "prompts must be .*, not Tensor"),

@@ -1,5 +1,7 @@
 """The package as a whole: what it depends on, what importing it costs, what a wheel carries."""
 
+import configparser
+import json
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import anabranch
+from anabranch.cli.main import make_parser
 from tests.conftest import missing_tool
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +47,80 @@ def test_import_is_light() -> None:
     modules = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert "anabranch" in modules
     assert not HEAVY & modules
+
+
+def test_names_of_the_package_are_imported_when_they_are_used() -> None:
+    code = "import sys, anabranch; before = 'anabranch.llm' in sys.modules; from anabranch import LLM, SamplingParams; "
+    code += "print(before, LLM.__module__, SamplingParams(n=2).n, hasattr(anabranch, 'Llm'))"
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["False", "anabranch.llm", "2", "False"], done.stderr
+
+
+def test_the_package_is_a_program() -> None:
+    command = [sys.executable, "-m", "anabranch", "version"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SRC)})
+    assert done.stdout == f"anabranch {anabranch.__version__}\n", done.stderr
+
+
+def test_the_package_page_has_what_it_shows() -> None:
+    project = PYPROJECT["project"]
+    assert (ROOT / project["readme"]).is_file() and len(project["keywords"]) > 5
+    assert not [name for name in project["classifiers"] if name.startswith("License")]  # beside `license` it is refused
+    versions = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    low, high = re.findall(r"Python (3\.\d+) to (3\.\d+)", (ROOT / "README.md").read_text())[0]
+    assert project["requires-python"] == f">={low}" and [versions[0], versions[-1]] == [low, high]
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Of the Dockerfile: the word, and the rest of the line."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.partition(" ")[0], line.partition(" ")[2].strip()) for line in lines]
+
+
+def test_the_images_have_what_they_need() -> None:
+    found = instructions()
+    stages = [rest.split()[-1] for word, rest in found if word == "FROM"]
+    assert stages == ["base", "cpu", "cuda"]
+    copied = [name for word, rest in found if word == "COPY" for name in rest.split()[:-1]]
+    assert {"pyproject.toml", "src", PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"]} <= set(
+        copied
+    )
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(copied) == allowed and all((ROOT / name).exists() for name in copied)
+    (entry,), (command,) = (
+        [json.loads(rest) for word, rest in found if word == name] for name in ("ENTRYPOINT", "CMD")
+    )
+    assert entry[0] in PYPROJECT["project"]["scripts"]
+    options = make_parser(command[0])[1].parse_intermixed_args(command[1:])
+    (port,) = (rest for word, rest in found if word == "EXPOSE")
+    assert options.host == "0.0.0.0" and options.port == int(port)
+    (check,) = (rest for word, rest in found if word == "HEALTHCHECK")
+    code = json.loads(check[check.index("[") :])[-1]
+    assert f"127.0.0.1:{port}/health/ready" in code and compile(code, "check", "exec")
+    installs = [rest for word, rest in found if word == "RUN" and "uv pip install" in rest]
+    assert ["--torch-backend cpu" in rest for rest in installs] == [True, False]
+    assert all(rest.endswith("-c constraints.txt .") for rest in installs)
+
+
+def test_the_unit_starts_a_server(tmp_path: Path) -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(ROOT / "packaging" / "anabranch.service")
+    service = unit["Service"]
+    program, command, *words = service["ExecStart"].split()
+    assert Path(program).name in PYPROJECT["project"]["scripts"] and command == "serve"
+    (tmp_path / "server.yaml").write_text("model: folder\n")
+    words = [str(tmp_path / "server.yaml") if word.endswith(".yaml") else word for word in words]
+    options = make_parser(command)[1].parse_intermixed_args(words)
+    assert options.model == "folder" and options.shutdown_timeout < float(service["TimeoutStopSec"])
+    if tool := shutil.which("systemd-analyze"):
+        copy = tmp_path / "anabranch.service"  # with a program that is here: its own is installed later
+        text = (ROOT / "packaging" / "anabranch.service").read_text()
+        copy.write_text(text.replace(program, sys.executable).replace("User=anabranch\n", ""))
+        done = subprocess.run([tool, "verify", str(copy)], capture_output=True, text=True)
+        assert str(copy) not in done.stderr and "anabranch.service:" not in done.stderr, done.stderr
 
 
 def test_version() -> None:

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 AUTO = 0  # of a number: to be resolved
 AUTO_NUMBERS = ("max_model_len", "max_num_batched_tokens", "page_size", "num_pages")
 AT_LEAST = dict.fromkeys(("max_num_seqs", "speculative_tokens", "state_interval", "tensor_parallel_size"), 1) | {
-    "expert_load_interval": 0
+    "data_parallel_size": 1,
+    "expert_load_interval": 0,
+    "expert_copies": 0,
+    "nodes": 1,
+    "rebalance_interval": 0,
 }
 """Other numbers, and what they must be at least."""
 SERVED_TOKENS = 8192
@@ -28,8 +32,9 @@ CHOICES = {
     "tune": ("off", "fast", "full"),
     "quantization": ("none", "fp8", "int4"),
     "kv_cache_dtype": ("auto", "model", "fp8_e4m3"),
+    "state_dtype": ("float32", "model"),
     "generation_config": ("auto", "model", "none"),
-    "speculative": ("none", "ngram"),
+    "speculative": ("none", "ngram", "mtp"),
 }
 """Fields of EngineConfig that have one of a few values."""
 
@@ -87,9 +92,13 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     """What keys and values are kept in. model: the dtype that is computed in; fp8_e4m3: a byte each, with the scales
     that the checkpoint has for them, or 1. Auto: model."""
+    state_dtype: str = "float32"
+    """What recurrent states are kept in, in models that have them. model: the dtype that is computed in; with bfloat16
+    half the memory and half the time to read and write them, but every token rounds the state."""
     speculative: str = "none"
     """Where drafts of next tokens come from, several of which one step verifies. ngram: what followed the last tokens
-    where they occurred before. Answers stay the same; steps are not launched ahead (see async_scheduling)."""
+    where they occurred before. mtp: what the draft layer of the checkpoint predicts. Answers stay the same; steps are
+    not launched ahead (see async_scheduling)."""
     speculative_tokens: int = 4
     """The most drafts of one request in a step."""
     expert_load_interval: int = 16
@@ -101,6 +110,15 @@ class EngineConfig:
     """Ranks among which the model is divided, each with a device (on CPUs: a process)."""
     expert_parallel: bool = False
     """Ranks have whole experts, not a part of each."""
+    nodes: int = 1
+    """Machines that have the ranks, as many each; every one runs the same program, as torchrun starts it."""
+    data_parallel_size: int = 1
+    """Engines with requests of their own, each with all of the model but the experts, which are divided among all
+    ranks; with expert_parallel. Each has tensor_parallel_size ranks."""
+    expert_copies: int = 0
+    """Experts for which each rank has room beyond its share: copies of those with most tokens."""
+    rebalance_interval: int = 0
+    """Steps after which experts are divided anew among ranks, by the tokens that each had since; 0: never."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -117,11 +135,33 @@ class EngineConfig:
             raise ValueError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction!r}")
 
     @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    def expert_slots(self, num_experts: int) -> int:
+        """Room for whole experts of a layer on each rank."""
+        return min(num_experts, -(-num_experts // self.num_ranks) + self.expert_copies)
+
+    def expert_share(self, num_experts: int) -> float:
+        """Of a layer's experts, the most that a rank has."""
+        whole = self.expert_parallel and num_experts
+        return self.expert_slots(num_experts) / num_experts if whole else 1 / self.num_ranks
+
+    @property
     def max_samples(self) -> int:
         """Token rows of a step that sample: one for each request, and drafts. Where many requests run, rows are worth
         more to them than to drafts."""
-        drafts = self.speculative_tokens if self.speculative != "none" else 0
-        return max(self.max_num_seqs, min(self.max_num_seqs * (1 + drafts), MAX_DRAFTING))
+        return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.max_drafts), MAX_DRAFTING))
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of one request in a step."""
+        return self.speculative_tokens if self.speculative != "none" else 0
+
+    @property
+    def num_ahead(self) -> int:
+        """Positions after the last token of a step that drafts of this step are computed at."""
+        return self.speculative_tokens - 1 if self.speculative == "mtp" else 0
 
 
 def batch_tokens(total: int) -> int:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch import bundled
 from anabranch.config import EngineConfig
 from anabranch.kernels.compiling import compile_server
+from anabranch.known_flags import engine_options
 from anabranch.models.generation import read_sampling_defaults
 from anabranch.request import INTERNAL, Completion, RequestOutput, TokenLogprobs
 from anabranch.sampling_params import Grammar, SamplingParams
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from anabranch.request import Update
     from anabranch.text.chat_template import ChatTemplate
     from anabranch.text.output import Answer, Delta
+    from anabranch.text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "Completion", "Grammar", "RequestOutput", "SamplingParams", "TokenLogprobs"]
 
@@ -41,7 +43,7 @@ MANY_PROMPTS = 16
 """A call of `generate` with at least this many prompts may first spend a tenth of a second on a graph that earlier
 steps could have used. An LLM has no idle time of its own for that; with fewer prompts the delay would be noticed."""
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -61,7 +63,8 @@ class LLM:
         True shows it for every start. A program that exists for this LLM passes `Stages.of_process()` as `stages`, so
         that its imports count.
         """
-        known = [field.name for field in fields(EngineConfig)]
+        known = {field.name: field.default for field in fields(EngineConfig)}
+        options = engine_options(options, known)
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
@@ -127,13 +130,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt] | Iterator[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Continue prompts (text or token ids; one, a list or a generator of them) and return their answers in order.
         `params` are one for all or one for each (default: `default_params`). Bad input raises ValueError, and no
         request of the call stays in the engine. An answer that could not be completed because the model gave NaN has
-        the finish_reason "error", and the log names it; the other answers are not affected."""
+        the finish_reason "error", and the log names it; the other answers are not affected.
+
+        As in vLLM, a prompt may be {"prompt": text} or {"prompt_token_ids": ids}; `sampling_params` is `params`, and
+        `use_tqdm` says whether to show progress (default: `show_progress`)."""
+        params = _one_of(params, sampling_params)
         if self._stepper is not None and not self._stepper.done():
             raise RuntimeError("streams are running on this LLM: wait for them, or use a stream here too")
         many = _several(prompts)
@@ -160,7 +169,7 @@ class LLM:
         except BaseException:
             self._abort(answers)
             raise
-        self._run(answers, updates)
+        self._run(answers, updates, self.show_progress if use_tqdm is None else use_tqdm)
         for number, answer in enumerate(answers):
             if refused := [error for error in answer.errors if not error.startswith(INTERNAL)]:
                 raise ValueError(f"prompt {number}: {refused[0]}")
@@ -172,9 +181,15 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several."""
+        """Answer one conversation (a list of messages) or several. Variables of the template are given by name, or, as
+        in vLLM, as `chat_template_kwargs`."""
+        params = _one_of(params, sampling_params)
+        template_options |= chat_template_kwargs or {}
         if not _is_list(messages):
             raise ValueError(f"messages must be a list of messages, or of such lists, not {_shown(messages)}")
         given: list[Any] = list(messages)
@@ -182,7 +197,10 @@ class LLM:
             raise ValueError("messages is empty: give at least one")
         many = [given] if isinstance(given[0], Mapping) else given
         prompts = [self.render(conversation, tools, **template_options) for conversation in many]
-        return self.generate(prompts, params)
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self.tokenizer
 
     def render(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any
@@ -214,6 +232,10 @@ class LLM:
             raise ValueError(f"priority must be an integer, not {_shown(priority)}")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt must be text, not {_shown(cache_salt)}")
+        if isinstance(prompt, Mapping) and _is_named(prompt):
+            if other := set(prompt) - {"prompt", "prompt_token_ids"}:
+                raise ValueError(f"a prompt has prompt or prompt_token_ids, and no {', '.join(map(repr, other))}")
+            prompt = prompt["prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"]
         text: str | None = None
         if isinstance(prompt, str):
             if not prompt:
@@ -221,7 +243,7 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError("the model folder has no tokenizer.json: give token ids instead of text")
             text, ids = prompt, self.tokenizer.encode(prompt)
-        elif _is_list(prompt):
+        elif _is_list(prompt) and not isinstance(prompt, Mapping):
             ids = list(prompt)
         else:
             raise ValueError(f"a prompt must be text or a list of token ids, not {_shown(prompt)}")
@@ -243,12 +265,12 @@ class LLM:
             for request in answer.requests:
                 self.engine.abort(request.id)
 
-    def _run(self, answers: Sequence[Answer], updates: Sequence[Update] = ()) -> None:
+    def _run(self, answers: Sequence[Answer], updates: Sequence[Update], show_progress: bool) -> None:
         """Step until all answers are finished; `updates` are of steps before."""
         from anabranch.engine.progress import Counter
 
         by_request = {request.id: answer for answer in answers for request in answer.requests}
-        shown = Counter("prompts", len(answers)) if self.show_progress else None
+        shown = Counter("prompts", len(answers)) if show_progress else None
         left = len(answers)
         try:
             while left:
@@ -375,9 +397,20 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence | Iterator) and not isinstance(value, str | bytes | bytearray)
 
 
+def _is_named(prompt: Any) -> bool:
+    """Whether it is a prompt as a mapping."""
+    return isinstance(prompt, Mapping) and ("prompt" in prompt or "prompt_token_ids" in prompt)
+
+
+def _one_of(params: Any, sampling_params: Any) -> Any:
+    if params is not None and sampling_params is not None:
+        raise ValueError("params and sampling_params are the same: give one of them")
+    return params if sampling_params is None else sampling_params
+
+
 def _several(prompts: Any) -> list[Any]:
     """A list of prompts, from one or several."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or _is_named(prompts):
         return [prompts]
     if not _is_list(prompts):
         accepted = "text, a list of token ids, or a list or generator of those"

@@ -39,6 +39,8 @@ class Abort(Message):
 
 class AskStats(Message):
     ticket: int
+    rebalance: bool = False
+    """Experts are divided anew among ranks before that."""
 
 
 class Stop(Message):

@@ -13,19 +13,21 @@ from anabranch.config import AT_LEAST, AUTO, CHOICES, DTYPES, EngineConfig
 
 Number = TypeVar("Number", int, float)
 
-FLAGS = ("graphs", "moe_combine", "shared_expert", "tune", "quantization", "kv_cache_dtype")
+FLAGS = ("graphs", "moe_combine", "shared_expert", "tune", "quantization", "kv_cache_dtype", "state_dtype")
 """Fields of EngineConfig that are options of every command that runs an engine."""
 SPECULATION = ("speculative", "speculative_tokens")
 """Those of the commands that generate answers."""
-RANKS = ("tensor_parallel_size", "expert_parallel")
+RANKS = ("tensor_parallel_size", "expert_parallel", "data_parallel_size", "nodes")
 """Those of models that are divided."""
+PLACEMENT = ("expert_copies", "rebalance_interval")
+"""Those of experts that move."""
 HELP = {
     "dtype": "what to compute in (default: the model's own)",
     "load_format": "dummy: random weights, only the config is read",
-    "max_model_len": "tokens of context, prompt and answer together (default: the model's limit)",
+    "max_model_len": "tokens of prompt and answer (default: the model's)",
     "expert_load_interval": "steps between two copies of the expert histogram to the host; 0: no histogram",
-    "generation_config": "auto, model: the model's generation_config.json gives temperature, top_k and the like where "
-    "a request does not; none: it does not",
+    "generation_config": "whether generation_config.json gives temperature and the like where requests do not "
+    "(default auto: yes)",
     "page_size": "tokens in a KV page",
     "num_pages": "KV pages (auto: as many as fit into the memory)",
     "prefix_cache": "compute a prefix that prompts share only once",
@@ -36,10 +38,16 @@ HELP = {
     "shared_expert": "where a shared expert runs",
     "tune": "measure the experts' tiles at start if no table fits",
     "quantization": "quantise the weights of a plain checkpoint while loading it",
-    "speculative": "ngram: verify several next tokens in one step, guessed from repetitions in prompt and answer",
+    "speculative": "verify several next tokens in one step, guessed. ngram: from repetitions in prompt and answer; "
+    "mtp: by the checkpoint's draft layer",
     "speculative_tokens": "the most guesses of one request in a step",
     "tensor_parallel_size": "ranks among which the model is divided, each with a device",
     "expert_parallel": "ranks have whole experts, not a part of each",
+    "state_dtype": "what recurrent states are kept in; model: what is computed in",
+    "nodes": "machines that have the ranks; run the same command on each: see docs/many_devices.md",
+    "expert_copies": "room on each rank for copies of busy experts",
+    "rebalance_interval": "steps after which experts are divided anew among ranks, by their load; 0: never",
+    "data_parallel_size": "ranks with requests of their own, among which experts alone are divided",
     "kv_cache_dtype": "what keys and values are kept in; auto, model: what is computed in",
 }
 """Help of options, by field of EngineConfig."""
@@ -49,6 +57,11 @@ FIELD_CHOICES = CHOICES | {"dtype": ("auto", *DTYPES), "load_format": ("safetens
 def add_engine_options(parser: Any, *names: str) -> None:
     """Add options for these fields of EngineConfig to a parser, or to a group of its options."""
     add_fields(parser, EngineConfig, {name: HELP[name] for name in names})
+
+
+def add_memory_fraction(parser: Any, help: str, default: float = 0.0) -> None:
+    name, share = "--gpu-memory-utilization", above_zero(1)
+    parser.add_argument(name, type=share, default=default, metavar="F", dest="memory_fraction", help=help)
 
 
 def engine_fields(options: argparse.Namespace) -> dict[str, Any]:

@@ -68,10 +68,14 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     routed_experts: list[list[list[int]]] | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return None if self.logprobs is None else sum(one.logprob for one in self.logprobs)
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """The answer to one prompt: `n` completions."""
+    """The answer to one prompt: `n` completions. It has vLLM's names too: request_id, outputs, prompt_token_ids."""
 
     id: str
     prompt: str | None
@@ -87,3 +91,23 @@ class RequestOutput:
     @property
     def token_ids(self) -> list[int]:
         return self.completions[0].token_ids
+
+    @property
+    def request_id(self) -> str:
+        return self.id
+
+    @property
+    def outputs(self) -> list[Completion]:
+        return self.completions
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.prompt_ids
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.num_cached
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions)

@@ -12,7 +12,8 @@ import pytest
 
 from anabranch import kernels, ops, platforms
 from anabranch.bench.records import CONFIGS
-from anabranch.cli.main import main
+from anabranch.cli import plan
+from anabranch.cli.main import COMMANDS, main, make_parser, usage
 from anabranch.formats.grouped import STORED
 from tests.models import tiny
 from tools import tiny_model
@@ -151,6 +152,21 @@ def test_plan_as_json_and_text(model: Path) -> None:
     assert "routed experts" in text and "shared experts" in text and "2,048 tokens" in text
 
 
+def test_plan_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(CONFIGS / "qwen3-30b-a3b"), "--memory", "80GB", "--tensor-parallel-size", "4"]
+    assert main([*words, "--json", "--link-rate", "100"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rank, whole = found["rank"], sum(found["weights"].values())
+    assert whole / 4 < sum(rank["weights"].values()) < whole / 4 + 0.1e9  # routers and norms are not divided
+    assert rank["kv_bytes_per_token"] * 4 == found["kv_bytes_per_token"][0]["bytes"]
+    sent = sum(call["sent_bytes"] for call in rank["collectives"])
+    assert rank["link_seconds"] == pytest.approx(sent / 100e9, rel=1e-3)
+    assert main(words) == 0
+    assert "each of 4 ranks, a part of each expert" in capsys.readouterr().out
+    assert main([*words, "--nodes", "3"]) == 1
+    assert "4 ranks cannot be divided among so many" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("quantization", "most"), [("fp8", 33e9), ("int4", 19e9)])
 def test_plan_of_qwen3_30b_quantised(quantization: str, most: float, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(CONFIGS / "qwen3-30b-a3b")
@@ -173,6 +189,33 @@ def test_plan_of_a_config_alone_is_quick_and_needs_no_torch(model: Path, tmp_pat
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [("10", 10e9), ("80", 80e9), ("0.5", 5e8), ("141GB", 141e9), ("2 GiB", 2**31), ("100MB", 1e8),
+     ("85899345920", 80 * 2**30), ("3000000b", 3e6)],
+)  # fmt: skip
+def test_plan_reads_a_bare_number_as_gigabytes(size: str, num_bytes: float) -> None:
+    assert plan.parse_size(size) == num_bytes
+
+
+def test_plan_knows_the_names_that_bench_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in CONFIGS.iterdir():
+        assert main(["plan", folder.name, "--json"]) == 0
+        by_name = capsys.readouterr().out
+        assert main(["plan", str(folder), "--json"]) == 0
+        assert capsys.readouterr().out == by_name
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "", "bench"])
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_help_has_no_long_lines(name: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    text = make_parser(name)[1].format_help() if name in COMMANDS else usage(name)
+    assert max(map(len, text.splitlines())) <= 80
+    if "--plot" in text:
+        assert "anabranch[plot]" in text
 
 
 @pytest.mark.parametrize("size", ["lots", "-3GB", "0", "3 parsecs"])

@@ -31,6 +31,8 @@ MEANT: dict[str, tuple[str, ...]] = {
     "--port": ("0",),  # any free one
     "--max-queue": ("0",),  # nothing waits
     "--expert-load-interval": ("0",),  # no histogram
+    "--expert-copies": ("0",),
+    "--rebalance-interval": ("0",),  # never
     "--shutdown-timeout": ("0", "inf"),
     "--keep-alive-timeout": ("0", "inf"),
     **{f"--{name}-timeout": ("inf",) for name in ("header", "body", "prepare", "stall", "step", "start")},
@@ -58,6 +60,7 @@ def numeric(command: str) -> list[str]:
         if (
             action.type in (None, str)
             or not action.option_strings
+            or action.help is argparse.SUPPRESS  # other names of options that are checked
             or isinstance(action, argparse.BooleanOptionalAction)
         ):
             continue
@@ -117,7 +120,7 @@ def texts() -> list[tuple[str, str]]:
         (command, action.option_strings[-1])
         for command in COMMANDS
         for action in main.make_parser(command)[1]._actions
-        if action.option_strings and action.nargs != 0 and action.dest != "help"
+        if action.option_strings and action.nargs != 0 and action.dest != "help" and action.help != argparse.SUPPRESS
         and action.type in (None, str) and not isinstance(action, argparse.BooleanOptionalAction)
     ]  # fmt: skip
 

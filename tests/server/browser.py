@@ -86,7 +86,7 @@ class Browser:
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        tab = self.tabs[session] = Tab(self, session)
+        tab = self.tabs[session] = Tab(self, session, context)
         for domain in ("Page", "Runtime", "Log", "Network"):
             tab.call(f"{domain}.enable")
         scale = 3 if phone else 1
@@ -102,8 +102,8 @@ class Browser:
 
 
 class Tab:
-    def __init__(self, browser: Browser, session: str) -> None:
-        self.browser, self.session = browser, session
+    def __init__(self, browser: Browser, session: str, context: str) -> None:
+        self.browser, self.session, self.context = browser, session, context
         self.complaints: list[str] = []
         self.urls: list[str] = []
 

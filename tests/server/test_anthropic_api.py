@@ -191,6 +191,48 @@ def test_a_thought_comes_back_into_the_prompt(client: Any, server: Running) -> N
     assert client.messages.count_tokens(model=NAME, messages=messages).input_tokens == len(rendered)
 
 
+# Answers that are continued.
+
+
+@pytest.mark.parametrize("begun", ["Hu", [{"type": "text", "text": "Hu"}], "Hum</think>Hu"])
+def test_a_prefill_is_continued(client: Any, server: Running, begun: Any) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": begun}]
+    answer = client.messages.create(**ask(messages=messages, max_tokens=20))
+    assert answer.content[0].text == (CYCLE * 3)[2:22]
+    text = begun if isinstance(begun, str) else "Hu"
+    used = answer.usage
+    assert used.input_tokens + used.cache_read_input_tokens == len(RENDERED + text)
+    assert client.messages.count_tokens(model=NAME, messages=messages).input_tokens == len(RENDERED + text)
+    with client.messages.stream(**ask(messages=messages, max_tokens=20)) as stream:
+        assert same(stream.get_final_message(), answer)
+
+
+def test_a_final_message_is_continued_in_openais_dialect(server: Running) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "<|user|> Hu"}]
+    wanted = {"messages": messages, "max_tokens": 9, "temperature": 0, "continue_final_message": True}
+    for more in ({"add_generation_prompt": False}, {}):
+        (choice,) = server.post("/v1/chat/completions", wanted | more).json()["choices"]
+        assert choice["message"]["content"] == "m</think>"
+    thought = [*HELLO, {"role": "assistant", "content": "<think>Hu"}]
+    (choice,) = server.post("/v1/chat/completions", wanted | {"messages": thought, "max_tokens": 11}).json()["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("m", "Hu")
+    count = server.post("/tokenize", {"messages": messages, "continue_final_message": True}).json()["count"]
+    assert count == len(RENDERED + "<|user|> Hu")
+    for wrong, param in (
+        ({"add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": HELLO}, "messages"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "messages"),
+    ):
+        answer = server.post("/v1/chat/completions", wanted | wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_a_message_that_calls_tools_is_not_continued(client: Any) -> None:
+    call = {"type": "tool_use", "id": "1", "name": "get_time", "input": {}}
+    with pytest.raises(anthropic.BadRequestError, match="calls no tools"):
+        client.messages.create(**ask(messages=[*HELLO, {"role": "assistant", "content": [call]}], tools=[TIME]))
+
+
 # Tools.
 
 
@@ -235,6 +277,28 @@ def test_tools_that_may_not_be_called(client: Any) -> None:
     silent = client.messages.create(**ask(tools=[TIME], tool_choice={"type": "none"}))
     assert silent.usage.input_tokens + silent.usage.cache_read_input_tokens == len(RENDERED)
     assert [block.type for block in silent.content] == ["text"]
+
+
+# Other routes.
+
+
+def test_models_in_the_clients_dialect(client: Any, server: Running) -> None:
+    listed = client.models.list()
+    assert [model.id for model in listed] == [NAME] and not listed.has_more
+    (model,) = listed.data
+    assert (model.type, model.display_name, model.max_input_tokens) == ("model", NAME, CONTEXT)
+    assert client.models.retrieve(NAME) == model
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.models.retrieve("claude")
+    assert caught.value.body["error"]["type"] == "not_found_error" and caught.value.body["type"] == "error"
+    assert server.get("/v1/models").json()["object"] == "list"
+
+
+def test_unknown_routes_answer_in_the_clients_dialect(client: Any, server: Running) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.messages.batches.list()
+    assert caught.value.body["error"]["type"] == "not_found_error" and caught.value.request_id
+    assert server.get("/v1/messagesx").json().keys() == {"error"}
 
 
 # Keys, errors, faults.

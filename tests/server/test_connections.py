@@ -127,6 +127,47 @@ def test_other_sites_are_not_let_in_by_headers(server: Running) -> None:
     assert server.post("/v1/completions", headers={"content-type": "text/plain"}, content="{}").status_code == 415
 
 
+@pytest.mark.slow
+def test_pages_of_allowed_origins_are_let_in(model: Path) -> None:
+    origin, key = "http://localhost:3000", "k"
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    with running(model, "--num-pages", "200", "--allowed-origins", f"{origin},app://x", key=key) as server:
+        for site in (origin, "app://x"):
+            # Without the key: a browser does not send it along when it asks.
+            answer = server.request(
+                "OPTIONS", "/v1/completions", headers={"origin": site, "authorization": "", **asking}
+            )
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, site)
+            assert "POST" in answer.headers["access-control-allow-methods"]
+            assert "authorization" in answer.headers["access-control-allow-headers"]
+        answer = server.get("/v1/models", headers={"origin": origin})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+        refused = server.get("/v1/models", headers={"origin": origin, "authorization": "Bearer wrong"})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin)
+        evil = {"origin": "http://evil.example"}
+        assert server.request("OPTIONS", "/v1/completions", headers=evil | asking).status_code == 400
+        assert "access-control-allow-origin" not in server.get("/v1/models", headers=evil).headers
+    for wrong in ("localhost", "http://a/b", "http://a,http://b", ""):
+        with pytest.raises(ValueError, match="allowed_origins"):
+            Settings(allowed_origins=(wrong,))
+
+
+def test_head_and_slashes_at_the_end(server: Running) -> None:
+    for path in ("/", "/health", "/health/live", "/v1/models", "/version"):
+        got, head = server.get(path), server.request("HEAD", path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == got.headers["content-length"] == str(len(got.content))
+        assert path == "/" or server.get(f"{path}/").content == got.content
+    status, said = ask(server, "HEAD /version HTTP/1.1", "host: localhost", "connection: close")
+    assert status == 200 and said.endswith(b"\r\n\r\nclosed")
+    body = {"prompt": "A river", "max_tokens": 3, "temperature": 0}
+    assert (
+        server.post("/v1/completions/", body).json()["choices"]
+        == server.post("/v1/completions", body).json()["choices"]
+    )
+    assert server.request("HEAD", "/nowhere/").status_code == 404
+
+
 @pytest.mark.parametrize(
     "lengths",
     [

@@ -9,12 +9,14 @@ import anthropic.types as anthropic_types
 import anthropic.types.beta as anthropic_beta
 import msgspec
 import openai.types.chat as openai_types
+import openai.types.responses as response_types
 import openai.types.shared_params as openai_shared
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai.chat_models.base import _convert_message_to_dict
+from openai.types.responses import response_create_params, response_input_param
 
-from anabranch.server import anthropic, protocol
+from anabranch.server import anthropic, protocol, responses
 from anabranch.server.body import decode
 from anabranch.server.chat import Chat
 from anabranch.server.errors import ApiError
@@ -104,6 +106,47 @@ def test_null_means_not_given_inside_too() -> None:
     assert body.messages[1].content == "hi"
 
 
+HARMLESS: list[tuple[type[Any], dict[str, Any]]] = [
+    (CHAT, {"user": "me", "metadata": {"a": "b"}, "moderation": {"model": "m"}, "service_tier": "auto"}),
+    (CHAT, {"length_penalty": 1.0, "use_beam_search": False, "truncate_prompt_tokens": -1, "echo": False}),
+    (CHAT, {"add_special_tokens": False, "return_tokens_as_token_ids": False, "mm_processor_kwargs": {}}),
+    (CHAT, {"separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False, "rid": "1"}),
+    (protocol.Completion, {"prompt": "x", "suffix": "", "length_penalty": 0.5, "rid": ["1"], "messages": None}),
+    (MESSAGES, {"user_profile_id": "x", "metadata": {"user_id": "x"}}),
+]
+
+
+@pytest.mark.parametrize(("schema", "fields"), HARMLESS)
+def test_harmless_fields_are_accepted(schema: type[Any], fields: dict[str, Any]) -> None:
+    read(schema, **fields)
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "value", "words"),
+    [
+        (CHAT, "use_beam_search", True, "only false is possible here: beams are not searched"),
+        (CHAT, "use_beam_search", 0, "only false"),
+        (CHAT, "truncate_prompt_tokens", 5, "only -1 is possible here: prompts are never truncated"),
+        (CHAT, "separate_reasoning", False, "only true"),
+        (CHAT, "echo", True, "only false"),
+        (protocol.Completion, "suffix", "fin", 'only "" is possible here: text between a prompt and a suffix'),
+    ],
+)
+def test_fields_with_one_possible_value(schema: type[Any], name: str, value: Any, words: str) -> None:
+    with pytest.raises(ApiError, match=words) as caught:
+        read(schema, **{name: value, **({"prompt": "x", "messages": None} if schema is protocol.Completion else {})})
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_what_is_ignored_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.server.body._logged", set())
+    for _ in range(2):
+        read(CHAT, length_penalty=1.0, safety_identifier="x", temperature=1.0, use_beam_search=False)
+    read(CHAT, user=None)
+    logged = sorted(record.args[0] for record in caplog.records)  # type: ignore[index, misc]
+    assert logged == ["length_penalty", "safety_identifier"]
+
+
 # What clients send.
 
 ECHOES: dict[str, dict[str, Any]] = {
@@ -136,6 +179,36 @@ def test_messages_as_clients_send_them_back(name: str) -> None:
     assert len(chat.messages[1].get("tool_calls", ())) == len(ECHOES[name].get("tool_calls") or ())
 
 
+def test_a_request_as_an_agent_sends_it() -> None:
+    """All items with every request, nothing stored, tools of its own and of OpenAI's servers."""
+    call = {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "shell", "arguments": '{"command": ["ls"]}'}
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rules."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List the files."}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": None},
+        {**call, "status": "completed"},
+        {"type": "function_call_output", "call_id": "1", "output": '{"output": "a.py"}'},
+    ]
+    shell = {
+        "type": "function",
+        "name": "shell",
+        "description": "Runs.",
+        "strict": False,
+        "parameters": {"type": "object"},
+    }
+    sent = {
+        "model": "m", "instructions": "You are an agent.", "input": items, "tools": [shell, {"type": "web_search"}],
+        "tool_choice": "auto", "parallel_tool_calls": False, "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False, "stream": True, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
+        "text": {"verbosity": "low"}, "client_metadata": {"x": "y"}, "service_tier": "auto",
+    }  # fmt: skip
+    body = decode(msgspec.json.encode(sent), responses.CreateResponse)
+    chat = Chat(responses.chat_completion(body, responses.read_items(body.input)))
+    assert [message["role"] for message in chat.messages] == ["system", "system", "user", "assistant", "tool"]
+    assert chat.messages[3]["reasoning_content"] == "hm" and chat.messages[4]["name"] == "shell"
+    assert [tool.name for tool in chat.offered] == ["shell"] and not chat.parallel_tool_calls
+
+
 def test_langchains_results_of_tools() -> None:
     sent = [HumanMessage("hello"), AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}])]
     messages = [*map(_convert_message_to_dict, [*sent, ToolMessage("done", tool_call_id="1", name="f")])]
@@ -158,6 +231,8 @@ def test_templates_see_of_a_tool_what_they_saw_before() -> None:
     assert Chat(read(CHAT, tools=[tool, TOOL])).tools == [{"type": "function", "function": given}, TOOL]
 
 
+NOT_HERE = {"access_programs", "conversation", "image", "prompt"}
+"""Fields of responses that need more than a model of text and this process."""
 KNOWN: list[tuple[type[Any], Any, set[str]]] = [
     *[
         (protocol.Message, getattr(openai_types, f"ChatCompletion{role}MessageParam"), {"audio"})
@@ -180,6 +255,18 @@ KNOWN: list[tuple[type[Any], Any, set[str]]] = [
             *("ToolResultBlockParam", "TextBlock", "ThinkingBlock", "RedactedThinkingBlock", "ToolUseBlock"),
         )
     ],
+    (responses.CreateResponse, response_create_params.ResponseCreateParamsBase, NOT_HERE),
+    *[
+        (responses.Item, getattr(response_types, name), set())
+        for name in ("EasyInputMessageParam", "ResponseOutputMessageParam", "ResponseFunctionToolCallParam")
+    ],
+    (responses.Item, response_types.ResponseReasoningItemParam, set()),
+    (responses.Item, response_input_param.FunctionCallOutput, set()),
+    (responses.TextPart, response_types.ResponseOutputTextParam, set()),
+    (responses.TextPart, response_types.ResponseInputTextParam, set()),
+    (responses.FunctionTool, response_types.FunctionToolParam, set()),
+    (responses.TextFormat, response_types.ResponseFormatTextJSONSchemaConfigParam, set()),
+    (responses.ReasoningConfig, openai_shared.Reasoning, set()),
     (anthropic.AnthropicTool, anthropic_beta.BetaToolParam, set()),
     (anthropic.AnthropicToolChoice, anthropic_types.ToolChoiceToolParam, set()),
     (anthropic.ThinkingConfig, anthropic_beta.BetaThinkingConfigEnabledParam, set()),

@@ -53,7 +53,7 @@ class Streaming(threading.Thread):
             with httpx.stream("POST", url, json=self.body | {"stream": True}, timeout=QUICK) as answer:
                 self.events = []
                 for line in answer.iter_lines():
-                    if line:
+                    if line.startswith("data: "):
                         self.events.append(line.removeprefix("data: "))
         except httpx.HTTPError as error:
             self.broken = error
@@ -488,7 +488,7 @@ def test_a_client_may_connect_before_the_loop_runs() -> None:
 
 def test_help_fits_two_screens() -> None:
     command = [sys.executable, "-m", "anabranch.cli.main", "serve"]
-    environment = os.environ | {"COLUMNS": "100"}
+    environment = os.environ | {"COLUMNS": "80"}
     core = subprocess.run([*command, "--help"], capture_output=True, text=True, env=environment)
     assert core.returncode == 0 and core.stdout.count("\n") <= 2 * 25
     every = subprocess.run([*command, "--help=all"], capture_output=True, text=True, env=environment)

@@ -41,7 +41,7 @@ def test_error_log_line_and_metric(server: Running) -> None:
     assert server.post("/v1/messages", chat).status_code == 500
     assert server.complete(max_tokens=4) == good
     metrics = server.get("/metrics").text
-    assert f'anabranch:nonfinite_logits_total{{model_name="{NAME}"}} 3.0' in metrics
+    assert f'anabranch_nonfinite_logits_total{{model_name="{NAME}"}} 3.0' in metrics
     assert f'request_success_total{{finished_reason="error",model_name="{NAME}"}} 3.0' in metrics
 
 

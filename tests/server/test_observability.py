@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import parser
 
 from anabranch import __version__
+from anabranch.server.history import Throughput
 from tests.server.serving import NAME, Running, running
 
 SECRET = "xyzzy-the-secret-word"
@@ -45,7 +46,7 @@ def test_metrics(server: Running) -> None:
     server.until_idle()
     found = values(server)
     label = f"|model_name={NAME}"
-    for prefix in ("anabranch:", "vllm:"):
+    for prefix in ("anabranch_", "vllm:"):
         assert found[f"{prefix}num_requests_running{label}"] == found[f"{prefix}num_requests_waiting{label}"] == 0
         assert found[f"{prefix}kv_cache_usage_perc{label}"] == 0
         assert found[f"{prefix}generation_tokens_total{label}"] >= 60
@@ -59,11 +60,11 @@ def test_metrics(server: Running) -> None:
             assert found[f"{name}_sum{label}"] > 0
             buckets = [value for key, value in found.items() if key.startswith(f"{name}_bucket")]
             assert buckets == sorted(buckets)
-    assert found["anabranch:http_responses_total|route=/v1/completions|status=200"] >= 3
-    assert found["anabranch:http_responses_total|route=/v1/completions|status=400"] == 2
-    assert found["anabranch:http_responses_total|route=unknown|status=404"] == 1
-    assert found[f"anabranch:ready{label}"] == 1
-    assert found[f"anabranch:model_info{label}|quantization=fp8"] == 1
+    assert found["anabranch_http_responses_total|route=/v1/completions|status=200"] >= 3
+    assert found["anabranch_http_responses_total|route=/v1/completions|status=400"] == 2
+    assert found["anabranch_http_responses_total|route=unknown|status=404"] == 1
+    assert found[f"anabranch_ready{label}"] == 1
+    assert found[f"anabranch_model_info{label}|quantization=fp8"] == 1
 
 
 def test_the_format_of_the_weights_is_named(server: Running) -> None:
@@ -85,15 +86,82 @@ def test_drafts_are_counted_and_change_no_answer(server: Running, model: Path) -
         drafting.until_idle()
         found = values(drafting)
     label = f"|model_name={NAME}"
-    for prefix in ("anabranch:spec_decode", "vllm:spec_decode"):
+    for prefix in ("anabranch_spec_decode", "vllm:spec_decode"):
         names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total", "draft_acceptance_rate")
         steps, drafts, accepted, rate = (found[f"{prefix}_{name}{label}"] for name in names)
         assert 10 < steps < drafts and 40 < accepted <= drafts and rate == pytest.approx(accepted / drafts)
-    assert values(server)[f"anabranch:spec_decode_num_drafts_total{label}"] == 0
+    assert values(server)[f"anabranch_spec_decode_num_drafts_total{label}"] == 0
+
+
+UNITS = ["s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"]
+OTHER_UNITS = "milliseconds microseconds nanoseconds minutes hours days weeks kilobytes bits fahrenheit percent"
+
+
+def lint(text: str) -> list[str]:
+    """The complaints of `promtool check metrics`."""
+    found = []
+    helps = dict(re.findall(r"^# HELP (\S+) ?(.*)$", text, re.M))
+    types = re.findall(r"^# TYPE (\S+) (\w+)$", text, re.M)
+    if len(dict(types)) != len(types):
+        found.append("a metric is there twice")
+    for name, kind in types:
+        words = name.lower().split("_")
+        rules = {
+            "no help": not helps.get(name, "").strip(),
+            "a colon": ":" in name,
+            "camel case": re.search("[a-z][A-Z]", name),
+            "a counter must end with _total": kind == "counter" and not name.endswith("_total"),
+            "_total of no counter": kind != "counter" and name.endswith("_total"),
+            "a reserved ending": kind not in ("histogram", "summary") and name.endswith(("_count", "_sum", "_bucket")),
+            "its type in its name": {"counter", "gauge", "histogram", "summary", "untyped"} & set(words),
+            "an abbreviated unit": set(UNITS) & set(words[1:]),
+            "no base unit": set(OTHER_UNITS.split()) & set(words),
+            "a reserved label": kind == "gauge" and re.search(rf"^{name}{{.*\b(le|quantile)=", text, re.M),
+        }
+        found += [f"{name}: {rule}" for rule, broken in rules.items() if broken]
+    return found
+
+
+def test_metrics_are_named_as_promtool_wants_them(server: Running) -> None:
+    text = server.get("/metrics").text
+    own = [line for line in text.splitlines() if "vllm:" not in line]
+    assert len(list(parser.text_string_to_metric_families("\n".join(own) + "\n"))) > 20
+    assert not lint("\n".join(own))
+    assert all(fault.startswith("vllm:") and fault.endswith("a colon") for fault in lint(text)) and lint(text)
+    assert lint("# HELP a_ms x\n# TYPE a_ms counter\n# TYPE b gauge\n") == [
+        "a_ms: a counter must end with _total", "a_ms: an abbreviated unit", "b: no help"
+    ]  # fmt: skip
+
+
+def test_what_the_log_says_about_the_last_seconds() -> None:
+    throughput = Throughput(100.0)
+    stats = {"running": 2, "waiting": 1, "prompt_tokens": 500, "generation_tokens": 250, "kv_usage": 0.5}
+    stats |= {"prefix_queries": 400, "prefix_hits": 100}
+    assert throughput.add(stats, 109.0) is None
+    found = throughput.add(stats, 110.0)
+    assert found == {
+        "running": 2, "waiting": 1, "prompt_tokens_per_second": 50.0, "generation_tokens_per_second": 25.0,
+        "kv_cache_usage": 0.5, "prefix_cache_hits": 0.25,
+    }  # fmt: skip
+    done = stats | {"running": 0, "waiting": 0, "generation_tokens": 270}
+    assert (throughput.add(done, 130.0) or {})["generation_tokens_per_second"] == 1.0
+    assert throughput.add(done, 140.0) is None, "nothing ran"
+    assert throughput.add(done | {"waiting": 1}, 150.0) is not None
+
+
+@pytest.mark.slow  # ten seconds
+def test_the_log_says_how_much_is_done(server: Running) -> None:
+    def line() -> bool:
+        server.complete(max_tokens=20)
+        return '"message": "throughput"' in server.log()
+
+    server.until(line, "no line of throughput")
+    found = [json.loads(text) for text in server.log().splitlines() if '"message": "throughput"' in text]
+    assert any(one["generation_tokens_per_second"] > 0 for one in found)
 
 
 def test_counts_go_up_by_what_was_done(server: Running) -> None:
-    key = f"anabranch:generation_tokens_total|model_name={NAME}"
+    key = f"anabranch_generation_tokens_total|model_name={NAME}"
     before = values(server)[key]
     server.complete(max_tokens=7)
     server.until_idle()
@@ -137,6 +205,31 @@ def test_experts(server: Running) -> None:
     before = sum(map(sum, found["total"]))
     server.complete("another prompt", max_tokens=40)
     server.until(lambda: sum(map(sum, server.get("/debug/experts").json()["total"])) > before, "it does not move")
+
+
+def test_experts_on_one_rank_do_not_move(server: Running) -> None:
+    assert server.get("/debug/experts").json()["ranks"] == []
+    answer = server.post("/debug/experts")
+    assert answer.status_code == 400 and "experts do not move here" in answer.json()["error"]["message"]
+    server.complete(max_tokens=2)
+
+
+@pytest.mark.slow
+def test_experts_on_two_ranks_move(model: Path) -> None:
+    """The operator says when; answers stay the same."""
+    flags = ("--data-parallel-size", "2", "--expert-parallel", "--expert-copies", "1", "--dtype", "float32")
+    with running(model, *flags, "--expert-load-interval", "1") as server:
+        before = server.complete(max_tokens=40)
+        first = server.post("/debug/experts").json()["ranks"]
+        assert [[len(experts) for experts in layer] for layer in first] == [[7, 7]] * 4
+        assert server.complete(max_tokens=40) == before
+        for number in range(6):
+            server.complete(f"another prompt {number}", max_tokens=10)
+            server.post("/debug/experts")
+        shown = server.get("/debug/experts").json()["ranks"]
+        assert shown != [[[*range(7)], [*range(6, 12), 0]]] * 4, "as they were at the start"
+        assert all({e for experts in layer for e in experts} == set(range(12)) for layer in shown)
+        assert server.complete(max_tokens=40) == before
 
 
 def test_version_openapi_and_page(server: Running) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.sampling_params import Grammar
 from anabranch.server import parsers as package
 from anabranch.server.parsers.choose import Parsers, find_parsers
 from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin, ToolSpec
@@ -43,7 +44,7 @@ TOOLS = (
         },
     ),
 )
-TOOL_PARSERS = ("hermes", "qwen3_coder", "gemma4", "mistral", "json")
+TOOL_PARSERS = ("hermes", "qwen3_coder", "gemma4", "mistral", "deepseek", "glm45", "kimi_k2", "minimax_m2", "json")
 REASONING_PARSERS = ("think", "gemma4", "mistral", "none")
 
 
@@ -223,6 +224,8 @@ def test_whatever_is_called_is_read(writer: str, chat: tuple[str, list[Any]], pl
 # Any text, any pieces.
 
 CLOSING = {"gemma4": "<tool_call|>", "qwen3_coder": "\n</parameter>\n</function>\n</tool_call>"}
+CLOSING["glm45"] = "</arg_value>\n</tool_call>"
+CLOSING["minimax_m2"] = "</parameter>\n</invoke>\n</minimax:tool_call>"
 
 FRAGMENTS = {
     "hermes": [
@@ -248,6 +251,14 @@ FRAGMENTS = {
         "null",
     ],
     "mistral": ["[TOOL_CALLS]", "[", "]", "f[ARGS]", "f", "[CALL_ID]", '{"name": "f", "arguments": '],
+    "deepseek": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "f", "<｜tool▁sep｜>", "f\n```json\n"]
+    + ["\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "f<｜tool▁sep｜>{", "{}"],
+    "glm45": ["<tool_call>", "</tool_call>", "f", "weather\n", "<arg_key>city</arg_key>", "<arg_key>days"]
+    + ["<arg_key>", "</arg_key>\n", "<arg_value>", "</arg_value>\n", "3"],
+    "kimi_k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "f", "{}", "<|tool_call_end|>"]
+    + ["<|tool_call_argument_begin|>", "<|tool_call_argument_begin|>{", "<|tool_calls_section_end|>"],
+    "minimax_m2": ["<minimax:tool_call>\n", '<invoke name="f">\n', '<invoke name="no">', '<parameter name="city">']
+    + ['<parameter name="days">', "3", "</parameter>\n", "</parameter>", "</invoke>\n", "</minimax:tool_call>"],
     "json": ['{"name": "f", "parameters": ', '{"name": "no", ', "<|python_tag|>", "[", "]", "; "],
 }
 THOUGHT_FRAGMENTS = {
@@ -434,6 +445,83 @@ ODD = {
         "<function=weather>\n<parameter=city>\nRo": [("weather", '{"city": "Ro')],
         "<function=weather>\n<parameter=days>\n1": [("weather", '{"days": 1')],
     },
+    "glm45": {
+        "<tool_call>unheard\n</tool_call>": [("unheard", "{}")],
+        "<tool_call>f</tool_call>": [("f", "{}")],
+        "Use <tool_call> for calls, </tool_call> after.": ["Use <tool_call> for calls, </tool_call> after."],
+        '<tool_call>\n{"name": "f"}\n</tool_call>': ['<tool_call>\n{"name": "f"}\n</tool_call>'],
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>\nRome </arg_value><arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value></tool_call>": [("weather", '{"city": "\\nRome ", "days": 3}')],
+        "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>three</arg_value>\n</tool_call> ok": [
+            ("weather", '{"days": "three"}'),
+            "ok",
+        ],
+        "<tool_call>f\n<arg_key>a</arg_key>\noh\n</tool_call> ok": [("f", "{}"), "<arg_key>a</arg_key>\noh ok"],
+        "<tool_call>weather\n<arg_key>city</arg_key><arg_value>Rome</arg_value> oh </tool_call>": [
+            ("weather", '{"city": "Rome"}'),
+            " oh",
+        ],
+        "<tool_call>f oh</tool_call>": ["<tool_call>f oh</tool_call>"],
+        "<tool_call><tool_call>f</tool_call>": ["<tool_call>", ("f", "{}")],
+        # cut off
+        "<tool_call>weath": ["<tool_call>weath"],
+        "<tool_call>f\n": ["<tool_call>f\n"],
+        "<tool_call>weather\n<arg_key>ci": [("weather", ""), "<arg_key>ci"],
+        "<tool_call>weather\n<arg_key>city</arg_key><arg_value>Ro": [("weather", '{"city": "Ro')],
+        "<tool_call>weather\n<arg_key>days</arg_key><arg_value>1": [("weather", '{"days": 1')],
+    },
+    "minimax_m2": {
+        '<minimax:tool_call>\n<invoke name="unheard">\n</invoke>\n</minimax:tool_call>': [("unheard", "{}")],
+        '<invoke name="f"></invoke>': [("f", "{}")],
+        '<invoke name="unheard">\n</invoke>': ['<invoke name="unheard">\n</invoke>'],
+        "<minimax:tool_call> is a tag": ["<minimax:tool_call> is a tag"],
+        '<minimax:tool_call><invoke name="weather"><parameter name="city"> a\n<b> </parameter><parameter name="exact">'
+        "true</parameter></invoke></minimax:tool_call>": [("weather", '{"city": " a\\n<b> ", "exact": true}')],
+        '<minimax:tool_call>\n<invoke name="f">\noh\n</invoke>\n</minimax:tool_call> ok': [
+            ("f", "{}"),
+            "\noh\n</invoke> ok",
+        ],
+        # cut off
+        '<minimax:tool_call>\n<invoke name="wea': ['<minimax:tool_call>\n<invoke name="wea'],
+        '<invoke name="weather"><parameter name="days">1': [("weather", '{"days": 1')],
+    },
+    "deepseek": {
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>": [
+            ("f", "{}")
+        ],
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜> ok": [("f", "{}"), "ok"],
+        "<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>": [("f", "{}")],
+        "<｜tool▁call▁begin｜>tool<｜tool▁sep｜>f\n```json\n{}\n```": [
+            "<｜tool▁call▁begin｜>tool<｜tool▁sep｜>f\n```json\n{}\n```"
+        ],
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{} oh\n```<｜tool▁call▁end｜>": [
+            ("f", "{}"),
+            " oh\n```",
+        ],
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜> a <｜tool▁calls▁end｜>": [
+            ("f", "{}"),
+            " a",
+        ],
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]": ["<｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]"],
+        # cut off
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁s": [
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁s"
+        ],
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a': [("f", '{"a')],
+    },
+    "kimi_k2": {
+        "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>": [("f", "{}")],
+        "<|tool_call_begin|> functions.a.b:x:12 <|tool_call_argument_begin|> {} <|tool_call_end|>": [("a.b:x", "{}")],
+        "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{}"
+        "<|tool_call_begin|>f:1<|tool_call_argument_begin|>{}<|tool_calls_section_end|> ok": [
+            ("f", "{}"),
+            ("f", "{}"),
+            "ok",
+        ],
+        "<|tool_calls_section_begin|> none <|tool_calls_section_end|>": [
+            "<|tool_calls_section_begin|> none <|tool_calls_section_end|>"
+        ],
+    },
     "gemma4": {
         "<|tool_call>call:unheard{}<tool_call|>": [("unheard", "{}")],
         "<|tool_call>f{}<tool_call|>": ["<|tool_call>f{}<tool_call|>"],
@@ -517,6 +605,28 @@ def test_thoughts(prompt: str, text: str) -> None:
     assert briefly(answer(make("hermes", "think"), text, prompt)) == THOUGHT[prompt, text]
 
 
+CONTINUED = {
+    ("", "<think>\nLet me"): [[" see"], "Hi"],
+    ("", "\n<think>"): [["see"], "Hi"],
+    ("", "<think>a</think>\n<think>The tag <think> is"): [[" see"], "Hi"],
+    ("<think>", "Let me"): [[" see"], "Hi"],
+    ("<think>", "Hm</think>Let me"): [" see</think> Hi"],
+    ("", "<think>Hm</think>Let me"): [" see</think> Hi"],
+    ("", "The tag is <think>"): [" see</think> Hi"],
+    ("<|user|><think>\n<|assistant|>", "Let me"): [" see</think> Hi"],
+}
+
+
+@pytest.mark.parametrize(("before", "continued"), CONTINUED)
+def test_a_message_that_is_continued_may_have_begun_a_thought(before: str, continued: str) -> None:
+    parsers, prompt = make("hermes", "think"), before + continued.lstrip()  # as some templates write it
+    found = briefly(answer(parsers, " see</think> Hi", prompt, continued=continued))
+    assert found == CONTINUED[before, continued]
+    grammar = Grammar(choice=["Hi"])
+    is_open = len(found) == 2
+    assert (parsers.after_thought(grammar, prompt, continued) == grammar) == (not is_open)
+
+
 def test_thoughts_of_gemma_may_come_at_any_time() -> None:
     text = "Hi <|channel>thought\nhm\n<channel|> you <|channel>final"
     assert briefly(answer(make("gemma4", "gemma4"), text)) == ["Hi", ["hm"], " you <|channel>final"]
@@ -531,6 +641,18 @@ def test_what_is_not_wanted_stays_in_the_text() -> None:
     assert briefly(answer(parsers, text, tools=())) == [["hm"], CALL]
     assert briefly(answer(parsers, text, reasoning=False)) == ["<think>hm</think>", ("f", "{}")]
     assert briefly(answer(parsers, text, tool_choice="none", reasoning=False)) == [text]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_two_pieces_give_the_same_parts(writer: str) -> None:
+    """Wherever the text is cut."""
+    parser, write = WRITERS[writer]
+    text = f"<think>hm</think>\nSee: {write([('weather', {'city': 'Rome', 'days': 3}), ('f', {})])}\nOk"
+    parsers = make(parser, "think")
+    whole = read(start(parsers), [text])
+    assert briefly(whole)[:2] == [["hm"], "See:"] and len(calls_of(whole)) == 2
+    for place in range(len(text)):
+        assert read(start(parsers), [text[:place], text[place:]]) == whole
 
 
 def test_arguments_stream() -> None:
@@ -572,6 +694,14 @@ def test_ids_are_random_and_of_the_kind_the_template_takes() -> None:
     assert unseeded[0] != unseeded[1]
 
 
+def test_ids_of_kimi_are_those_that_it_wrote() -> None:
+    """They count the calls of a chat. One that comes twice is replaced."""
+    call = "<|tool_call_begin|>functions.f:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    parts = answer(make("kimi_k2"), "".join(map(call.format, (7, 8, 7))))
+    ids = [part.id for part in parts if isinstance(part, ToolCallBegin)]
+    assert ids[:2] == ["functions.f:7", "functions.f:8"] and ids[2].startswith("call_")
+
+
 @pytest.mark.parametrize(
     ("template", "tools", "thoughts"),
     [
@@ -587,6 +717,11 @@ def test_ids_are_random_and_of_the_kind_the_template_takes() -> None:
         ("<|tool_call>call: <|channel>thought <channel|>", "gemma4", "gemma4"),
         ("[TOOL_CALLS] [THINK] [/THINK]", "mistral", "mistral"),
         ("<tool_call>{function-name}\n<arg_key>", "json", "none"),
+        ("<tool_call>{name}\n<arg_key>a</arg_key>\n<arg_value>b</arg_value>\n</tool_call> </think>", "glm45", "think"),
+        ("<tool_calls><tool_call>a<tool_sep><arg_key>a</arg_key><arg_value>b</arg_value>", "json", "none"),
+        ("<minimax:tool_call>\n<invoke name=", "minimax_m2", "none"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek", "none"),
+        ("<|tool_calls_section_begin|>{% for call", "kimi_k2", "none"),
     ],
 )
 def test_the_template_tells_the_parsers(template: str | None, tools: str, thoughts: str) -> None:
@@ -602,7 +737,8 @@ def test_the_template_tells_the_parsers(template: str | None, tools: str, though
 
 
 def test_parsers_by_name() -> None:
-    for name, ours in {"qwen3_xml": "qwen3_coder", "llama3_json": "json", "hermes": "hermes"}.items():
+    others = {"glm47": "glm45", "deepseek_v3": "deepseek", "deepseek_v31": "deepseek", "kimi_k2": "kimi_k2"}
+    for name, ours in ({"qwen3_xml": "qwen3_coder", "llama3_json": "json", "hermes": "hermes"} | others).items():
         assert find_parsers("[TOOL_CALLS]", name).tool_parser == ours
     assert find_parsers("", reasoning_parser="deepseek_r1").reasoning_parser == "think"
     with pytest.raises(
@@ -610,7 +746,7 @@ def test_parsers_by_name() -> None:
     ):
         find_parsers("", "nope")
     with pytest.raises(
-        ValueError, match="unknown reasoning parser 'nope'; known are auto, think, gemma4, mistral, none, q"
+        ValueError, match="unknown reasoning parser 'nope'; known are auto, think, gemma4, mistral, harmony, none, q"
     ):
         find_parsers("", reasoning_parser="nope")
 
@@ -643,6 +779,10 @@ LONG = {
     "bare words": ("gemma4", "gemma4", ("<|tool_call>call:f{a:", "word ")),
     "parameters": ("qwen3_coder", "think", ("<function=weather>", "<parameter=days>\n12\n</parameter>\n")),
     "a parameter": ("qwen3_coder", "think", ("<function=weather><parameter=place>", "\n<param ")),
+    "keys": ("glm45", "think", ("<tool_call>f", "<arg_key>a</arg_key><arg_value>12</arg_value>")),
+    "invocations": ("minimax_m2", "think", ("<minimax:tool_call>", '<invoke name="f">\n</invoke>')),
+    "a section": ("kimi_k2", "think", ("<|tool_calls_section_begin|>", "<|tool_call_begin|>f:0<|tool_call_begin|>")),
+    "a section of calls": ("deepseek", "think", ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}")),
 }
 LONGEST = ("text", "white space after text", "failed calls", "arguments", "strings")
 MOST_LINES = 400
@@ -674,7 +814,9 @@ def test_each_character_costs_the_same(case: str, monkeypatch: pytest.MonkeyPatc
 
     plain_release = Source.release
     monkeypatch.setattr(Source, "release", release)
-    reader = start(make(tools, thoughts))
+    parsers = make(tools, thoughts)
+    assert parsers.notation is not None
+    reader, longest = start(parsers), max(20, *map(len, parsers.notation.tags))
     most = 0
     for i, character in enumerate(text):
         if i % 1000 >= 20:  # tracing is slow
@@ -687,7 +829,7 @@ def test_each_character_costs_the_same(case: str, monkeypatch: pytest.MonkeyPatc
         finally:
             sys.settrace(None)
         most = max(most, num_lines)
-        assert len(reader._source._text) - reader._source._at < 20
+        assert len(reader._source._text) - reader._source._at < longest
     assert 0 < most < MOST_LINES
     num_lines = 0
     sys.settrace(trace)
@@ -720,10 +862,19 @@ ROUND_TRIPS = {
     "Mistral-Small-3.2-24B-Instruct-2506": ("mistral", "none", INST, ""),
     "unsloth-mistral-Devstral-Small-2507": ("mistral", "none", INST, "content"),
     "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral", INST, "content"),
+    "GLM-4.6": ("glm45", "think", "<|assistant|>", "content reasoning"),
+    "GLM-4.7-Flash": ("glm45", "think", "<|assistant|>", "content reasoning"),
+    "Spark2.5": ("glm45", "think", "<|Bot|>", "content reasoning"),
+    "MiniMax-M2": ("minimax_m2", "think", "]~b]ai\n", "content reasoning"),
+    "moonshotai-Kimi-K2": ("kimi_k2", "none", "assistant<|im_middle|>", "content"),
+    "deepseek-ai-DeepSeek-V3.1": ("deepseek", "think", "<｜Assistant｜>", "content"),
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("deepseek", "think", "Hi<｜Assistant｜>", ""),
     "meta-llama-Llama-3.1-8B-Instruct": ("json", "none", "assistant<|end_header_id|>\n\n", "single"),
     "meta-llama-Llama-3.3-70B-Instruct": ("json", "none", "assistant<|end_header_id|>\n\n", "single"),
 }
-ENDS = re.compile(r"<\|im_end\|>|</s>|<turn\|>|<\|eot_id\|>|<\|end_of_text\|>|<\|tool_response>")
+ENDS = re.compile(
+    r"<\|im_end\|>|</s>|<turn\|>|<\|eot_id\|>|<\|end_of_text\|>|<\|tool_response>|\[e~\[|<｜end▁of▁sentence｜>|<end>"
+)
 
 
 @pytest.mark.slow
@@ -754,6 +905,10 @@ def test_what_real_templates_write_is_read(name: str, tmp_path: Path) -> None:
             said = {"role": "assistant", "content": content, "reasoning_content": thought, "tool_calls": written}
             text = template.render([{"role": "user", "content": "Hi"}, said], offered, add_generation_prompt=False)
             prompt, text = text[: (place := text.rindex(begins) + len(begins))], text[place:]
+            if parsers.thinking and text.startswith(
+                parsers.thinking.closes
+            ):  # the prompt has it where nothing is thought
+                text = text.removeprefix(parsers.thinking.closes)
             parts = answer(parsers, ENDS.split(text)[0].removeprefix("\n"), prompt)
             assert [(name, json.loads(arguments)) for name, arguments in calls_of(parts)] == calls
             assert content_of(parts) == (content if "content" in has else "")
@@ -768,7 +923,16 @@ def test_real_templates_tell_their_parsers() -> None:
     assert {name for name, parsers in found.items() if parsers.tool_parser != "json"} - set(ROUND_TRIPS) == {
         "ibm-granite-granite-4.1",
         "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+        "Kimi-K2-Instruct",  # which changes lists, as no sandbox allows
+        "Kimi-K2-Thinking",
         "Reka-Edge",
+        "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+        "inclusionai-ling-3.0-flash",
+        "llama-cpp-deepseek-r1",
+        "poolside-Laguna-S-2.1",
+        "poolside-Laguna-XS-2.1",
+        "poolside-Laguna-XS.2",
+        "openai-gpt-oss-120b",  # in test_harmony
     }
     assert {name for name, parsers in found.items() if parsers.short_ids} == {
         "Mistral-Small-3.2-24B-Instruct-2506",

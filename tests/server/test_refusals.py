@@ -74,11 +74,13 @@ def test_bodies_that_are_no_json_object(server: Running, path: str) -> None:
 
 def test_routes_and_methods(server: Running) -> None:
     assert "/nowhere" in check(server.get("/nowhere"), 404, "not_found")
-    check(server.get("/v1/chat/completions/"), 404, "not_found")
+    check(server.get("/v1/chat/completions/x"), 404, "not_found")
     for path in (CHAT, COMPLETION, "/tokenize", "/detokenize"):
         answer = server.get(path)
         check(answer, 405, "method_not_allowed")
         assert answer.headers["allow"] == "POST"
+        check(server.get(f"{path}/"), 405, "method_not_allowed")
+        assert server.request("HEAD", path).status_code == 405
     check(server.post("/v1/models", {}), 405, "method_not_allowed")
     check(server.request("DELETE", "/health"), 405, "method_not_allowed")
     check(server.get("/%2e%2e/%2e%2e/etc/passwd"), 404, "not_found")

@@ -20,8 +20,19 @@ pytest.importorskip("llguidance")
 
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>")
 TAGS += ("<channel|>", "<|tool_response>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
+TAGS += ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>")
+TAGS += (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+)
+TAGS += ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>")
+TAGS += ("<|tool_call_argument_begin|>",)
 MISTRAL = {"mistral": "[TOOL_CALLS]", "mistral, by name": "[TOOL_CALLS] [ARGS]"}
 MISTRAL["mistral, with ids"] = "[TOOL_CALLS] [CALL_ID] [ARGS]"
+TEMPLATES = MISTRAL | {"deepseek, fenced": "```json", "glm45, without line breaks": "</arg_key><arg_value>"}
 
 WEATHER = {
     "type": "object",
@@ -94,7 +105,7 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 def parsers_of(notation: str, tokenizer: Tokenizer, thoughts: str = "none") -> Parsers:
     added = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items()}
-    return find_parsers(MISTRAL.get(notation), notation.split(",")[0], thoughts, added_tokens=added)
+    return find_parsers(TEMPLATES.get(notation), notation.split(",")[0], thoughts, added_tokens=added)
 
 
 def allowed(matcher: Matcher) -> list[int]:
@@ -102,7 +113,7 @@ def allowed(matcher: Matcher) -> list[int]:
     return [32 * i + bit for i, word in enumerate(words) for bit in range(32) if word >> bit & 1]
 
 
-ENDINGS = ("\n</parameter>", '<|"|>', "</think>", "<channel|>", "[/THINK]", *'"}]:,1n')
+ENDINGS = ("\n</parameter>", "\n</arg_value>", '<|"|>', "</think>", "<channel|>", "[/THINK]", *'"}]:,1n')
 
 
 def walk(compiler: GrammarCompiler, grammar: Grammar, tokenizer: Tokenizer, seed: int, patience: int = 100) -> str:
@@ -126,11 +137,15 @@ def walk(compiler: GrammarCompiler, grammar: Grammar, tokenizer: Tokenizer, seed
         tokens.append(token)
 
 
-NOTATIONS = ("hermes", "qwen3_coder", "gemma4", "json", *MISTRAL)
+NOTATIONS = ("hermes", "qwen3_coder", "gemma4", "glm45", "minimax_m2", "deepseek", "kimi_k2", "json", *TEMPLATES)
+
+
+VARIANTS = {"deepseek, fenced", "glm45, without line breaks"}
+EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in NOTATIONS]
 
 
 @pytest.mark.parametrize("choice", ["required", Named("weather")], ids=["required", "named"])
-@pytest.mark.parametrize("notation", NOTATIONS)
+@pytest.mark.parametrize("notation", EACH)
 def test_any_output_is_a_call(
     notation: str, choice: ToolChoice, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
@@ -185,6 +200,8 @@ def test_what_models_write_is_allowed(notation: str, tokenizer: Tokenizer, compi
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=v>\nab\n</function>"),
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=v>\nab</parameter>"),
         ("gemma4", '<|tool_call>call:f{v:<|"|>ab<tool_call|>'),
+        ("glm45", "<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>ab</arg_value>x"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="v">ab</parameter>x'),
     ],
 )
 def test_free_text_has_nothing_in_it_that_would_end_it(notation: str, text: str) -> None:
@@ -324,7 +341,10 @@ JUDGES = {
 }
 
 
-@pytest.mark.parametrize("notation", ["gemma4", "qwen3_coder", "hermes"])
+LIKE_QWEN = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm45", "minimax_m2")]
+
+
+@pytest.mark.parametrize("notation", ["gemma4", "qwen3_coder", "hermes", *LIKE_QWEN])
 @pytest.mark.parametrize("case", SCHEMAS)
 def test_schemas(case: str, notation: str, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     properties = {"value": SCHEMAS[case], "last": {"type": "boolean"}}

@@ -3,6 +3,8 @@
 `demo/` is a model folder like any other; its README.md says how it was made.
 """
 
+import re
+from functools import cache
 from pathlib import Path
 
 NAME = "anabranch-demo"
@@ -19,3 +21,14 @@ def folder() -> str:
             " owner/name, or install Anabranch again"
         )
     return str(PLACE)
+
+
+@cache
+def card(model: str) -> dict[str, str | list[str]]:
+    """What the card of the bundled model says it is, and three of the prompts it shows; empty for other models."""
+    if Path(model) != PLACE:
+        return {}
+    text = (PLACE / "README.md").read_text(encoding="utf-8")
+    about = re.search(r"^# .+\n\n((?:.+\n)+)", text, re.MULTILINE)
+    prompts = re.findall(r"^\*\*(.+)\*\*$", text, re.MULTILINE)
+    return {"about": " ".join(about[1].split()) if about else "", "prompts": prompts[:5:2]}

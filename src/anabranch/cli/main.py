@@ -12,34 +12,40 @@ import difflib
 import importlib
 import os
 import select
+import shutil
 import sys
+import textwrap
+from itertools import groupby
 from types import ModuleType
 from typing import NoReturn
 
-from anabranch import __version__
+from anabranch import __version__, config_file, known_flags
 
 COMMANDS = {
-    "serve": "serve a model over HTTP: a chat page, the APIs of OpenAI and Anthropic",
+    "serve": "serve a model over HTTP: a page, APIs of OpenAI and Anthropic",
     "generate": "write a continuation of a prompt",
     "chat": "chat with a model in the terminal",
-    "plan": "show whether a model fits: weights, KV cache, context × concurrency for a given memory",
-    "simulate": "simulate a model's experts on many ranks: load of the ranks, bytes that move",
+    "plan": "show whether a model fits: weights, KV cache, requests at once",
+    "simulate": "simulate experts on many ranks: loads, bytes that move",
     "tune": "measure the best tiles of a model's experts on this GPU",
-    "quantize": "write a model again with quantised weights, for this and other engines",
-    "doctor": "show this machine: versions, platforms, and the kernel that each op would use",
-    "conformance": "test whether a platform computes correctly: ops, models, streams and graphs",
-    "bench offline": "measure start, time to first token, decode and throughput of an engine",
-    "bench serve": "measure latencies and throughput of a server under load, ours or another",
-    "bench report": "show result files, ours and those of other engines, as tables with ratios and targets",
+    "quantize": "write a model again with quantised weights",
+    "doctor": "show this machine: versions, platforms, each op's kernel",
+    "conformance": "test whether a platform computes correctly",
+    "completion": "print a script that completes words in bash, zsh or fish",
+    "bench offline": "measure start, first token, decode and throughput",
+    "bench serve": "measure latencies and throughput of a server under load",
+    "bench report": "show result files as tables with ratios and targets",
     "bench step": "profile one decode step, kernel by kernel",
-    "bench ops": "time each op's kernel alone, and compare it with what the machine can do",
+    "bench ops": "time each op's kernel alone, beside what the machine can do",
     "bench host": "measure the host's time in a step, without a model",
 }
 
-ABOUT = "Anabranch: an inference and serving engine for Mixture-of-Experts language models."
+ABOUT = "Anabranch: inference and serving of Mixture-of-Experts language models."
 HELP = ("-h", "--help")
 CHECKED_ELSEWHERE = {"anabranch serve": ("api_key",)}
 """Options that the command checks itself, with a better message than "is empty"."""
+WIDTH = 80
+"""Columns of a line of help, at most."""
 VERSION = ("-V", "--version", "version")
 
 
@@ -48,15 +54,28 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hints = []
-        known = [option for action in self._actions for option in action.option_strings]
-        for word in message.replace("'", " ").replace(",", " ").split():
-            word = word.partition("=")[0].rstrip(":")
-            if word.startswith("-") and word not in known:
-                near = difflib.get_close_matches(word, known, 1)
-                hints += [f"did you mean {near[0]}?"] if near else []
+        for word in message.split() if message.startswith("unrecognized") else ():
+            near = known_flags.nearest(self, word.partition("=")[0]) if word.startswith("-") else ""
+            hints += [f"did you mean {near}?"] if near else []
         print(f"{self.prog}: {message}{'; ' + ' '.join(hints) if hints else ''}", file=sys.stderr)
         print(f"{self.prog} --help lists the options", file=sys.stderr)
         sys.exit(2)
+
+    def parse_known_intermixed_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
+        words = known_flags.model_first(self, list(sys.argv[1:] if args is None else args))
+        config_file.apply(self, words)
+        return super().parse_known_intermixed_args(words, namespace)
+
+
+class HelpLines(argparse.HelpFormatter):
+    """Lines of at most 80 columns. In the description, indented lines stay as they are: they are examples."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(WIDTH, shutil.get_terminal_size().columns))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = ("\n".join(lines) for _, lines in groupby(text.splitlines(), lambda line: (line[:1] == " ", not line)))
+        return "\n".join(part if part.startswith(" ") else textwrap.fill(part, width) for part in parts)
 
 
 def usage(prefix: str = "") -> str:
@@ -66,8 +85,8 @@ def usage(prefix: str = "") -> str:
     lines = [ABOUT, "", f"usage: anabranch {prefix + ' ' if prefix else ''}COMMAND [options]", ""]
     lines += [f"  {name:<{width}}  {what}" for name, what in shown.items()]
     if not prefix:
-        lines += ["", "To begin: anabranch serve    (serves the small model that comes with it; then open the page)"]
-    return "\n".join([*lines, "", "anabranch COMMAND --help explains a command; anabranch --version shows the version"])
+        lines += ["", "To begin: anabranch serve    (the small model that comes with it, and a page)"]
+    return "\n".join([*lines, "", "anabranch COMMAND --help explains a command; --version shows the version"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,8 +152,12 @@ def make_parser(name: str) -> tuple[ModuleType, Parser]:
     package, _, file = name.rpartition(" ")
     command = importlib.import_module(f"anabranch.{package or 'cli'}.{file}")
     parser = Parser(prog=f"anabranch {name}", description=command.__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = HelpLines
     command.add_options(parser)
+    if any(action.dest == "model" and not action.option_strings for action in parser._actions):
+        if "--config" not in parser._option_string_actions:
+            config_file.add_config(parser)
+    known_flags.add(parser)
     # argparse's own usage line would list every option.
     shapes = {None: "{}", "?": "[{}]", "*": "[{} ...]", "+": "{} ..."}
     words = [shapes[action.nargs].format(action.metavar) for action in parser._actions if not action.option_strings]  # type: ignore[index]

@@ -1,4 +1,5 @@
 """Show whether a model fits: weights by kind, KV bytes per token, and how many requests of which length memory holds.
+Of a model that is divided among ranks: what each has, and what a step moves between them.
 
 Reads config.json and the headers of safetensors files only, so it needs no GPU and no weights. Without --memory it
 shows common sizes.
@@ -7,47 +8,71 @@ shows common sizes.
 import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from anabranch import bundled
+from anabranch.bench.records import bundled as configs
 from anabranch.config import batch_tokens
 from anabranch.engine import plan as planning
 from anabranch.formats import ITEM_BYTES
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.locate import locate
 from anabranch.models.config import ModelConfig, read_config
-from anabranch.options import above_zero, add_engine_options, at_least
+from anabranch.options import above_zero, add_engine_options, add_memory_fraction, at_least
+from anabranch.ranks import plan as plan_ranks
 
 COMMON_MEMORY = (24, 48, 80, 141)  # GB
-UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+BARE = 10**6
+"""A number without a unit is in GB below this, and in bytes from it on."""
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help=f"{bundled.HELP}; a config.json is enough")
-    add("--memory", metavar="SIZE", help="device memory, such as 141GB or 80GiB")
-    add("--memory-fraction", type=above_zero(1), default=0.85, metavar="F", help="share to use (default 0.85)")
+    names = "a config.json is enough, or the name of a config of bench offline, such as qwen3-30b-a3b"
+    add("model", metavar="MODEL", nargs="?", help=f"{bundled.HELP}; {names}")
+    add("--memory", metavar="SIZE", help="device memory: 141GB, 80GiB, or 141 for GB")
+    add_memory_fraction(parser, "share to use (default 0.85)", 0.85)
     add_engine_options(parser, "dtype", "quantization", "kv_cache_dtype")
     add("--page-size", type=at_least(1), default=16, metavar="N", help="tokens in a KV page (default 16)")
+    add_engine_options(parser, "tensor_parallel_size", "expert_parallel")
+    data = "ranks with requests of their own, which divide the experts among them (default 1)"
+    add("--data-parallel-size", type=at_least(1), default=1, metavar="N", help=data)
+    add("--nodes", type=at_least(1), default=1, metavar="N", help="machines of the ranks (default 1)")
+    link = "rate of a rank's link in its node, and to other nodes (default 450 50)"
+    add("--link-rate", type=above_zero(1e6), nargs="+", default=[450.0, 50.0], metavar="GB/S", help=link)
+    memory = "rate at which a device reads its memory (default 4800)"
+    add("--memory-rate", type=above_zero(1e6), default=4800.0, metavar="GB/S", help=memory)
+    add("--tokens", type=at_least(1), default=128, metavar="N", help="of a rank in a step between ranks (default 128)")
     add("--json", action="store_true", help="print JSON")
 
 
 def parse_size(text: str) -> int:
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
-    if found is None or found[2] not in UNITS or float(found[1]) <= 0:
+    unit = "" if found is None else found[2] or ("gb" if float(found[1]) < BARE else "b")
+    if found is None or unit not in UNITS or float(found[1]) <= 0:
         raise ValueError(f"--memory {text!r} is not a size; write it as 141GB or 80GiB")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(found[1]) * UNITS[unit])
 
 
 def run(options: argparse.Namespace) -> int:
     sizes = [gb * 10**9 for gb in COMMON_MEMORY] if options.memory is None else [parse_size(options.memory)]
-    folder = locate(bundled.folder() if options.model is None else options.model, weights=False)
+    folder = locate(bundled.folder() if options.model is None else configs(options.model, "dummy"), weights=False)
     config = planning.quantized(read_config(folder, kv_cache_dtype=options.kv_cache_dtype), options.quantization)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
+    if len(options.link_rate) > 2:
+        raise ValueError("--link-rate takes one rate or two: inside a node, and between nodes")
+    division = plan_ranks.Division(
+        tensor=options.tensor_parallel_size,
+        data=options.data_parallel_size,
+        expert_parallel=options.expert_parallel,
+        nodes=options.nodes,
+    )
     plans = [
         planning.plan_memory(
-            config,
+            division.of_a_rank(config),
             size,
             fraction=options.memory_fraction,
             dtype=dtype,
@@ -56,12 +81,80 @@ def run(options: argparse.Namespace) -> int:
         )
         for size in sizes
     ]
+    if division.num_ranks > 1:
+        weights = sum(plan_ranks.weight_bytes(config, division, dtype).values())
+        plans = [replace(plan, weights=weights, kv=plan.kv + plan.weights - weights) for plan in plans]
     on_disk = _on_disk(folder, config)
     if options.json:
-        print(json.dumps(_as_json(config, dtype, plans, on_disk), indent=1))
+        found = _as_json(config, dtype, plans, on_disk)
+        if division.num_ranks > 1:
+            found["rank"] = _step(config, division, dtype, options)
+        print(json.dumps(found, indent=1))
     else:
         print("\n".join(_as_text(config, dtype, plans, on_disk)))
+        if division.num_ranks > 1:
+            print("\n".join(_ranks_as_text(config, division, options, _step(config, division, dtype, options))))
     return 0
+
+
+def _step(
+    config: ModelConfig, division: plan_ranks.Division, dtype: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """What a rank has, and a step of `--tokens` tokens, each of another request."""
+    rates = options.link_rate[0] * 1e9, options.link_rate[-1] * 1e9
+    calls = plan_ranks.collectives(config, division, dtype, options.tokens, options.tokens)
+    read = plan_ranks.read_bytes(config, division, dtype, options.tokens)
+    return {
+        "weights": plan_ranks.weight_bytes(config, division, dtype),
+        "kv_bytes_per_token": sum(
+            group.num_values * ITEM_BYTES[group.spec.dtype or dtype]
+            for group in division.of_a_rank(config).cache_groups
+            if group.policy.per_token
+        ),
+        "collectives": [
+            {
+                "name": call.name,
+                "of": call.what,
+                "count": call.count,
+                "bytes": call.num_bytes,
+                "sent_bytes": round(call.count * call.link_bytes(call.among(division).num_ranks)),
+                "seconds": call.seconds(division, rates),
+            }
+            for call in calls
+        ],
+        "link_seconds": sum(call.seconds(division, rates) for call in calls),
+        "read_bytes": read,
+        "read_seconds": read / options.memory_rate / 1e9,
+    }
+
+
+def _ranks_as_text(
+    config: ModelConfig, division: plan_ranks.Division, options: argparse.Namespace, step: dict[str, Any]
+) -> list[str]:
+    of = f"of {division.data} engines " if division.tensor > 1 else ""
+    how = f"{of}with requests of their own, " if division.data > 1 else ""
+    how += "whole experts" if division.expert_parallel else "a part of each expert"
+    nodes = f" on {division.nodes} nodes" if division.nodes > 1 else ""
+    lines = ["", f"each of {division.num_ranks} ranks{nodes}, {how} (memory and requests above are of one rank)"]
+    parts = ", ".join(f"{kind} {size / 1e9:.3f}" for kind, size in step["weights"].items() if size)
+    lines += [f"  weights: {sum(step['weights'].values()) / 1e9:.3f} GB ({parts})"]
+    lines += [f"  KV: {step['kv_bytes_per_token']:,} bytes per token", ""]
+    lines += [
+        f"a step of {options.tokens} tokens{' of each engine' if division.data > 1 else ''}, each of another request"
+    ]
+    lines += [f"  {'collective':<40}{'calls':>7}{'bytes':>14}{'MB sent':>10}{'ms':>9}"]
+    for call in step["collectives"]:
+        title = f"{call['name']}: {call['of']}"
+        sent, ms = call["sent_bytes"] / 1e6, call["seconds"] * 1e3
+        lines.append(f"  {title:<40}{call['count']:>7}{call['bytes']:>14,}{sent:>10.2f}{ms:>9.3f}")
+    total = step["link_seconds"] + step["read_seconds"]
+    links = " and ".join(f"{rate:g}" for rate in options.link_rate[: min(2, division.nodes)])
+    lines += [
+        f"  links ({links} GB/s): {step['link_seconds'] * 1e3:.3f} ms; weights read ({step['read_bytes'] / 1e9:.2f} GB "
+        f"at {options.memory_rate:g} GB/s): {step['read_seconds'] * 1e3:.3f} ms; together {total * 1e3:.3f} ms",
+        "  (bytes over rates: no latencies, contention, overlap, attention or computation)",
+    ]
+    return lines
 
 
 def _on_disk(folder: Path, config: ModelConfig) -> tuple[int, int] | None:

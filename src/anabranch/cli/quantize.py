@@ -18,9 +18,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from anabranch import platforms
+    from anabranch.cli.write_quantized import quantize
     from anabranch.engine.progress import Bar
     from anabranch.loader.locate import locate
-    from anabranch.loader.quantize import quantize
 
     source = Path(locate(options.model, weights=True))
     size = quantize(source, options.out, options.quantization, platforms.current(), Bar("quantising"))

@@ -4,11 +4,22 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from anabranch import bundled
 from anabranch.config import AUTO, EngineConfig
-from anabranch.options import FLAGS, RANKS, SPECULATION, above_zero, add_engine_options, add_fields, at_least
+from anabranch.config_file import add_config
+from anabranch.options import (
+    FLAGS,
+    PLACEMENT,
+    RANKS,
+    SPECULATION,
+    add_engine_options,
+    add_fields,
+    add_memory_fraction,
+    at_least,
+)
 
 RARE_SETTINGS = {
     "max_connections": "open connections; further ones get 503",
@@ -23,12 +34,19 @@ RARE_SETTINGS = {
     "start_timeout": "seconds for the engine to be ready",
 }
 """Help of the server's options that only --help=all shows, by field of Settings."""
+REPLICAS = {
+    "replicas": "engines that have the whole model each, run by Ray (default 0: one engine, without Ray)",
+    "max_replicas": "start more of them where load is high, up to this number (default: as many as --replicas)",
+    "max_imbalance": "a replica with this many more requests than the least busy one gets no more",
+}
+"""Help of the number options of ReplicaConfig."""
 RARE_GROUP = "more"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group(conflict_handler="resolve")  # argparse's own --help takes no word
     own.add_argument("-h", "--help", action=Help, nargs="?", const="core", metavar="all", help="all: every option")
+    add_config(own)
     parser.add_argument("model", metavar="MODEL", nargs="?", help=bundled.HELP)
     _add_core(parser)
     _add_rare(parser.add_argument_group(RARE_GROUP))
@@ -41,17 +59,16 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     keys = "a key that clients may use; may be repeated (default: ANABRANCH_API_KEY, or none)"
     add("--api-key", action="append", default=[], metavar="KEY", help=keys)
     add("--allow-no-api-key", action="store_true", help="serve other machines without a key")
-    name = "what clients call the model (default: its folder or hub id)"
+    name = "its name for clients (default: folder or hub id)"
     add("--served-model-name", nargs="+", default=[], metavar="NAME", help=name)
     model = parser.add_argument_group("the model")
     add_engine_options(model, "dtype", "max_model_len")
     add = model.add_argument
-    memory = "share of the device's memory to use (default: the platform's)"
-    add("--gpu-memory-utilization", type=above_zero(1), default=0.0, metavar="F", dest="memory_fraction", help=memory)
+    add_memory_fraction(model, "share of memory to use (default: the platform's)")
     add("--max-num-seqs", type=int, default=512, metavar="N", help="requests that run at once (default 512)")
     tokens = "tokens in one step (default 8192)"
     add("--max-num-batched-tokens", type=at_least(1), default=AUTO, metavar="N", help=tokens)
-    eager = "launch every kernel by itself, without captured graphs: --graphs none"
+    eager = "no captured graphs: the same as --graphs none"
     add("--enforce-eager", action="store_const", const="none", default="auto", dest="graphs", help=eager)
     add_engine_options(model, "generation_config")
     add("--seed", type=int, default=0, metavar="N", help="of requests that name none (default 0)")
@@ -60,9 +77,9 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
     add("--tool-call-parser", default="auto", metavar="NAME", help="default: the one that fits the chat template")
     add("--reasoning-parser", default="auto", metavar="NAME", help="default: the one that fits the chat template")
     add = parser.add_argument_group("operation").add_argument
-    shutdown = "after SIGTERM, seconds for requests to finish (default 30)"
+    shutdown = "after SIGTERM, seconds to finish in (default 30)"
     add("--shutdown-timeout", type=float, default=30.0, metavar="S", help=shutdown)
-    queue = "requests that may wait; further ones get 429 (default 1024)"
+    queue = "waiting requests; others get 429 (default 1024)"
     add("--max-queue", type=int, default=1024, metavar="N", help=queue)
     add("--metrics-compat", default="", choices=["vllm"], help="export metrics under vLLM's names too")
     add("--log-format", default="text", choices=["text", "json"], help="default text")
@@ -73,11 +90,20 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def _add_rare(group: Any) -> None:
+    from anabranch.replicas.config import ROUTINGS, ReplicaConfig
     from anabranch.server.settings import Settings
 
     hosts = "host names to answer to without a key, besides localhost and addresses; *: any (default none)"
     group.add_argument("--allowed-hosts", type=names, default=(), metavar="NAME,...", help=hosts)
-    add_engine_options(group, *RANKS, *SPECULATION, "load_format", "expert_load_interval")
+    origins = "origins of web pages that may use the server (CORS), as in http://localhost:3000; *: any (default none)"
+    group.add_argument("--allowed-origins", type=names, default=(), metavar="ORIGIN,...", help=origins)
+    add_engine_options(group, *RANKS, *PLACEMENT)
+    add_fields(group, ReplicaConfig, REPLICAS)
+    routing = "the replica a request goes to: the one with its prompt's longest prefix in the cache, or the least busy"
+    group.add_argument("--routing", choices=ROUTINGS, default="prefix", help=f"{routing} (default prefix)")
+    address = "HOST:PORT of a running Ray cluster, or auto, for replicas (default: one on this machine) or nodes"
+    group.add_argument("--ray-address", metavar="ADDR", help=address)
+    add_engine_options(group, *SPECULATION, "load_format", "expert_load_interval")
     add_fields(group, Settings, RARE_SETTINGS)
     add_engine_options(group, "page_size", "num_pages", "prefix_cache", "state_interval", "async_scheduling", *FLAGS)
 
@@ -108,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         from anabranch import logs
         from anabranch.loader import locate
+        from anabranch.replicas.config import ReplicaConfig
         from anabranch.server.lifecycle import serve
         from anabranch.server.settings import Settings
     except ImportError as error:
@@ -119,6 +146,30 @@ def run(options: argparse.Namespace) -> int:
         | {"api_key": tuple(keys), "served_model_name": tuple(options.served_model_name)}
     )
     engine = EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig) if field.name in given})
+    ray_address = options.ray_address if engine.nodes > 1 and not options.replicas + options.max_replicas else None
+    if ray_address:
+        given = given | {"ray_address": None}
+    replicas = ReplicaConfig(**{field.name: given[field.name] for field in fields(ReplicaConfig)})
     locate.local(engine.model)  # reports a wrong name before the server listens
     logs.set_up(options.log_format)
-    return serve(settings, engine)
+    if ray_address:
+        ReplicaConfig(replicas=1, ray_address=ray_address).set_environment()
+        try:
+            from anabranch.ranks.actors import on_cluster
+        except ImportError as error:
+            raise ValueError(f"--ray-address needs {error.name}; run: pip install 'anabranch[ray]'") from None
+        with on_cluster(engine, ray_address):
+            return serve(settings, engine)
+    if engine.nodes > 1:
+        from anabranch.ranks.runner import follow_here
+
+        if (code := follow_here(engine)) is not None:
+            return code
+    if not replicas.replicas:
+        return serve(settings, engine)
+    replicas.set_environment()
+    try:
+        from anabranch.replicas.client import ReplicaClient
+    except ImportError as error:
+        raise ValueError(f"--replicas needs the package {error.name}; run: pip install 'anabranch[ray]'") from None
+    return serve(settings, engine, start_client=partial(ReplicaClient.start, config=replicas, settings=settings))

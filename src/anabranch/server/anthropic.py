@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
@@ -104,6 +105,7 @@ class CountTokens(Body, kw_only=True):
 
 
 @ignoring(metadata=JsonObject, diagnostics=JsonObject, service_tier=Name, inference_geo=Name)
+@ignoring(user_profile_id=Name, workspace_id=Name)
 class Messages(CountTokens, kw_only=True):
     max_tokens: int
     stream: bool = False
@@ -123,7 +125,11 @@ async def messages(request: Request) -> Response:
     chat = ChatAnswer(request, await service.run(lambda: chat_completion(body), request.state.num_bytes))
     reply = Reply(f"msg_{uuid4().hex}", service.names[0], chat.body.include_reasoning)
     if body.stream:
-        return stream.EventStream(generate(chat, reply))
+
+        def idle() -> bytes:
+            return b"".join(map(stream.event, reply.start(chat.answers[0].output) or [{"type": "ping"}]))
+
+        return stream.EventStream(generate(chat, reply), chat.accepted, service.settings.ping_timeout, idle)
 
     async def whole() -> dict[str, Any]:
         async for _ in generate(chat, reply):
@@ -147,16 +153,13 @@ async def count_tokens(request: Request) -> Response:
 
 async def generate(chat: ChatAnswer, reply: Reply) -> AsyncGenerator[bytes, None]:
     """The events of an answer; `reply` grows to the whole message."""
-    service, begun = chat.service, False
+    service = chat.service
     with service.admitted(1):
         await chat.prepare()
         output = chat.answers[0].output
         async with aclosing(service.generate(chat.answers)) as generated:
             async for _, delta in generated:
-                # The first event comes with the first token: what fails before it is an answer with a status.
-                some = [] if begun else [reply.start(output)]
-                begun = True
-                some += reply.feed(chat.parts(delta))
+                some = [*reply.start(output), *reply.feed(chat.parts(delta))]
                 if some:  # text may be held back, for part of a character or of a tag
                     yield b"".join(map(stream.event, some))
     chat.log_usage()
@@ -168,8 +171,6 @@ def chat_completion(body: CountTokens) -> ChatCompletion:
     messages = [] if body.system is None else [Message(role="system", content=_text(body.system, "system"))]
     for number, message in enumerate(body.messages):
         messages += _read_message(message, f"messages[{number}].content")
-    if body.messages[-1].role == "assistant":
-        raise bad_request("messages: the last one is the assistant's, and answers cannot be continued", "messages")
     choice = body.tool_choice or AnthropicToolChoice(type="auto" if body.tools else "none")
     thinking = None if body.thinking is None or body.thinking.type == "disabled" else body.thinking
     request = ChatCompletion(
@@ -180,6 +181,7 @@ def chat_completion(body: CountTokens) -> ChatCompletion:
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         chat_template_kwargs={"enable_thinking": thinking is not None},  # the name that most templates use
         include_reasoning=thinking is not None and thinking.display != "omitted",
+        continue_final_message=body.messages[-1].role == "assistant",
     )
     if body.output_config is not None:
         request.reasoning_effort = body.output_config.effort
@@ -275,9 +277,12 @@ class Reply:
         self.message: dict[str, Any] = {"id": id, "type": "message", "role": "assistant", "model": model, "content": []}
         self.message |= {"stop_reason": None, "stop_sequence": None}
 
-    def start(self, output: RequestOutput) -> Event:
+    def start(self, output: RequestOutput) -> list[Event]:
+        """The first event, if it was not sent."""
+        if "usage" in self.message:
+            return []
         self.message["usage"] = usage(output, 0)
-        return {"type": "message_start", "message": {**self.message, "content": []}}
+        return [{"type": "message_start", "message": {**self.message, "content": []}}]
 
     def feed(self, parts: Iterable[Part]) -> list[Event]:
         events: list[Event] = []
@@ -324,7 +329,7 @@ class Reply:
         self._open = False
         block, events = self.message["content"][-1], list[Event]()
         if block["type"] == "tool_use":
-            block["input"] = _input("".join(self._arguments))
+            block["input"] = call_input("".join(self._arguments))
             self._arguments.clear()
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
             events.append(self._event("content_block_delta", delta=delta))
@@ -343,9 +348,10 @@ def usage(output: RequestOutput, num_new: int) -> dict[str, int]:
     return {**read, "cache_creation_input_tokens": 0, "output_tokens": num_new}
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def call_input(arguments: str) -> dict[str, Any]:
     try:
         value = strict_json(arguments or "{}")
+        msgspec.json.encode(value)  # half of a surrogate pair cannot be sent
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}

@@ -6,9 +6,10 @@ from typing import Any, NoReturn
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from anabranch import __version__
-from anabranch.server import anthropic, openai, operations, page
+from anabranch.server import anthropic, ollama, openai, operations, page, responses
 from anabranch.server.errors import ApiError
 from anabranch.server.guard import Guard
 from anabranch.server.service import Service
@@ -23,11 +24,17 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
         exception_handlers={HTTPException: _http_error},
     )
-    for module in (operations, page, openai, anthropic):
+    for module in (operations, page, openai, anthropic, responses, ollama):
         app.include_router(module.router)
     _describe(app)
     app.state.service, app.state.responses = service, Counter[tuple[str, int]]()
+    app.state.kept_responses = responses.Responses()
     app.add_middleware(Guard, settings=service.settings, responses=app.state.responses)
+    if origins := service.settings.allowed_origins:  # around the guard: a browser asks without a key
+        shown, methods = ["x-request-id", "request-id", "retry-after"], ["GET", "POST", "DELETE"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=shown
+        )
     return app
 
 
@@ -45,7 +52,7 @@ async def _http_error(request: Request, error: HTTPException) -> NoReturn:
 
 def _describe(app: FastAPI) -> None:
     """Add the schemas of bodies to FastAPI's description of the routes: msgspec decodes them, not FastAPI."""
-    bodies = openai.BODIES | anthropic.BODIES
+    bodies = openai.BODIES | anthropic.BODIES | responses.BODIES | ollama.BODIES
     _, components = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
     types = {"message": "string", "type": "string", "param": ["string", "null"], "code": ["string", "null"]}
     fields: dict[str, Any] = {"type": "object", "required": list(types)}
@@ -53,11 +60,14 @@ def _describe(app: FastAPI) -> None:
     error = {"type": "object", "required": ["error"], "properties": {"error": fields}}
     described = app.openapi()
     described["components"] = {"schemas": components | {"Error": error}}
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    responses = {"200": {"description": "success"}, "default": {"description": "an error", "content": content}}
+    ollama_error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+    described["components"]["schemas"]["OllamaError"] = ollama_error
     for path, methods in described["paths"].items():
+        name = "OllamaError" if path.startswith("/api/") else "Error"
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+        answers = {"200": {"description": "success"}, "default": {"description": "an error", "content": content}}
         for operation in methods.values():
-            operation["responses"] = responses
+            operation["responses"] = answers
             if path in bodies:
                 schema = {"$ref": f"#/components/schemas/{bodies[path].__name__}"}
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

@@ -2,12 +2,13 @@
 
 Nothing is coerced: true is not a number, "16" not an integer, NaN not JSON. A null at the top means "not given". An
 unknown field, at the top or inside, is an error that names its path and the nearest known field: an option that is
-silently ignored misleads.
+silently ignored misleads. Known fields without effect are logged, each once.
 """
 
 import asyncio
 import difflib
 import gc
+import logging
 import re
 from functools import cache
 from typing import Any, TypeVar
@@ -20,10 +21,13 @@ from anabranch.server.errors import ApiError, bad_request
 from anabranch.server.protocol import Body, JsonObject, StrictObject
 from anabranch.server.service import Service
 
+log = logging.getLogger("anabranch.server")
 Decoded = TypeVar("Decoded", bound=Body)
 
 LONGEST = 100  # characters of an unknown name that an error repeats
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
+_logged: set[str] = set()
+"""Fields whose being ignored was logged."""
 
 
 class ClientGone(Exception):
@@ -76,9 +80,13 @@ def decode(body: bytes | bytearray, schema: type[Decoded]) -> Decoded:
     while it holds the interpreter's lock."""
     gc.disable()
     try:
-        return _decode(body, schema)
+        decoded = _decode(body, schema)
     finally:
         gc.enable()
+    for name, (value, reason) in schema.ONLY.items():
+        if (given := getattr(decoded, name)) is not None and (given != value or type(given) is not type(value)):
+            raise bad_request(f"{name}: only {msgspec.json.encode(value).decode()} is possible here: {reason}", name)
+    return decoded
 
 
 def _decode(body: bytes | bytearray, schema: type[Decoded]) -> Decoded:
@@ -93,6 +101,9 @@ def _decode(body: bytes | bytearray, schema: type[Decoded]) -> Decoded:
         reason = "too deeply nested" if isinstance(error, RecursionError) else str(error)
         raise bad_request(f"the body is not valid JSON: {reason}", code="invalid_json") from None
     raw = {name: value for name, value in raw.items() if value is not None}
+    for name in (raw.keys() & schema.IGNORED) - _logged:
+        _logged.add(name)
+        log.warning("requests come with %r, which has no effect here (logged once)", name)
     try:
         try:
             return msgspec.convert(raw, schema, strict=True)

@@ -45,7 +45,14 @@ class Chat:
         if choice == "none":
             self.offered = ()
         self.messages = read_messages(body.messages or [])
-        self.add_generation_prompt = body.add_generation_prompt
+        self.continued = body.continue_final_message
+        """The answer continues the last message."""
+        self.add_generation_prompt = not self.continued if (given := body.add_generation_prompt) is None else given
+
+    @property
+    def begun(self) -> str:
+        """The text of the message that the answer continues."""
+        return self.messages[-1]["content"] if self.continued else ""
 
     def check(self) -> None:
         names = [tool["function"]["name"] for tool in self.tools]
@@ -55,6 +62,14 @@ class Chat:
             raise bad_request("tool_choice asks for a tool call, but there are no tools", "tool_choice")
         if isinstance(self.tool_choice, Named) and self.tool_choice.name not in names:
             raise bad_request(f"tool_choice: no tool is named {self.tool_choice.name!r}", "tool_choice")
+        if self.continued:
+            last = self.messages[-1]
+            if self.add_generation_prompt:
+                message = "continue_final_message needs add_generation_prompt: false: an answer is continued or begun"
+                raise bad_request(message, "add_generation_prompt")
+            if last["role"] != "assistant" or "tool_calls" in last:
+                message = "only a last message of the assistant's that calls no tools can be continued"
+                raise bad_request(message, "messages")
 
 
 def read_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -72,6 +87,8 @@ def read_messages(messages: list[Message]) -> list[dict[str, Any]]:
                 read["content"] = content if content is not None else message.refusal or ""
                 if reasoning := message.reasoning_content or message.reasoning:
                     read |= {"reasoning_content": reasoning, "reasoning": reasoning}
+                    if not read["content"]:  # gpt-oss's template reads this, and refuses it beside content
+                        read["thinking"] = reasoning
                 calls = message.tool_calls or []
                 if not calls and message.function_call is not None:
                     calls = [ToolCall(function=message.function_call)]
@@ -132,15 +149,16 @@ def prepare(service: Service, chat: Chat, params: SamplingParams) -> tuple[str, 
         raise bad_request("tool_choice asks for a tool call, response_format for other text: give one", "tool_choice")
     rendered = render(model, chat)
     prompt_ids = service.encode(rendered, False, "messages")
-    grammar, parsers = params.grammar, model.parsers
+    grammar, parsers, prompt = params.grammar, model.parsers, rendered.text
     try:
         if grammar is not None:
-            grammar = parsers.after_thought(grammar, rendered.text)
+            grammar = parsers.after_thought(grammar, prompt, chat.begun)
         else:
-            grammar = parsers.tool_grammar(chat.offered, chat.tool_choice, rendered.text, chat.parallel_tool_calls)
+            parallel = chat.parallel_tool_calls
+            grammar = parsers.tool_grammar(chat.offered, chat.tool_choice, prompt, parallel, chat.begun)
     except ValueError as error:
         raise bad_request(str(error), "tool_choice" if params.grammar is None else "structured_outputs") from None
-    return rendered.text, prompt_ids, replace(params, grammar=grammar)
+    return prompt, prompt_ids, replace(params, grammar=grammar)
 
 
 def render(model: Model, chat: Chat) -> Rendered:
@@ -150,5 +168,11 @@ def render(model: Model, chat: Chat) -> Rendered:
     if tools and not model.template.writes_tools:
         raise bad_request(NO_TOOLS, "tools")
     return render_chat(
-        model.template, model.tokenizer, chat.messages, tools, chat.add_generation_prompt, **chat.template_options
+        model.template,
+        model.tokenizer,
+        chat.messages,
+        tools,
+        chat.add_generation_prompt,
+        continue_final_message=chat.continued,
+        **chat.template_options,
     )

@@ -1,4 +1,5 @@
-"""The check in front of every route: request id, headers, Host, key, errors as JSON, one line in the log.
+"""The check in front of every route: request id, headers, Host, key, errors as JSON, one line in the log. A slash at
+the end of a path is no part of it, and HEAD is answered wherever GET is (uvicorn leaves out the body).
 
 Denies by default: a route that is added later needs the key without further code. Exceptions are health, because load
 balancers have no key, and the page's own files (page.PATHS): they are the same in every installation, and the page asks
@@ -29,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anabranch.server import page
 from anabranch.server.body import ClientGone
-from anabranch.server.errors import ApiError, internal, unavailable
+from anabranch.server.errors import ApiError, dialect_of, internal, unavailable
 from anabranch.server.settings import Settings, is_loopback, parse_address
 
 log = logging.getLogger("anabranch.server.access")
@@ -56,7 +57,12 @@ class Guard:
         headers: RawHeaders = scope["headers"]
         request_id = _request_id(headers)
         noted: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(request_id=request_id, log=noted)
+        method, path = scope["method"], scope["path"]
+        if len(path) > 2:
+            path = path.removesuffix("/")
+        dialect = dialect_of(path, any(name == b"anthropic-version" for name, _ in headers))
+        scope = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
+        scope.setdefault("state", {}).update(request_id=request_id, log=noted, dialect=dialect)
         began, status = time.monotonic(), 0
         # OpenAI's client reads the first, Anthropic's the second.
         id_headers = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
@@ -69,12 +75,12 @@ class Guard:
             await send(message)
 
         async def respond(error: ApiError) -> None:
-            body = error.encoded(scope["path"], request_id)
+            body = error.encoded(dialect, request_id)
             response = Response(body, error.status, error.headers, media_type="application/json")
             await response(scope, receive, send_with_id)
 
         try:
-            self._check(scope["path"], headers)
+            self._check(path, headers)
             await self.app(scope, receive, send_with_id)
         except ApiError as error:
             noted["error"] = error.code
@@ -89,14 +95,14 @@ class Guard:
             if not status:
                 await respond(unavailable("the server is shutting down", "server_draining"))
         except Exception:
-            log.exception("request %s: %s %s", request_id, scope["method"], _route(scope))
+            log.exception("request %s: %s %s", request_id, method, _route(scope))
             if not status:
                 noted["error"] = "internal_error"
                 await respond(internal(request_id))
         finally:
             route = _route(scope)
             self.responses[route, status] += 1
-            noted |= {"id": request_id, "method": scope["method"], "route": route, "status": status}
+            noted |= {"id": request_id, "method": method, "route": route, "status": status}
             noted["seconds"] = round(time.monotonic() - began, 4)
             log.log(logging.DEBUG if route.startswith(FREQUENT) else logging.INFO, "request", extra={"fields": noted})
 

@@ -1,4 +1,5 @@
-"""The last minutes in numbers, for the page: a sample of the engine's stats each second, and times to first tokens.
+"""The last minutes in numbers, for the page: a sample of the engine's stats each second, and times to first tokens; and
+the last seconds, for the log.
 
 Counts and seconds only, never text. engine.metrics has the totals for Prometheus.
 """
@@ -10,6 +11,7 @@ from typing import Any
 
 INTERVAL = 1.0  # seconds between two samples
 KEPT = 300  # samples
+LOGGED = 10.0  # seconds between two lines of the log
 FIRST_TOKENS = 2048
 RECENT = 60.0  # seconds that percentiles cover
 
@@ -31,6 +33,8 @@ class History:
         self._last_counts = 0, 0
         self.num_loads = 0
         """How often the engine's histogram has changed."""
+        self.ranks: list[list[list[int]]] = []
+        """By MoE layer and rank: which experts it has; empty where they are on one."""
         self._load_before: Counts = []
         self._load_last: Counts = []
 
@@ -49,11 +53,14 @@ class History:
             sample |= {name: stats.get(name, 0) for name in ("running", "waiting", "kv_usage")}
             self.samples.append(sample)
         self._last_at, self._last_counts = now, counts
-        load = stats.get("expert_load") or []
-        if load != self._load_last:  # the engine copies its histogram every few steps
-            self._load_before, self._load_last = self._load_last, load
-            self.num_loads += 1
+        self.add_load(stats)
         self.stats = stats
+
+    def add_load(self, stats: dict[str, Any]) -> None:
+        load, ranks = stats.get("expert_load") or [], stats.get("expert_ranks") or []
+        if load != self._load_last or ranks != self.ranks:  # the engine copies its histogram every few steps
+            self._load_before, self._load_last, self.ranks = self._load_last, load, ranks
+            self.num_loads += 1
 
     def percentiles(self, *shares: float) -> list[float]:
         """Of the recent times to a first token; 0 where there are none."""
@@ -79,8 +86,35 @@ class History:
             "num_experts": len(total[0]) if total else 0,
             "total": total,
             "interval": interval,
+            "ranks": self.ranks,
             "balance_total": [balance(row) for row in total],
             "balance_interval": [balance(row) for row in interval],
+        }
+
+
+class Throughput:
+    """The fields of a line of the log, every LOGGED seconds in which anything ran."""
+
+    def __init__(self, now: float) -> None:
+        self._at, self._counts = now, [0, 0, 0, 0]
+
+    def add(self, stats: dict[str, Any], now: float) -> dict[str, Any] | None:
+        seconds = now - self._at
+        if seconds < LOGGED:
+            return None
+        counts = [stats.get(key, 0) for key in ("prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits")]
+        prompt, generated, queries, hits = [new - old for new, old in zip(counts, self._counts, strict=True)]
+        self._at, self._counts = now, counts
+        running, waiting = stats.get("running", 0), stats.get("waiting", 0)
+        if not (prompt or generated or running or waiting):
+            return None
+        return {
+            "running": running,
+            "waiting": waiting,
+            "prompt_tokens_per_second": round(prompt / seconds, 1),
+            "generation_tokens_per_second": round(generated / seconds, 1),
+            "kv_cache_usage": round(stats.get("kv_usage", 0), 4),
+            "prefix_cache_hits": round(hits / queries, 4) if queries else 0,
         }
 
 

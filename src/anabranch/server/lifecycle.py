@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -35,9 +35,9 @@ from anabranch.models.generation import read_sampling_defaults
 from anabranch.server import connection
 from anabranch.server.app import make_app
 from anabranch.server.connection import Connection, LimitedWarning
-from anabranch.server.history import INTERVAL
+from anabranch.server.history import INTERVAL, Throughput
 from anabranch.server.parsers.choose import find_parsers
-from anabranch.server.service import Model, Service
+from anabranch.server.service import Client, Model, Service
 from anabranch.server.settings import Settings
 from anabranch.server.threads import tasks
 from anabranch.server.tracing import traced
@@ -54,11 +54,20 @@ WATCH = 0.25  # seconds between two checks of the engine
 BACKLOG = 2048  # connections that the system holds until they are accepted
 
 
-def serve(settings: Settings, engine: EngineConfig, make_engine: str = MAKE_ENGINE) -> int:
+StartClient = Callable[..., Awaitable[Client]]
+"""EngineClient.start, or what takes its arguments."""
+
+
+def serve(
+    settings: Settings,
+    engine: EngineConfig,
+    make_engine: str = MAKE_ENGINE,
+    start_client: StartClient = EngineClient.start,
+) -> int:
     """Serve until the end and return the exit code. ValueError or OSError for mistakes of the user, before anything is
     loaded."""
     with listen(settings) as sock:
-        server = Server(settings, replace(engine, serving=True), make_engine)
+        server = Server(settings, replace(engine, serving=True), make_engine, start_client)
         code = asyncio.run(server.run(sock))
     if num_busy := server.service.num_busy_threads:
         log.warning("ending although %d threads have not finished", num_busy)
@@ -88,8 +97,8 @@ def listen(settings: Settings) -> Iterator[socket.socket]:
 
 
 class Server:
-    def __init__(self, settings: Settings, engine: EngineConfig, make_engine: str) -> None:
-        self.settings, self.engine, self.make_engine = settings, engine, make_engine
+    def __init__(self, settings: Settings, engine: EngineConfig, make_engine: str, start_client: StartClient) -> None:
+        self.settings, self.engine, self.make_engine, self.start_client = settings, engine, make_engine, start_client
         self.max_connections = connection.max_connections(settings.max_connections, connection.raise_file_limit())
         self.service = Service(settings, engine, settings.served_model_name or (model_name(engine.model),))
         self.http = _Http(
@@ -106,7 +115,7 @@ class Server:
                 timeout_keep_alive=int(settings.keep_alive_timeout),
             )
         )
-        self.client: EngineClient | None = None
+        self.client: Client | None = None
         self.socket_errors = LimitedWarning()
         self.signals: list[int] = []
         self.first_signal, self.second_signal = asyncio.Event(), asyncio.Event()
@@ -168,13 +177,13 @@ class Server:
                 return 1
             return await self._serve(client, signalled)
 
-    async def _load(self) -> EngineClient:
+    async def _load(self) -> Client:
         """Read the model folder's small files here, the weights in the engine's process."""
-        self.stages["reading the model folder"] = time.monotonic()
+        self._on_stage(messages.Stage("reading the model folder"))
         loop, threads = asyncio.get_running_loop(), self.service.threads
         model = await loop.run_in_executor(threads, read_model, self.engine, self.settings)
-        self.stages["starting the engine's process"] = time.monotonic()
-        client = await EngineClient.start(
+        self._on_stage(messages.Stage("starting the engine's process"))
+        client = await self.start_client(
             self.engine, self.make_engine, timeout=self.settings.start_timeout, on_stage=self._on_stage
         )
         self.stages["ready"] = time.monotonic()
@@ -214,12 +223,12 @@ class Server:
         key = " -H 'authorization: Bearer KEY'" if self.settings.api_key else ""
         return f"curl {self.address}/v1/{route}{key} -H 'content-type: application/json' -d '{body}'"
 
-    async def _serve(self, client: EngineClient, signalled: asyncio.Task[bool]) -> int:
+    async def _serve(self, client: Client, signalled: asyncio.Task[bool]) -> int:
         async with tasks(client.wait(), self._watch_steps(client), self._sample(client)) as (death, *_):
             await asyncio.wait((death, signalled), return_when=asyncio.FIRST_COMPLETED)
             return await (self._end_after_death(death.result()) if death.done() else self._drain(client, death))
 
-    async def _drain(self, client: EngineClient, death: asyncio.Task[str]) -> int:
+    async def _drain(self, client: Client, death: asyncio.Task[str]) -> int:
         """Refuse new requests and let the running ones finish."""
         name, timeout = signal.Signals(self.signals[0]).name, self.settings.shutdown_timeout
         timeout = max(timeout - END, timeout / 2)
@@ -250,7 +259,7 @@ class Server:
         await asyncio.sleep(GRACE)
         return 1
 
-    async def _watch_steps(self, client: EngineClient) -> None:
+    async def _watch_steps(self, client: Client) -> None:
         """Kill an engine whose step takes too long; then the server ends as after any death of the engine."""
         while True:
             await asyncio.sleep(WATCH)
@@ -262,11 +271,15 @@ class Server:
                     os.kill(client.pid, signal.SIGKILL)
                 return
 
-    async def _sample(self, client: EngineClient) -> None:
+    async def _sample(self, client: Client) -> None:
+        throughput = Throughput(time.monotonic())
         while True:
             await asyncio.sleep(INTERVAL)
             with contextlib.suppress(TimeoutError, RuntimeError):  # hanging or dead: handled elsewhere
-                self.service.history.add(await client.stats(timeout=10 * INTERVAL))
+                stats = await client.stats(timeout=10 * INTERVAL)
+                self.service.history.add(stats)
+                if fields := throughput.add(stats, time.monotonic()):
+                    log.info("throughput", extra={"fields": fields})
 
 
 class _Http(uvicorn.Server):

@@ -4,12 +4,14 @@ completions as lm-eval asks for them.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, Generic, TypeVar
@@ -66,13 +68,17 @@ async def _answer(request: Request, schema: type[protocol.Sampling], answer_type
     request.state.log["stream"] = body.stream
     answer = answer_type(request, body)
     if body.stream:
-        return stream.EventStream(answer.chunks())
+        return stream.EventStream(answer.chunks(), answer.accepted, answer.service.settings.ping_timeout)
     return await stream.whole(request, answer.whole())
 
 
 @router.get("/v1/models", summary="The models served here")
 async def models(request: Request) -> Response:
     service: Service = request.app.state.service
+    if request.state.dialect == "anthropic":
+        found = [_anthropic_model(service, name) for name in service.names]
+        ends = {"first_id": service.names[0], "last_id": service.names[-1]}
+        return json_response({"data": found, "has_more": False, **ends})
     return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
 
 
@@ -80,7 +86,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request, id: str) -> Response:
     service: Service = request.app.state.service
     service.check_model(id)
-    return json_response(_model(service, id))
+    return json_response((_anthropic_model if request.state.dialect == "anthropic" else _model)(service, id))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -94,6 +100,12 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": service.max_model_len,
         "quantization": service.quantization,
     }
+
+
+def _anthropic_model(service: Service, name: str) -> dict[str, Any]:
+    began, length = datetime.fromtimestamp(int(service.started), UTC).isoformat(), service.max_model_len
+    limits = {"max_input_tokens": length, "max_tokens": length}
+    return {"type": "model", "id": name, "display_name": name, "created_at": began, "lifecycle": "active", **limits}
 
 
 @router.post("/tokenize", summary="The tokens of a text or a conversation")
@@ -146,6 +158,8 @@ class OpenAIAnswer(ABC, Generic[SamplingBody]):
         self.n = body.n or 1
         self.logprobs = LogprobWriter(self.service.model.tokenizer)
         self.answers: list[Answer] = []
+        self.accepted: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        """Done when nothing but the engine may still refuse the request, with the seconds that this can take."""
 
     @abstractmethod
     async def prepare(self) -> None:
@@ -164,6 +178,9 @@ class OpenAIAnswer(ABC, Generic[SamplingBody]):
         priority, salt, now = self.body.priority, self.body.cache_salt or "", time.monotonic()
         answer = Answer(id, prompt_ids, params, tokenizer, arrival=now, priority=priority, cache_salt=salt)
         self.answers.append(answer)
+        if not self.accepted.done():
+            settings = self.service.settings
+            self.accepted.set_result(settings.begin_timeout if params.grammar is None else settings.grammar_timeout)
 
     async def whole(self) -> dict[str, Any]:
         with self.service.admitted(self.num_prompts * max(1, self.n)):
@@ -252,9 +269,9 @@ class ChatAnswer(OpenAIAnswer[ChatCompletion]):
 
         chat, prompt, self.prompt_ids, params = await service.prepare(work, "messages", self.num_bytes)
         self.add(self.id, self.prompt_ids, params, model.chat_tokenizer)
+        tools, parallel = (chat.offered, chat.tool_choice), chat.parallel_tool_calls
         self.readers = [
-            model.parsers.start(chat.offered, chat.tool_choice, True, prompt, chat.parallel_tool_calls)
-            for _ in self.answers[0].requests
+            model.parsers.start(*tools, True, prompt, parallel, continued=chat.begun) for _ in self.answers[0].requests
         ]
         self.log["prompt_tokens"] = len(self.prompt_ids)
 

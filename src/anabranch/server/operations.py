@@ -1,7 +1,7 @@
 """Routes for operators: health, version, Prometheus metrics, recent history, load of experts.
 
-Metrics are `anabranch:…`, on request also `vllm:…`. Their labels are few and bounded: the model's name, a finish
-reason, a route's pattern, a status.
+Metrics are `anabranch_…`, named as `promtool check metrics` wants them, on request also `vllm:…`. Their labels are few
+and bounded: the model's name, a finish reason, a route's pattern, a status; with replicas, the number of the replica.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from anabranch import __version__
+from anabranch import __version__, bundled
 from anabranch.server.errors import ApiError, bad_request
 from anabranch.server.guard import Responses
 from anabranch.server.service import Service
@@ -24,6 +24,7 @@ from anabranch.server.stream import json_response
 router = APIRouter()
 MetricType = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
+MOVE_SECONDS = 60.0  # for experts to move
 STATS_SECONDS = 2.0  # to wait for fresh numbers of a busy engine before the last ones are shown
 
 GAUGES = {
@@ -99,6 +100,8 @@ async def show_stats(request: Request) -> Response:
         "in_flight": service.num_admitted,
         "asyncio_tasks": len(asyncio.all_tasks()),
     }
+    if not since:  # of the page, the first request
+        about["card"] = bundled.card(service.engine.model)
     return json_response(about | service.history.as_dict(since))
 
 
@@ -114,6 +117,17 @@ async def show_experts(request: Request) -> Response:
     return json_response(service.history.experts(), {"etag": tag, "cache-control": "no-cache"})
 
 
+@router.post("/debug/experts", summary="Divide the experts anew among ranks, by the tokens that each had")
+async def move_experts(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_ready()
+    try:
+        service.history.add_load(await service.client.stats(MOVE_SECONDS, rebalance=True))
+    except RuntimeError as error:
+        raise bad_request(str(error)) from None
+    return json_response({"ranks": service.history.ranks})
+
+
 async def fresh_stats(service: Service) -> dict[str, Any]:
     """The engine's stats now; the last known ones where it does not answer."""
     with contextlib.suppress(ApiError, TimeoutError, RuntimeError):  # loading, hanging, dead
@@ -125,46 +139,65 @@ class Metrics(Collector):
     def __init__(self, service: Service, responses: Responses, stats: dict[str, Any]) -> None:
         self.service, self.responses, self.model = service, responses, service.names[0]
         self.stats = stats | {"refused": service.history.num_refused, "ready": service.phase == "ready"}
+        self.replicas: dict[str, dict[str, Any]] = stats.get("replicas", {})
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_engine("anabranch:")
+        yield from self._of_engine("anabranch_")
         if compat := self.service.settings.metrics_compat:
             yield from self._of_engine(f"{compat}:")
-        yield from self._simple(GaugeMetricFamily, "anabranch:", OWN_GAUGES)
-        yield from self._simple(CounterMetricFamily, "anabranch:", OWN_COUNTERS)
+        yield from self._simple(GaugeMetricFamily, "anabranch_", OWN_GAUGES)
+        yield from self._simple(CounterMetricFamily, "anabranch_", OWN_COUNTERS)
         about = "1; says what the model's weights are kept in."
         info = {(self.model, kept): 1 for kept in (self.service.quantization,) if kept}
-        yield family(GaugeMetricFamily, "anabranch:model_info", about, info, "model_name", "quantization")
+        yield family(GaugeMetricFamily, "anabranch_model_info", about, info, "model_name", "quantization")
         responses = {(route, str(status)): count for (route, status), count in sorted(self.responses.items())}
         about = "HTTP responses; 499: the client disconnected."
-        yield family(CounterMetricFamily, "anabranch:http_responses", about, responses, "route", "status")
+        yield family(CounterMetricFamily, "anabranch_http_responses", about, responses, "route", "status")
         balances = enumerate(self.service.history.experts()["balance_total"])
         balance = {(self.model, str(layer)): value for layer, value in balances}
         about = "Mean over maximum load of a layer's experts."
-        yield family(GaugeMetricFamily, "anabranch:expert_balance", about, balance, "model_name", "layer")
+        yield family(GaugeMetricFamily, "anabranch_expert_balance", about, balance, "model_name", "layer")
 
     def _of_engine(self, prefix: str) -> Iterator[Metric]:
         yield from self._simple(GaugeMetricFamily, prefix, GAUGES)
         yield from self._simple(CounterMetricFamily, prefix, COUNTERS)
-        finished = {(self.model, reason): count for reason, count in sorted(self.stats.get("finished", {}).items())}
+        labels, parts = self._parts("finished")
+        finished = {
+            (*given, reason): count
+            for given, counts in parts.items()
+            for reason, count in sorted((counts or {}).items())
+        }
         about = "Sequences that ended, by reason."
-        yield family(CounterMetricFamily, prefix + "request_success", about, finished, "model_name", "finished_reason")
+        yield family(CounterMetricFamily, prefix + "request_success", about, finished, *labels, "finished_reason")
         for name, (key, about) in HISTOGRAMS.items():
-            if found := self.stats.get(key):
-                # Prometheus counts values up to a bound, the engine those between two bounds.
-                bounds, counts = [*map(str, found["bounds"]), "+Inf"], map(float, accumulate(found["counts"]))
-                histogram = HistogramMetricFamily(prefix + name, about, labels=["model_name"])
-                histogram.add_metric([self.model], list(zip(bounds, counts, strict=True)), sum_value=found["sum"])
+            labels, parts = self._parts(key)
+            histogram = HistogramMetricFamily(prefix + name, about, labels=labels)
+            for given, found in parts.items():
+                if found:
+                    # Prometheus counts values up to a bound, the engine those between two bounds.
+                    bounds, counts = [*map(str, found["bounds"]), "+Inf"], map(float, accumulate(found["counts"]))
+                    histogram.add_metric(given, list(zip(bounds, counts, strict=True)), sum_value=found["sum"])
+            if histogram.samples:
                 yield histogram
 
     def _simple(self, type: MetricType, prefix: str, known: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
         for name, (key, about) in known.items():
-            yield family(type, prefix + name, about, {(self.model,): self.stats.get(key, 0)})
+            labels, parts = self._parts(key)
+            yield family(type, prefix + name, about, parts, *labels)
+
+    def _parts(self, key: str) -> tuple[list[str], dict[tuple[str, ...], Any]]:
+        """Labels, and what each of the engines has under this key, or the server."""
+        if any(key in stats for stats in self.replicas.values()):
+            parts: dict[tuple[str, ...], Any] = {}
+            for number, stats in self.replicas.items():
+                parts[self.model, number] = stats.get(key, 0)
+            return ["model_name", "replica"], parts
+        return ["model_name"], {(self.model,): self.stats.get(key, 0)}
 
 
 def family(type: MetricType, name: str, about: str, values: Mapping[Any, float], *labels: str) -> Metric:
     """A metric with a value for each tuple of labels."""
-    metric = type(name, about, labels=labels or ["model_name"])
+    metric = type(name, about, labels=labels)
     for given, value in values.items():
         metric.add_metric(given, value)
     return metric

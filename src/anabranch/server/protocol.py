@@ -2,7 +2,8 @@
 
 Schemas check types and sizes, SamplingParams checks ranges; chat and openai interpret the other fields. A field
 that a schema does not know is refused, at every depth. Fields that have no effect (`ignoring`) are known because
-clients send them, such as those of an answer that comes back as part of the conversation.
+clients send them: hints that change no answer, and those of an answer that comes back as part of the conversation.
+Fields with one possible value (`ONLY`) are known because clients send their defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,6 +48,10 @@ class StrictObject(Struct, forbid_unknown_fields=True):
     """Known values of `type`."""
     OTHER_TYPES: ClassVar[str] = ""
     """What is wrong with other values: "'image' cannot be read ..."."""
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    """Fields that have no effect."""
+    ONLY: ClassVar[dict[str, tuple[Any, str]]] = {}
+    """By field, the only value that it may have, and why it may have no other."""
 
 
 def ignoring(*names: str, **types: Any) -> Callable[[type[Schema]], type[Schema]]:
@@ -55,7 +60,8 @@ def ignoring(*names: str, **types: Any) -> Callable[[type[Schema]], type[Schema]
     fields += [(name, type | None, None) for name, type in types.items()]
 
     def add(schema: type[Schema]) -> type[Schema]:
-        about = {"__doc__": schema.__doc__}
+        ignored = getattr(schema, "IGNORED", frozenset()) | {*names, *types}
+        about = {"__doc__": schema.__doc__, "IGNORED": ignored}
         made: Any = defstruct(schema.__name__, fields, bases=(schema,), namespace=about, module=schema.__module__)
         return made  # type: ignore[no-any-return]
 
@@ -93,9 +99,33 @@ class StructuredOutputs(StrictObject, kw_only=True):
     disable_additional_properties: bool | None = None
 
 
-@ignoring(user=Name, request_id=Name, spaces_between_special_tokens=bool, guided_decoding_backend=Name)
+VLLM: dict[str, Any] = {
+    "spaces_between_special_tokens": bool,
+    "guided_decoding_backend": Name,
+    "guided_whitespace_pattern": str,
+}
+VLLM |= {"length_penalty": float, "kv_transfer_params": JsonObject, "mm_processor_kwargs": JsonObject}
+VLLM |= {"media_io_kwargs": JsonObject}
+SGLANG: dict[str, Any] = {"return_cached_tokens_details": bool, "custom_labels": JsonObject, "routed_dp_rank": int}
+SGLANG |= {"data_parallel_rank": int, "images_config": JsonObject, "rid": Name | list[Name]}
+
+
+@ignoring(user=Name, request_id=Name, **VLLM, **SGLANG)
 class Sampling(Body, kw_only=True):
     """The fields that chats and completions share."""
+
+    ONLY = {
+        "use_beam_search": (False, "beams are not searched; sample several answers with n"),
+        "truncate_prompt_tokens": (-1, "prompts are never truncated; shorten it before it is sent"),
+        "return_tokens_as_token_ids": (False, "give return_token_ids for the tokens' ids"),
+        "no_stop_trim": (False, "give include_stop_str_in_output to keep stop strings"),
+        "return_hidden_states": (False, "hidden states are not returned"),
+    }
+    use_beam_search: Any = None
+    truncate_prompt_tokens: Any = None
+    return_tokens_as_token_ids: Any = None
+    no_stop_trim: Any = None
+    return_hidden_states: Any = None
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -212,8 +242,19 @@ TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta
 
 @ignoring(metadata=JsonObject, prompt_cache_options=JsonObject, prediction=JsonObject, store=bool)
 @ignoring(service_tier=Name, prompt_cache_key=Name, prompt_cache_retention=Name, safety_identifier=Name)
-@ignoring(verbosity=Name, modalities=list[Literal["text"]])
+@ignoring(verbosity=Name, modalities=list[Literal["text"]], moderation=JsonObject)
 class ChatCompletion(Sampling, kw_only=True):
+    ONLY = Sampling.ONLY | {
+        "echo": (False, "an answer does not repeat the message before it; add it to the answer yourself"),
+        "add_special_tokens": (False, "the chat template writes the special tokens"),
+        "separate_reasoning": (True, "thoughts are always separated; the server's --reasoning-parser none stops it"),
+        "stream_reasoning": (True, "thoughts are streamed as they come"),
+    }
+    echo: Any = None
+    add_special_tokens: Any = None
+    separate_reasoning: Any = None
+    stream_reasoning: Any = None
+
     messages: MessageList
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -226,17 +267,21 @@ class ChatCompletion(Sampling, kw_only=True):
     chat_template_kwargs: TemplateOptions | None = None
     chat_template: Any = None
     """Refused: a template is a program, and only the operator may provide programs."""
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """By default True, unless the last message is continued."""
+    continue_final_message: bool = False
 
 
 class Completion(Sampling, kw_only=True):
+    ONLY = Sampling.ONLY | {
+        "suffix": ("", "text between a prompt and a suffix cannot be filled in: prompts are continued at their end")
+    }
     prompt: str | list[Any]
     """Text, token ids, or a list of either."""
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
-    suffix: Literal[""] | None = None
-    """Filling in text before a suffix is not supported."""
+    suffix: Any = None
 
 
 class Tokenize(Body, kw_only=True):
@@ -244,7 +289,8 @@ class Tokenize(Body, kw_only=True):
     messages: MessageList | None = None
     tools: ToolList | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     chat_template_kwargs: TemplateOptions | None = None
     chat_template: Any = None
     return_token_strs: bool = False

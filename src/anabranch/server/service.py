@@ -15,11 +15,11 @@ from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from anabranch.config import EngineConfig
 from anabranch.engine import plan
-from anabranch.engine.client import EngineBusy, EngineClient, EngineDead
+from anabranch.engine.client import EngineBusy, EngineDead
 from anabranch.models.config import ModelConfig
 from anabranch.request import Request, Update
 from anabranch.server import errors
@@ -69,6 +69,28 @@ class Model:
         return max(map(len, self.tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
 
 
+class Client(Protocol):
+    """What the server needs of an engine. EngineClient is one engine, replicas.client.ReplicaClient several; members
+    are described there."""
+
+    ready_stats: dict[str, Any]
+
+    @property
+    def num_engines(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def dead_reason(self) -> str | None: ...
+    @property
+    def hanging_for(self) -> float: ...
+    def generate(self, request: Request) -> AsyncGenerator[Update, None]: ...
+    async def stats(self, timeout: float = ..., rebalance: bool = ...) -> dict[str, Any]: ...
+    async def wait(self) -> str: ...
+    async def close(self, drain: bool = ..., timeout: float = ..., patience: float = ...) -> None: ...
+
+
 class Service:
     def __init__(self, settings: Settings, engine: EngineConfig, names: tuple[str, ...]) -> None:
         self.settings, self.engine, self.names = settings, engine, names
@@ -84,9 +106,9 @@ class Service:
         self._working: set[asyncio.Future[Any]] = set()
         self._cancelled = False
         self._model: Model | None = None
-        self._client: EngineClient | None = None
+        self._client: Client | None = None
 
-    def become_ready(self, model: Model, client: EngineClient) -> None:
+    def become_ready(self, model: Model, client: Client) -> None:
         self._model, self._client = model, client
         if self.phase == "loading":
             self.phase, self.reason = "ready", ""
@@ -121,7 +143,7 @@ class Service:
         return self._model
 
     @property
-    def client(self) -> EngineClient:
+    def client(self) -> Client:
         if self._client is None:
             raise self._not_ready()
         return self._client
@@ -141,7 +163,7 @@ class Service:
         return self.settings.body_limit(0 if self._client is None else self.max_model_len)
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and name.removesuffix(":latest") not in self.names:
             known = ", ".join(self.names)
             raise ApiError(404, f"no model {name!r} here; known: {known}", code="model_not_found", param="model")
 
@@ -149,7 +171,8 @@ class Service:
     def admitted(self, num_sequences: int) -> Iterator[None]:
         """Hold places in the queue; 429 if they are taken."""
         num_sequences = max(1, num_sequences)  # a number below 1 is refused later, with the field's name
-        places = self.engine.max_num_seqs + self.settings.max_queue
+        num_engines = 1 if self._client is None else max(1, self._client.num_engines)
+        places = num_engines * self.engine.max_num_seqs + self.settings.max_queue
         if num_sequences > places:
             raise bad_request(f"prompts × n is {num_sequences}; this server takes {places} sequences at once", "n")
         if self.num_admitted + num_sequences > places:

@@ -23,6 +23,8 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()
     """Names allowed in the Host header in addition to addresses, localhost and `host`; "*": any. Checked where there is
     no key, or where names are given: see `guard`."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of these origins may send requests and read answers (CORS); "*": of any."""
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -43,6 +45,12 @@ class Settings:
     """Seconds to render and tokenise."""
     stall_timeout: float = 60.0
     """Seconds after which a client that receives nothing is disconnected."""
+    begin_timeout: float = 0.5
+    """Seconds after which a stream begins without a token: the engine has had time to refuse the request."""
+    grammar_timeout: float = 5.0
+    """The same for requests with a grammar, which is compiled first."""
+    ping_timeout: float = 5.0
+    """Seconds of silence in a stream after which a comment or a `ping` is sent."""
     keep_alive_timeout: float = 75.0
     shutdown_timeout: float = 30.0
     """Seconds for running requests to finish after SIGTERM."""
@@ -72,6 +80,9 @@ class Settings:
         for name in self.allowed_hosts:
             if not re.fullmatch(r"\*|[\w.-]+", name):
                 raise ValueError(f"allowed_hosts: {name!r} is not a host name; give names without a port, or *")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s*,]+", origin):
+                raise ValueError(f"allowed_origins: {origin!r} is no origin; give http://localhost:3000, or *")
         if not self.api_key and not self.allow_no_api_key and not is_loopback(self.host):
             raise ValueError(
                 f"refusing to serve {self.host} without a key: everyone who reaches this machine could use the model. "

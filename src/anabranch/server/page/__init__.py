@@ -4,7 +4,8 @@
     theme.js                light or dark, before the first paint
     main.js                 polls the server once a second and distributes its answers
     api.js                  requests with a key, events out of a stream
-    chat.js, text.js        the conversation; an answer's markdown as elements
+    chat.js, answer.js      the conversation; what its log shows
+    text.js, store.js       an answer's markdown as elements; conversations kept in the browser
     charts.js, experts.js   small charts; layers × experts
 
 The files are sent without a key (guard.OPEN); the page asks for it when its first request is refused.

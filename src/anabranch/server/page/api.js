@@ -10,6 +10,22 @@ export class Refused extends Error {
   }
 }
 
+/** No answer, or one that broke off. */
+export class Unreachable extends Error {
+  constructor(cause) {
+    super("The server is unreachable. Is it still running?", { cause });
+  }
+}
+
+/** What a browser throws is "Failed to fetch" or "network error": neither says what is wrong. A stop is not a fault. */
+async function reached(promise) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Unreachable(error);
+  }
+}
+
 /** The response, if it is a good one. A 401 asks the person for the key and tries again; what else goes wrong is thrown. */
 export async function request(path, options = {}) {
   for (;;) {
@@ -17,7 +33,7 @@ export async function request(path, options = {}) {
     const headers = { ...options.headers };
     // Without a key of our own the browser sends what a proxy in front made it ask the person for, if one did.
     if (key) headers.authorization = `Bearer ${key}`;
-    const response = await fetch(path, { ...options, headers, credentials: key ? "omit" : "same-origin" });
+    const response = await reached(fetch(path, { ...options, headers, credentials: key ? "omit" : "same-origin" }));
     if (response.ok) return response;
     if (response.status === 401) {
       await askForKey(key !== null);
@@ -63,7 +79,7 @@ export async function* events(response) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reached(reader.read());
       if (done) return;
       const lines = (rest + value).split(/\r?\n/);
       rest = lines.pop();

@@ -3,35 +3,48 @@
 // Counts are of all tokens since the start; what is shown are shares of a layer. L layers, E experts.
 
 const RECENT = 10; // seconds
-const TOP = 8; // times an even share: the strongest colour
+const TOP = 8; // times an even share: never needs a colour of its own above that
 const LEFT = 26; // css pixels for the layer's number
 const RIGHT = 94; // and for its balance
 const HEAD = 18;
-// From little to much; lightness goes one way only, so that it reads without colour vision.
-const RAMPS = {
-  light: ["#eef1ee", "#cfe3dd", "#93c9c0", "#4aa3a3", "#1f7391", "#274a80", "#2b2560"],
-  dark: ["#1a2122", "#1d3a40", "#1f5c63", "#2f8a80", "#6fb787", "#c3d883", "#fdf5b4"],
-};
+const WIDEST = 40; // css pixels of a cell, so that a model with few experts has a small map
+const STRIP = 72; // css pixels of height: the map above the chat, on a phone
+// From little to much, on dark ground in both themes; lightness goes one way only, so that it reads without colour vision.
+const RAMP = ["#14222c", "#133f57", "#0f6776", "#1f9680", "#6fc06d", "#cddd52", "#fff8b0"];
+const GROUND = "#0b1216";
 
 const SHADES = 256;
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 
 // A map has up to 30,000 cells, drawn once a second: colours are mixed once.
-const TABLES = Object.fromEntries(
-  Object.entries(RAMPS).map(([theme, ramp]) => [theme, Array.from({ length: SHADES }, (_, i) => mix(ramp, i))]),
-);
+const TABLE = Array.from({ length: SHADES }, (_, i) => mix(i));
 
-function mix(ramp, shade) {
-  const place = (shade / (SHADES - 1)) * (ramp.length - 1);
-  const low = Math.min(Math.floor(place), ramp.length - 2);
-  const [from, to] = [rgb(ramp[low]), rgb(ramp[low + 1])];
+function mix(shade) {
+  const place = (shade / (SHADES - 1)) * (RAMP.length - 1);
+  const low = Math.min(Math.floor(place), RAMP.length - 2);
+  const [from, to] = [rgb(RAMP[low]), rgb(RAMP[low + 1])];
   return `rgb(${from.map((value, i) => Math.round(value + (to[i] - value) * (place - low))).join(", ")})`;
 }
 
-/** Of a load that is so many times an even share. */
-export function colour(times, theme) {
-  const place = Math.min(1, Math.log2(1 + times) / Math.log2(1 + TOP));
-  return TABLES[theme][Math.round(place * (SHADES - 1))];
+const doublings = (times) => Math.log2(1 + times);
+
+/** The least and the greatest load in these counts, as times an even share: the ends of the colours. An even share is
+ * always between them, and what is almost even does not look uneven. */
+export function range(counts) {
+  let [low, high] = [0.9, 1.1];
+  for (const row of counts) {
+    const mean = row.reduce((a, b) => a + b, 0) / row.length;
+    if (!mean) continue;
+    low = Math.min(low, Math.min(...row) / mean);
+    high = Math.max(high, Math.max(...row) / mean);
+  }
+  return { low, high: Math.min(TOP, high), cut: high > TOP };
+}
+
+/** Of a load that is so many times an even share, in a range. */
+export function colour(times, { low, high }) {
+  const place = (doublings(times) - doublings(low)) / (doublings(high) - doublings(low));
+  return TABLE[Math.round(Math.max(0, Math.min(1, place)) * (SHADES - 1))];
 }
 
 /** Of one layer: its sum, the largest load over the mean, and the entropy of the shares over that of even ones. */
@@ -50,12 +63,16 @@ export class ExpertMap {
     this.note = document.getElementById("experts-note");
     this.history = []; // [performance.now(), counts]: what changed in the last seconds
     this.counts = []; // what is shown
+    this.ranks = [];
     this.chosen = null; // [layer, expert]
     this.span = "total";
+    this.picked = false; // before a person picks a span, it is the one in which something moves
     this.waiting = false; // for the first counts
     for (const input of document.querySelectorAll("input[name=span]")) {
-      input.addEventListener("change", () => {
+      // Not "change": who clicks what is shown wants it to stay.
+      input.addEventListener("click", () => {
         this.span = input.value;
+        this.picked = true;
         this.show();
       });
     }
@@ -68,8 +85,10 @@ export class ExpertMap {
     new ResizeObserver(() => this.draw()).observe(document.getElementById("map"));
   }
 
-  /** What the server counted since it started, [layer][expert]; empty before it has counted anything. */
-  update(total) {
+  /** What the server counted since it started, [layer][expert]; empty before it has counted anything. [layer][rank] has
+   * that rank's experts, if they are on several. */
+  update(total, ranks = []) {
+    this.ranks = ranks;
     const now = performance.now();
     const last = this.history.at(-1)?.[1] ?? [];
     const grown = total.length === last.length && total[0]?.length === last[0]?.length && sum(total) >= sum(last);
@@ -90,12 +109,16 @@ export class ExpertMap {
     const [at, total] = this.history.at(-1) ?? [0, []];
     const idle = Math.round((performance.now() - at) / 1000);
     this.counts = total;
+    if (!this.picked) {
+      this.span = this.history.length > 1 && idle < RECENT ? "recent" : "total";
+      document.querySelector(`input[name=span][value=${this.span}]`).checked = true;
+    }
     if (this.span === "recent") {
       const before = this.history.length > 1 ? this.history[0][1] : total;
       this.counts = total.map((row, l) => row.map((n, e) => n - before[l][e]));
     }
     const there = total.length > 0;
-    for (const id of ["map", "legend", "map-keys"]) document.getElementById(id).hidden = !there;
+    for (const id of ["map", "legend", "map-keys", "strip"]) document.getElementById(id).hidden = !there;
     this.note.textContent = there ? this.summary(idle) : "No token has met an expert yet.";
     this.draw();
     if (this.chosen) this.describe();
@@ -122,49 +145,76 @@ export class ExpertMap {
     const L = this.counts.length;
     const width = this.canvas.parentElement.clientWidth;
     if (!L || !width) return;
-    const ratio = window.devicePixelRatio || 1;
     const rowHeight = L <= 12 ? 24 : L <= 32 ? 17 : 13;
-    this.box = { width: width - LEFT - RIGHT, rowHeight, height: HEAD + L * rowHeight };
-    this.canvas.style.height = `${this.box.height}px`;
-    this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(this.box.height * ratio);
-    const pen = this.canvas.getContext("2d");
-    const theme = isDark() ? "dark" : "light";
-    this.drawCells(pen, ratio, theme);
-    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    this.drawWords(pen, width);
+    const cells = Math.min(width - LEFT - RIGHT, WIDEST * this.counts[0].length);
+    this.box = { left: LEFT, top: HEAD, width: cells, rowHeight, height: HEAD + L * rowHeight };
+    this.range = range(this.counts);
+    const pen = this.sized(this.canvas, width, this.box.height);
+    this.drawCells(pen, this.box);
+    this.drawWords(pen);
     if (this.chosen) this.drawChosen(pen);
-    this.drawScale(theme);
+    this.drawScale();
+    this.drawStrip();
     this.canvas.ariaLabel = `Expert load. ${this.note.textContent}`;
   }
 
-  /** In device pixels. With more experts than pixels a column shows the most loaded of its experts: peaks must not get lost. */
-  drawCells(pen, ratio, theme) {
-    const E = this.counts[0].length;
-    const left = Math.round(LEFT * ratio);
-    const width = Math.floor(this.box.width * ratio);
-    const columns = Math.min(E, width);
-    const gap = width / columns >= 5 * ratio ? Math.round(ratio) : 0;
-    this.counts.forEach((row, l) => {
-      const mean = row.reduce((a, b) => a + b, 0) / E;
-      const top = Math.round((HEAD + l * this.box.rowHeight) * ratio);
-      const bottom = Math.round((HEAD + (l + 1) * this.box.rowHeight) * ratio) - Math.max(1, Math.round(ratio));
-      for (let c = 0; c < columns; c++) {
-        let most = 0;
-        for (let e = Math.floor((c * E) / columns); e < Math.ceil(((c + 1) * E) / columns); e++) most = Math.max(most, row[e]);
-        const from = left + Math.round((c * width) / columns);
-        const to = left + Math.round(((c + 1) * width) / columns) - gap;
-        pen.fillStyle = colour(mean ? most / mean : 0, theme);
-        pen.fillRect(from, top, to - from, bottom - top);
-      }
-    });
+  /** A pen for a canvas of this size, which draws in css pixels. */
+  sized(canvas, width, height) {
+    const ratio = window.devicePixelRatio || 1;
+    canvas.style.height = `${height}px`;
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    const pen = canvas.getContext("2d");
+    pen.scale(ratio, ratio);
+    return pen;
   }
 
-  drawWords(pen, width) {
+  /** In device pixels. With more experts than pixels a column shows the most loaded of its experts: peaks must not get lost. */
+  drawCells(pen, box) {
+    const ratio = window.devicePixelRatio || 1;
+    const E = this.counts[0].length;
+    const [left, width] = [Math.round(box.left * ratio), Math.floor(box.width * ratio)];
+    const row = (l) => Math.round((box.top + l * box.rowHeight) * ratio);
+    const columns = Math.min(E, width);
+    const line = box.rowHeight >= 5 ? Math.max(1, Math.round(ratio)) : 0;
+    const gap = width / columns >= 5 * ratio ? line : 0;
+    pen.save();
+    pen.resetTransform();
+    pen.fillStyle = GROUND;
+    pen.fillRect(left, row(0), width, row(this.counts.length) - row(0));
+    this.counts.forEach((counts, l) => {
+      const mean = counts.reduce((a, b) => a + b, 0) / E;
+      if (!mean) return;
+      for (let c = 0; c < columns; c++) {
+        let most = 0;
+        for (let e = Math.floor((c * E) / columns); e < Math.ceil(((c + 1) * E) / columns); e++) most = Math.max(most, counts[e]);
+        const from = left + Math.round((c * width) / columns);
+        const to = left + Math.round(((c + 1) * width) / columns) - gap;
+        pen.fillStyle = colour(most / mean, this.range);
+        pen.fillRect(from, row(l), to - from, row(l + 1) - line - row(l));
+      }
+    });
+    pen.restore();
+  }
+
+  /** The same cells above the chat, where the style sheet shows them: without words, a few pixels a layer. */
+  drawStrip() {
+    const canvas = document.querySelector("#strip canvas");
+    const width = canvas.clientWidth;
+    if (!width) return;
+    const rowHeight = Math.min(9, STRIP / this.counts.length);
+    const height = rowHeight * this.counts.length;
+    this.drawCells(this.sized(canvas, width, height), { left: 0, top: 0, width, rowHeight });
+    const when = this.span === "recent" ? `last ${RECENT} s` : "since start";
+    document.getElementById("strip-note").textContent = `Experts, ${when}`;
+  }
+
+  drawWords(pen) {
     const style = getComputedStyle(this.canvas);
     const { rowHeight } = this.box;
     const E = this.counts[0].length;
-    const right = width - RIGHT;
+    const right = LEFT + this.box.width;
+    const width = right + RIGHT;
     pen.fillStyle = style.color;
     pen.textBaseline = "middle";
     pen.font = `11px ${style.fontFamily}`;
@@ -193,26 +243,27 @@ export class ExpertMap {
     pen.strokeRect(left - 1, top - 1, Math.max(width, 2) + 1, this.box.rowHeight + 1);
   }
 
-  drawScale(theme) {
+  drawScale() {
+    const { low, high, cut } = this.range;
+    document.getElementById("least").textContent = low ? times(low) : "unused";
+    document.getElementById("most").textContent = cut ? `${TOP}× and over` : times(high);
     const scale = document.getElementById("scale");
-    const ratio = window.devicePixelRatio || 1;
     const [width, height] = [scale.clientWidth, scale.clientHeight];
-    scale.width = width * ratio;
-    scale.height = height * ratio;
-    const pen = scale.getContext("2d");
-    pen.scale(ratio, ratio);
-    const at = (value) => (width * Math.log2(1 + value)) / Math.log2(1 + TOP);
+    const pen = this.sized(scale, width, height);
+    const span = doublings(high) - doublings(low);
     for (let x = 0; x < width; x++) {
-      pen.fillStyle = colour(2 ** ((x / width) * Math.log2(1 + TOP)) - 1, theme);
-      pen.fillRect(x, 0, 1, 10);
+      pen.fillStyle = colour(2 ** (doublings(low) + (x / width) * span) - 1, this.range);
+      pen.fillRect(x, 0, 1, 12);
     }
     const style = getComputedStyle(scale);
     pen.fillStyle = style.color;
     pen.font = `11px ${style.fontFamily}`;
     pen.textAlign = "center";
     for (const value of [1, 2, 4]) {
-      pen.fillRect(at(value), 10, 1, 3);
-      pen.fillText(`${value}×`, at(value), 23);
+      const at = (width * (doublings(value) - doublings(low))) / span;
+      if (at > width - 12) continue; // the end has a label of its own
+      pen.fillRect(at, 12, 1, 3);
+      pen.fillText(value === 1 ? "even" : `${value}×`, at, 25);
     }
   }
 
@@ -256,7 +307,9 @@ export class ExpertMap {
     const all = row.reduce((a, b) => a + b, 0);
     const share = all ? row[e] / all : 0;
     const load = share ? `${percent(share)}, ${times(share * row.length)} even` : "unused";
-    this.label.textContent = `Layer ${l} · expert ${e} · ${load}`;
+    const on = (this.ranks[l] ?? []).flatMap((experts, rank) => (experts.includes(e) ? [rank] : []));
+    const where = on.length ? ` · rank ${on.join(", ")}` : "";
+    this.label.textContent = `Layer ${l} · expert ${e} · ${load}${where}`;
     const { left, top, width } = this.place(l, e);
     const room = this.canvas.clientWidth - this.label.offsetWidth;
     const below = top + this.box.rowHeight + 8;
@@ -269,8 +322,3 @@ export class ExpertMap {
 const sum = (counts) => counts.reduce((a, row) => a + row.reduce((b, n) => b + n, 0), 0);
 const times = (value) => `${value.toFixed(value < 9.95 ? 1 : 0)}×`;
 const percent = (share) => `${(100 * share).toFixed(share > 0.9995 ? 0 : share < 0.0995 ? 2 : 1)}%`;
-
-function isDark() {
-  const { theme } = document.documentElement.dataset;
-  return theme === "dark" || (theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
-}

@@ -1,6 +1,6 @@
 // Polls the server once a second and passes the answer to charts and heat map; pauses while the page is hidden.
 
-import { request } from "./api.js";
+import { Unreachable, request } from "./api.js";
 import { Charts } from "./charts.js";
 import { Chat } from "./chat.js";
 import { ExpertMap } from "./experts.js";
@@ -10,7 +10,7 @@ const SLOWEST = 8000; // between two tries at a server that does not answer
 
 const charts = new Charts(document.getElementById("charts"));
 const experts = new ExpertMap();
-new Chat();
+const chat = new Chat();
 
 function say(phase, words, title = "") {
   const status = document.getElementById("status");
@@ -23,9 +23,11 @@ function say(phase, words, title = "") {
 async function look() {
   const stats = await (await request(`debug/stats?since=${charts.newest}`)).json();
   document.getElementById("model").textContent = stats.model;
-  say(stats.phase, stats.phase, stats.reason);
+  say(stats.phase, stats.phase === "loading" ? stats.reason : stats.phase, stats.reason);
+  chat.introduce(stats);
   charts.add(stats.samples);
-  experts.update((await (await request("debug/experts")).json()).total);
+  const { total, ranks } = await (await request("debug/experts")).json();
+  experts.update(total, ranks);
 }
 
 const visible = () =>
@@ -45,7 +47,7 @@ async function watch() {
       await look();
       wait = EVERY;
     } catch (error) {
-      say("dead", "no answer", error.message);
+      say("dead", error instanceof Unreachable ? "server unreachable" : "server error", error.message);
       wait = Math.min(SLOWEST, 2 * wait);
     }
     await new Promise((resolve) => setTimeout(resolve, wait));

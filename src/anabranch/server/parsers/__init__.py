@@ -17,6 +17,6 @@ leaves broken arguments, as clients of this API have to expect. A call of a tool
 the client to refuse; only where no tag surrounds it (plain JSON) it is text.
 
 `choose` finds the parsers of a model; `parts` are what a reader gives; `source` is text in pieces; `reader` separates
-thoughts, text and calls; `json_calls`, `gemma4` and `qwen3_coder` are notations of calls; `call_grammar` makes the
-grammar of a call that must come. Nothing here knows HTTP or tokens.
+thoughts, text and calls; `json_calls`, `section_calls`, `tagged_values`, `gemma4` and `harmony` are notations of calls;
+`call_grammar` makes the grammar of a call that must come. Nothing here knows HTTP or tokens.
 """

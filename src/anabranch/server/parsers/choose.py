@@ -8,27 +8,37 @@ from random import Random, SystemRandom
 from anabranch.sampling_params import Grammar
 from anabranch.server.parsers.call_grammar import Rules
 from anabranch.server.parsers.gemma4 import Gemma4
+from anabranch.server.parsers.harmony import ANALYSIS, Harmony, HarmonyReader
 from anabranch.server.parsers.json_calls import Hermes, Mistral, PlainJson
 from anabranch.server.parsers.parts import Named, ToolChoice, ToolSpec
-from anabranch.server.parsers.qwen3_coder import Qwen3Coder
 from anabranch.server.parsers.reader import Notation, Output, Reader, Thinking
+from anabranch.server.parsers.section_calls import DeepSeek, KimiK2
+from anabranch.server.parsers.tagged_values import Glm45, MiniMaxM2, Qwen3Coder
 
 NOTATIONS: dict[str, Callable[[str], Notation | None]] = {
     "hermes": lambda template: Hermes(),
     "qwen3_coder": lambda template: Qwen3Coder(),
     "gemma4": lambda template: Gemma4(),
     "mistral": Mistral,
+    "deepseek": DeepSeek,
+    "glm45": Glm45,
+    "kimi_k2": lambda template: KimiK2(),
+    "minimax_m2": lambda template: MiniMaxM2(),
     "json": PlainJson,
+    "harmony": lambda template: Harmony(),
     "none": lambda template: None,
 }
 THINKING = {
     "think": Thinking("<think>", "</think>"),
     "gemma4": Thinking("<|channel>", "<channel|>", label="thought", anywhere=True),
     "mistral": Thinking("[THINK]", "[/THINK]"),
+    "harmony": ANALYSIS,
 }
 # Names that users of other servers know.
-SAME_NOTATION = {"qwen": "hermes", "qwen3_xml": "qwen3_coder", "llama3_json": "json"}
-SAME_THINKING = {"qwen3": "think", "deepseek_r1": "think"}
+SAME_NOTATION = {"qwen": "hermes", "qwen3_xml": "qwen3_coder", "llama3_json": "json", "glm47": "glm45"}
+SAME_NOTATION |= {"deepseek_v3": "deepseek", "deepseek_v31": "deepseek", "openai": "harmony"}
+SAME_THINKING = {"qwen3": "think", "deepseek_r1": "think", "deepseek_v3": "think", "glm45": "think"}
+SAME_THINKING |= {"kimi_k2": "think", "minimax_m2": "think", "openai_gptoss": "harmony"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,7 @@ class Parsers:
         """Tags that are tokens: they must stay in the text, even where special tokens are skipped."""
         tags = self.notation.tags if self.notation else ()
         tags += (self.thinking.tag, self.thinking.closes) if self.thinking else ()
+        tags += Harmony.tags if self.reasoning_parser == "harmony" else ()
         return frozenset(self.added_tokens[tag] for tag in tags if tag in self.added_tokens)
 
     def start(
@@ -58,21 +69,33 @@ class Parsers:
         prompt: str = "",
         parallel: bool = True,
         random: Random | None = None,
+        continued: str = "",
     ) -> Reader:
         """A reader for one completion.
 
         `reasoning`: separate thoughts from the content; otherwise they stay in it, with their tags. `prompt`: as
         rendered, or the end of it: it may have begun a thought. `parallel`: give all calls, not only the first.
-        `random`: the source of calls' ids.
+        `random`: the source of calls' ids. `continued`: the text of the message that the completion continues, with
+        which the prompt ends.
         """
         offered = {} if tool_choice == "none" else {tool.name: tool for tool in tools}
         thinking = self.thinking if reasoning else None
         out = Output(offered, random or SystemRandom(), self.short_ids)
-        thinks = thinking is not None and thinking.is_open(prompt)
-        return Reader(self.notation if offered else None, thinking, out, thinks, parallel)
+        if "harmony" in (self.tool_parser, self.reasoning_parser):
+            calls = bool(offered) and self.tool_parser == "harmony"
+            thoughts = reasoning and self.reasoning_parser == "harmony"
+            return HarmonyReader(out, calls, thoughts, prompt, parallel, continued)
+        thinks = thinking is not None and thinking.is_open(prompt, continued)
+        within = thinking is not None and not prompt.rstrip().endswith(thinking.opens)
+        return Reader(self.notation if offered else None, thinking, out, thinks, parallel, thinks and within)
 
     def tool_grammar(
-        self, tools: Sequence[ToolSpec], tool_choice: ToolChoice, prompt: str = "", parallel: bool = True
+        self,
+        tools: Sequence[ToolSpec],
+        tool_choice: ToolChoice,
+        prompt: str = "",
+        parallel: bool = True,
+        continued: str = "",
     ) -> Grammar | None:
         """The grammar of the whole output where a call must come: a thought if there may be one, and calls.
 
@@ -93,19 +116,19 @@ class Parsers:
             calls = self.notation.grammar(rules, tools, parallel)
         except RecursionError:
             raise ValueError("tools: a schema is nested too deeply") from None
-        thought = self.thinking.grammar(rules, prompt) if self.thinking else ""
+        thought = self.thinking.grammar(rules, prompt, continued) if self.thinking else ""
         return Grammar(lark=rules.source(f"{thought} {calls}"))
 
-    def after_thought(self, grammar: Grammar, prompt: str) -> Grammar:
+    def after_thought(self, grammar: Grammar, prompt: str, continued: str = "") -> Grammar:
         """A grammar of the answer → of the whole output, in which a thought is free; ValueError if that is impossible.
 
         Without this a model whose prompt has begun a thought could not end it, and its answer would count as thought.
         """
-        if self.thinking is None or self.thinking.is_over(prompt):
+        if self.thinking is None or self.thinking.is_over(prompt, continued):
             return grammar
         rules = Rules(self.added_tokens)
         answer = rules.of(grammar)
-        source = rules.source(f"{self.thinking.grammar(rules, prompt)} {answer}")
+        source = rules.source(f"{self.thinking.answer_grammar(rules, prompt, continued)} {answer}")
         return Grammar(lark=source, open_objects=grammar.open_objects)
 
 
@@ -120,7 +143,10 @@ def find_parsers(
     template = chat_template or ""
     tools = _known("tool parser", tool_parser, NOTATIONS, SAME_NOTATION) or _find_notation(template)
     thoughts = _known("reasoning parser", reasoning_parser, {**THINKING, "none": None}, SAME_THINKING)
-    thoughts = thoughts or next((name for name, tags in THINKING.items() if tags.closes in template), "none")
+    if not thoughts and "harmony" in (tools, _find_notation(template)):
+        thoughts = "harmony"
+    found = (name for name, tags in THINKING.items() if tags.closes in template and name != "harmony")
+    thoughts = thoughts or next(found, "none")
     short_ids = re.search(r"length\s*!=\s*9\b", template) is not None
     notation, thinking = NOTATIONS[tools](template), THINKING.get(thoughts)
     return Parsers(tools, thoughts, notation, thinking, dict(added_tokens or {}), short_ids)
@@ -136,13 +162,20 @@ def _known(what: str, name: str, names: Mapping[str, object], others: Mapping[st
 
 
 def _find_notation(template: str) -> str:
+    if "<|channel|>" in template and "<|message|>" in template:
+        return "harmony"
     if "<|tool_call>" in template and "call:" in template:
         return "gemma4"
     if "[TOOL_CALLS]" in template:
         return "mistral"
+    for name, kind in (("deepseek", DeepSeek), ("kimi_k2", KimiK2), ("minimax_m2", MiniMaxM2)):
+        if kind.OPENS in template:
+            return name
     if "<tool_call>" in template and "<tool_calls>" not in template:
         if "<function=" in template and "<parameter=" in template:
             return "qwen3_coder"
+        if Glm45.PARAMETER in template and Glm45.PARAMETER_ENDS in template:
+            return "glm45"
         if re.search(r'\\?"arguments\\?"', template):
             return "hermes"
     return "json"

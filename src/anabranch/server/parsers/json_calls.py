@@ -59,19 +59,19 @@ class JsonCalls:
             source.drop()
         return num_read
 
-    def arguments(self, source: Source, out: Output, name: str) -> Wait[bool]:
+    def arguments(self, source: Source, out: Output, name: str, id: str = "") -> Wait[bool]:
         """Begin the call if an object comes next, or the text of one in a JSON string; null is an object without
         members. Then everything read before is dropped."""
         if (yield from source.peek()) == "{":
             source.drop()
-            out.begin(name)
+            out.begin(name, id)
             yield from self._nested(source, lambda piece: out.arguments(source.release()))
             return True
         text = "{}" if (yield from source.literal("null")) else (yield from read_string(source))
         if text is None or not text.lstrip().startswith("{"):
             return False
         source.drop()
-        out.begin(name)
+        out.begin(name, id)
         out.arguments(text)
         return True
 

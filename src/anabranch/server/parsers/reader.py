@@ -33,23 +33,33 @@ class Thinking:
     def opens(self) -> str:
         return self.tag + self.label
 
-    def is_open(self, prompt: str) -> bool:
-        """The prompt has begun a thought for the model to continue."""
-        return prompt.rstrip().endswith(self.opens)
+    def is_open(self, prompt: str, continued: str = "") -> bool:
+        """The prompt has begun a thought for the model to continue. `continued`: the text of the prompt's last message
+        if the model continues that; it ends the prompt."""
+        by_template = prompt.removesuffix(continued.lstrip()).rstrip().endswith(self.opens)
+        begun = (self.opens if by_template else "") + continued
+        rest = begun.rpartition(self.closes)[2].lstrip()
+        return self.opens in rest if self.anywhere else rest.startswith(self.opens)
 
-    def is_over(self, prompt: str) -> bool:
-        """The prompt has ended the model's thought for it."""
+    def is_over(self, prompt: str, continued: str = "") -> bool:
+        """The prompt has ended the model's thought for it, or begun its answer."""
+        if continued.strip():
+            return not self.is_open(prompt, continued)
         return prompt.rstrip().endswith(self.closes)
 
-    def grammar(self, rules: Rules, prompt: str) -> str:
+    def grammar(self, rules: Rules, prompt: str, continued: str = "") -> str:
         """The expression of a thought before the rest of the output."""
-        if self.is_over(prompt):
+        if self.is_over(prompt, continued):
             return ""
         thought = f"{rules.text_before(self.closes)} /\\s{{0,2}}/"
-        if self.is_open(prompt):
+        if self.is_open(prompt, continued):
             return thought
         label = rules.text(self.label) if self.label else ""
         return f"({rules.tag(self.tag)} {label} {thought})?"
+
+    def answer_grammar(self, rules: Rules, prompt: str, continued: str = "") -> str:
+        """The expression of all that comes before an answer that is not a call."""
+        return self.grammar(rules, prompt, continued)
 
 
 class Output:
@@ -61,6 +71,7 @@ class Output:
         self.has_content = False
         self._random = random
         self._short_ids = short_ids
+        self._ids = set[str]()
         self._parts: list[Part] = []
         self._make: Callable[[str], Part] = Content
         self._texts: list[str] = []
@@ -73,9 +84,13 @@ class Output:
     def reasoning(self, text: str) -> None:
         self._add(Reasoning, text)
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, id: str = "") -> None:
+        """`id`: what the model wrote, if that is to be used."""
         self._close()
-        self._parts.append(ToolCallBegin(self.num_calls, self._new_id(), name))
+        if not id or id in self._ids:
+            id = self._new_id()
+        self._ids.add(id)
+        self._parts.append(ToolCallBegin(self.num_calls, id, name))
         self._arguments = partial(ToolCallArguments, self.num_calls)
         self.num_calls += 1
 
@@ -158,11 +173,18 @@ class EnclosedNotation(Notation):
 
 class Reader:
     def __init__(
-        self, notation: Notation | None, thinking: Thinking | None, out: Output, thinks: bool, parallel: bool
+        self,
+        notation: Notation | None,
+        thinking: Thinking | None,
+        out: Output,
+        thinks: bool,
+        parallel: bool,
+        within: bool = False,
     ) -> None:
-        """`thinks`: the text begins within a thought. `parallel`: give all calls, not only the first."""
+        """`thinks`: the text begins with a thought, or `within` one, where white space belongs to it. `parallel`: give
+        all calls, not only the first."""
         self._notation, self._thinking, self._thinks, self._out = notation, thinking, thinks, out
-        self._parallel = parallel
+        self._parallel, self._within = parallel, within
         self._after = False
         """A thought or a call has come: white space at the beginning of what follows may belong to it."""
         self._source = Source()
@@ -221,8 +243,10 @@ class Reader:
 
     def _thought(self) -> Wait[None]:
         source, out = self._source, self._out
-        yield from source.space()
-        source.drop()
+        if not self._within:
+            yield from source.space()
+            source.drop()
+        self._within = False
         tag = yield from source.until(self._thought_tags, lambda piece: source.settle(out.reasoning))
         if tag in self._call_tags.texts:
             tag = yield from source.until(self._closing)

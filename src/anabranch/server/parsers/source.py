@@ -71,14 +71,23 @@ class Source:
         self.take(length)
         self.drop()
 
-    def literal(self, text: str) -> Wait[bool]:
-        """Read this text if it comes next; otherwise read nothing."""
+    def at(self, text: str) -> Wait[bool]:
+        """Whether this text comes next."""
         while not self.ended and len(self._text) - self._at < len(text) and text.startswith(self._text[self._at :]):
             yield
-        if not self._text.startswith(text, self._at):
+        return self._text.startswith(text, self._at)
+
+    def literal(self, text: str) -> Wait[bool]:
+        """Read this text if it comes next; otherwise read nothing."""
+        if not (yield from self.at(text)):
             return False
         self.take(len(text))
         return True
+
+    def spaced(self, text: str) -> Wait[bool]:
+        """Read white space, and this text if it comes next."""
+        yield from self.space()
+        return (yield from self.literal(text))
 
     def run(self, pattern: re.Pattern[str]) -> Wait[str]:
         """Read as much as the pattern matches; it matches one or more characters of a class."""

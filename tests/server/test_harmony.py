@@ -1,0 +1,211 @@
+"""Harmony, the messages of gpt-oss: thoughts, content and calls however the text is cut; nothing is lost."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from anabranch.sampling_params import Grammar
+from anabranch.server.chat import read_messages
+from anabranch.server.parsers.choose import Parsers, find_parsers
+from anabranch.server.parsers.harmony import Harmony
+from anabranch.server.parsers.parts import Named, ToolCallBegin, ToolSpec
+from anabranch.server.protocol import Message
+from anabranch.text.chat_template import ChatTemplate
+from anabranch.text.grammar import GrammarCompiler
+from tests.server.test_parsers import briefly, cut, read, start
+from tests.text import tiny_tokenizers
+from tests.text.test_chat_template import REAL_TEMPLATES, needs
+from tests.text.test_grammar import make_tokenizer
+
+PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+THOUGHT = "<|channel|>analysis<|message|>Hm, {}?\n<|end|><|start|>assistant"
+CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+FINAL = "<|channel|>final<|message|>It is\n\nwarm. <|return|>"
+ANSWERS: dict[str, tuple[str, list[Any]]] = {
+    "thought and answer": (THOUGHT + FINAL, [["Hm, {}?\n"], "It is\n\nwarm. "]),
+    "answer": (FINAL, ["It is\n\nwarm. "]),
+    "without its end": (FINAL.removesuffix("<|return|>"), ["It is\n\nwarm. "]),
+    "call": (THOUGHT + CALL, [["Hm, {}?\n"], ("weather", '{"city": "Rome"}')]),
+    "call, recipient first": (
+        ' to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{"city": "Rome"}<|call|>',
+        [("weather", '{"city": "Rome"}')],
+    ),
+    "message before a call": (
+        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}",
+        ["I look.", ("weather", '{"city": "Rome"}')],
+    ),
+    "two messages": (
+        f"<|channel|>commentary<|message|>plan<|end|><|start|>assistant{THOUGHT}<|channel|>final<|message|><|end|>{FINAL}",
+        ["plan", ["Hm, {}?\n"], "\n\nIt is\n\nwarm. "],
+    ),
+    "two calls": (
+        f"{CALL}<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{{}}",
+        [("weather", '{"city": "Rome"}'), ("f", "{}")],
+    ),
+    "a tool of its own": (
+        "<|channel|>analysis to=python code<|message|>print(1)<|call|>",
+        [("python", "print(1)")],
+    ),
+    "plain text": ('{"a": 1} to=you', ['{"a": 1} to=you']),
+    "cut off in a header": ("<|channel|>analysis<|mess", ["<|channel|>analysis<|mess"]),
+    "another header": (
+        "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>Ho",
+        ["<|start|>user<|message|>HiHo"],
+    ),
+}
+
+
+def make() -> Parsers:
+    found = find_parsers("{{ '<|start|>assistant<|channel|>analysis<|message|>' }}")
+    assert (found.tool_parser, found.reasoning_parser) == ("harmony", "harmony")
+    return found
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_every_split(name: str) -> None:
+    text, expected = ANSWERS[name]
+    parsers = make()
+    assert briefly(read(start(parsers, PROMPT), [text])) == expected
+    assert briefly(read(start(parsers, PROMPT), list(text))) == expected
+    for place in range(len(text)):
+        assert briefly(read(start(parsers, PROMPT), [text[:place], text[place:]])) == expected
+
+
+def test_other_templates_have_some_of_its_tags() -> None:
+    assert find_parsers("<|user|>{{ x }}<|end|><|assistant|>").reasoning_parser == "none"
+    assert find_parsers("<|channel|>final<|message|>", "none").reasoning_parser == "harmony"
+
+
+def test_a_message_that_the_prompt_has_begun() -> None:
+    assert briefly(read(start(make(), PROMPT + "<|channel|>final<|message|>It"), [" is<|return|>"])) == [" is"]
+    assert briefly(read(start(make(), PROMPT + "<|channel|>analysis<|message|>"), ["Hm<|end|>"])) == [["Hm"]]
+
+
+@pytest.mark.parametrize(
+    "text", ["Say <|start|>assistant<|channel|>analysis<|message|>", "a<|end|>b", " <|start|>assistant"]
+)
+def test_tags_in_a_message_that_is_continued_are_text(text: str) -> None:
+    prompt = PROMPT + "<|channel|>final<|message|>" + text.lstrip()  # as some templates write it
+    assert briefly(read(start(make(), prompt, continued=text), [" to=you<|return|>"])) == [" to=you"]
+    two = ["<|end|><|start|>assistant" + FINAL]
+    assert briefly(read(start(make(), prompt, continued=text), two)) == ["\n\nIt is\n\nwarm. "]
+
+
+@pytest.mark.parametrize(
+    "begun", ["<|start|>", "<|start|>assistant to=f", "<|start|><|channel|>final", "<|channel|>final to=f"]
+)
+def test_a_header_of_blanks_takes_no_time(begun: str) -> None:
+    text = begun + "\n" * 100_000 + "!<|message|>Hi"
+    began = time.process_time()
+    assert briefly(read(start(make(), PROMPT), [text])) == [text]
+    assert briefly(read(start(make(), PROMPT + text), ["!"])) == ["!"]
+    assert briefly(read(start(make(), PROMPT + "<|channel|>final<|message|>" + text, continued=text), ["!"])) == ["!"]
+    assert time.process_time() - began < 0.1
+
+
+def test_what_is_not_asked_for_stays_in_the_content() -> None:
+    thought = THOUGHT.removesuffix("<|end|><|start|>assistant")
+    assert briefly(read(start(make(), PROMPT, reasoning=False), [THOUGHT + FINAL])) == [thought + "It is\n\nwarm. "]
+    no_tools = briefly(read(start(make(), PROMPT, tool_choice="none"), [CALL]))
+    assert no_tools == [CALL.removesuffix("<|call|>")]
+    two = ANSWERS["two calls"][0]
+    assert briefly(read(start(make(), PROMPT, parallel=False), [two])) == [("weather", '{"city": "Rome"}')]
+
+
+TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.tool_calls %}
+{%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json<|message|>" }}
+{{- (call.arguments | tojson) + "<|call|>" }}
+{%- elif message.role == "assistant" %}
+{{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
+{%- else %}{{ "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+CONVERSATION = (
+    '[{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": null, "reasoning": "Hm.", '
+    '"tool_calls": [{"id": "c", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}}]}]'
+)
+REAL = REAL_TEMPLATES / "openai-gpt-oss-120b.jinja"
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "real"])
+def test_a_call_that_comes_back_is_written_as_it_was(real: bool, tmp_path: Path) -> None:
+    if real:
+        needs(REAL.is_file(), "needs real chat templates; run: make .cache/llama.cpp/.fetched")
+    text = REAL.read_text(encoding="utf-8") if real else TEMPLATE
+    parsers = find_parsers(text)
+    assert (parsers.tool_parser, parsers.reasoning_parser) == ("harmony", "harmony")
+    (tmp_path / "harmony.jinja").write_text(text)
+    template = ChatTemplate(tiny_tokenizers.write("llama", tmp_path / "model"), str(tmp_path / "harmony.jinja"))
+    messages = read_messages(msgspec.json.decode(CONVERSATION, type=list[Message]))
+    prompt = template.render(messages[:1], [], add_generation_prompt=True)
+    whole = template.render(messages, [], add_generation_prompt=False)
+    assert prompt.endswith("<|start|>assistant") and whole.startswith(prompt)
+    parts = read(start(parsers, prompt), [whole.removeprefix(prompt)])
+    assert briefly(parts) == [["Hm."], ("weather", '{"city": "Rome"}')]
+
+
+HEADER_WORDS = ("assistant", "analysis", "final", "commentary", " to=functions.f ", "json")
+WORDS = (*Harmony.tags, *HEADER_WORDS, "Hi! ", "\n", "<|", "{!}")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(WORDS), max_size=14).map("".join), st.lists(st.integers(0, 200), max_size=5))
+def test_nothing_is_lost(text: str, places: list[int]) -> None:
+    """But headers, and the tags that end messages."""
+    whole = read(start(make(), PROMPT), [text])
+    assert read(start(make(), PROMPT), cut(text, places)) == whole
+    kept = "".join(part.text for part in whole if not isinstance(part, ToolCallBegin))
+    assert kept.count("!") == text.count("!")
+    if not any(tag in text for tag in Harmony.tags):
+        assert kept == text
+
+
+CITY = {"properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+TOOLS = (ToolSpec("now"), ToolSpec("weather", CITY))
+
+
+@pytest.mark.parametrize("choice", ["required", Named("weather")], ids=str)
+def test_a_call_that_must_come(choice: Any) -> None:
+    pytest.importorskip("llguidance")
+    made = make_tokenizer()
+    made.add_special_tokens([AddedToken(tag, special=True) for tag in Harmony.tags])
+    compiler = GrammarCompiler(made, made.get_vocab_size(), [made.token_to_id("<eos>")])
+    tokens = {tag: made.token_to_id(tag) for tag in Harmony.tags}
+    parsers = find_parsers(None, "harmony", "harmony", added_tokens=tokens)
+    assert parsers.kept_tokens == {*tokens.values()}
+    grammar = parsers.tool_grammar(TOOLS, choice, PROMPT)
+    assert grammar is not None
+
+    def ends(text: str, grammar: Grammar = grammar) -> bool:
+        matcher = compiler.compile(grammar)
+        return all(matcher.accept(id) for id in [*made.encode(text).ids, made.token_to_id("<eos>")])
+
+    call = CALL.removesuffix("<|call|>")
+    assert ends(THOUGHT + call) and ends(call)
+    assert not ends(call.replace("Rome", "Bonn")) and not ends(FINAL) and not ends("Hi")
+    assert ends(call.replace("weather", "now").replace('"city": "Rome"', "")) == (choice == "required")
+    answer = parsers.after_thought(Grammar(choice=["yes", "no"]), PROMPT)
+    assert ends(THOUGHT + "<|channel|>final<|message|>yes", answer) and not ends("yes", answer)
+
+    # The prompt has begun the answer, or a thought.
+    begun = (PROMPT + "<|channel|>final<|message|>Is <|start|>it? ", "Is <|start|>it? ")
+    answer = parsers.after_thought(Grammar(choice=["yes", "no"]), *begun)
+    assert ends("yes", answer) and not ends("<|channel|>final<|message|>yes", answer)
+    grammar = parsers.tool_grammar(TOOLS, choice, begun[0], continued=begun[1])
+    assert grammar is not None
+    assert ends("<|end|><|start|>assistant" + call, grammar) and not ends(call, grammar)
+    thought = PROMPT + "<|channel|>analysis<|message|>"
+    answer = parsers.after_thought(Grammar(choice=["yes", "no"]), thought)
+    assert ends("Hm<|end|><|start|>assistant<|channel|>final<|message|>yes", answer) and not ends("yes", answer)
+    grammar = parsers.tool_grammar(TOOLS, choice, thought)
+    assert grammar is not None and ends("Hm<|end|><|start|>assistant" + call, grammar) and not ends(call, grammar)
