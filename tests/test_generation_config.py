@@ -100,8 +100,10 @@ def test_offline(model: Path) -> None:
 def test_offline_turned_off(model: Path) -> None:
     with LLM(str(model), num_pages=64, max_num_seqs=4, generation_config="none") as llm:
         assert llm.default_params == SamplingParams()
+    with LLM(str(model), num_pages=64, max_num_seqs=4, generation_config="vllm") as llm:  # its word for none
+        assert llm.default_params == SamplingParams()
     with pytest.raises(ValueError, match="generation_config must be one of auto, model, none"):
-        LLM(str(model), generation_config="vllm")
+        LLM(str(model), generation_config="sometimes")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

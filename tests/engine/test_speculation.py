@@ -5,6 +5,7 @@ Tiny random models do not repeat themselves, so most tests guess from the answer
 bundled model.
 """
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -226,7 +227,7 @@ def test_the_end_of_an_answer_within_a_run(engine, alone) -> None:
     tokens = alone([whole])[0].token_ids
     one = engine([[*prompt, *tokens]], max_model_len=len(prompt) + 30)
     batch = [
-        Request(id=f"limit {i}", prompt_ids=prompt, params=SamplingParams(temperature=0, max_tokens=i))
+        Request(id=f"limit {i}", prompt_ids=prompt, params=dataclasses.replace(params, max_tokens=i))
         for i in range(1, 12)
     ]
     for number, update in enumerate(run(one, batch), 1):

@@ -14,7 +14,7 @@ from tests.parallel.ranks import run
 
 pytest.importorskip("compressed_tensors")
 from tests.formats import writers
-from tests.formats.test_checkpoints import BASE
+from tests.formats.test_checkpoints import BASES
 
 CASES = {case.name: case for case in writers.CASES}
 USUAL = ["fp8 blocks", "awq"]
@@ -25,9 +25,13 @@ SIZES |= {"num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 132, "
 
 def save(name: str, folder: Path, **sizes: int) -> Path:
     case = CASES[name]
-    model = dataclasses.replace(
-        BASE, settings=BASE.settings | SIZES | sizes, experts="fused" if case.fused else "split"
-    )
+    base, sizes = BASES[case.family], SIZES | sizes
+    if case.family == "gpt_oss":
+        sizes["intermediate_size"], sizes["num_local_experts"] = (
+            sizes.pop("moe_intermediate_size"),
+            sizes.pop("num_experts"),
+        )
+    model = dataclasses.replace(base, settings=base.settings | sizes, experts="fused" if case.fused else "split")
     writers.quantize(tiny.save(model, folder / "plain"), folder / "quantized", case)
     return folder / "quantized"
 

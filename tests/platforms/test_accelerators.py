@@ -14,7 +14,7 @@ from anabranch import kernels, ops, platforms
 from anabranch.config import EngineConfig
 from anabranch.conformance import tiny
 from anabranch.engine.kv_tensors import allocate_layer
-from anabranch.layers.config import AttentionConfig
+from anabranch.layers.config import AttentionConfig, LatentConfig
 from anabranch.layers.step import Step
 from anabranch.loader.load import build
 from anabranch.loader.resolve import resolve
@@ -40,6 +40,8 @@ TRITON = {
     "gated_delta",
     "gated_delta_accept",
     "gated_delta_drafts",
+    "latent_attention",
+    "latent_store",
     "linear",
     "logprobs",
     "mask_logits",
@@ -193,12 +195,16 @@ def test_a_step_on_xpu_is_triton_kernels(
     dtype = torch.float32 if model.config.logit_softcap else torch.bfloat16
     assert (hidden_TD.shape, hidden_TD.dtype) == ((num_tokens, 128), torch.bfloat16)
     assert (logits_TV.shape, logits_TV.dtype) == ((num_tokens, tiny.VOCAB_SIZE), dtype)
-    num_attentions = sum(isinstance(layer.mixer, AttentionConfig) for layer in layers)
+    num_attentions, num_latent = (
+        sum(isinstance(layer.mixer, kind) for layer in layers) for kind in (AttentionConfig, LatentConfig)
+    )
     assert launched.count("attend_rows") == launched.count("rope_store_kernel") == num_attentions
-    assert (num_attentions < len(layers)) == has_states == any("chunk" in name for name in launched)
-    moe = family not in ("llama", "qwen3", "qwen3_5", "qwen3_5_text")
-    assert launched.count("route_kernel") == len(layers) * moe
-    assert ("gate_up_grouped" in launched) == ("down_grouped" in launched) == moe
+    assert launched.count("attend_latent_rows") == launched.count("latent_store_kernel") == num_latent
+    assert (num_attentions + num_latent < len(layers)) == has_states == any("chunk" in name for name in launched)
+    num_moe = sum(layer.moe is not None for layer in layers)
+    assert (num_moe == 0) == (family in ("llama", "qwen3", "qwen3_5", "qwen3_5_text"))
+    assert launched.count("route_kernel") == num_moe
+    assert ("gate_up_grouped" in launched) == ("down_grouped" in launched) == (num_moe > 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Ranks as actors of a real Ray cluster with two nodes, which are raylets on this machine."""
+"""Ranks as actors of a real Ray cluster with two nodes, which are raylets on this machine, on loopback addresses: Ray
+takes 127.0.0.1 for the address of the network card."""
 
 import json
 import os
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.slow
 CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
-node = {"num_cpus": 1, "node_ip_address": "127.0.0.1"}
-cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-cluster.add_node(**node)
+head = {"node_ip_address": "127.0.0.2", "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **head})
+cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3")
 print(cluster.address, flush=True)
 sys.stdin.read()
 cluster.shutdown()
@@ -119,6 +120,9 @@ def ranks(psutil: Any) -> list[int]:
 
 
 def test_a_cluster_without_room_is_refused(address: str) -> None:
-    server = serve(address, free_port(), "--tensor-parallel-size", "4")
-    _, error = server.communicate(timeout=120)
-    assert server.returncode == 1 and "have not had 2 free CPUs each within" in error
+    """Sooner than a minute, which a cluster may take to start a node."""
+    options = ["serve", "--nodes", "2", "--ray-address", address, "--tensor-parallel-size", "4"]
+    imports = "import sys; from anabranch.cli.main import main; from anabranch.ranks import actors"
+    code = f"{imports}; actors.PLACE_SECONDS = 3; sys.exit(main(sys.argv[1:]))"
+    server = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, timeout=120)
+    assert server.returncode == 1 and "have not had 2 free CPUs each within 3 s" in server.stderr

@@ -204,8 +204,9 @@ def test_a_request_as_an_agent_sends_it() -> None:
     }  # fmt: skip
     body = decode(msgspec.json.encode(sent), responses.CreateResponse)
     chat = Chat(responses.chat_completion(body, responses.read_items(body.input)))
-    assert [message["role"] for message in chat.messages] == ["system", "system", "user", "assistant", "tool"]
-    assert chat.messages[3]["reasoning_content"] == "hm" and chat.messages[4]["name"] == "shell"
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "tool"]
+    assert chat.messages[0]["content"] == "You are an agent.\n\nRules."
+    assert chat.messages[2]["reasoning_content"] == "hm" and chat.messages[3]["name"] == "shell"
     assert [tool.name for tool in chat.offered] == ["shell"] and not chat.parallel_tool_calls
 
 

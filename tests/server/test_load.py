@@ -46,7 +46,7 @@ def body_of(said: bytes) -> bytes:
 def text_of(body: bytes, stream: bool) -> str:
     if not stream:
         return str(json.loads(body)["choices"][0]["text"])
-    events = body.decode().split("\n\n")
+    events = [event for event in body.decode().split("\n\n") if not event.startswith(":")]  # without pings
     assert events[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"

@@ -51,9 +51,8 @@ def on_cluster(config: EngineConfig, address: str) -> Iterator[None]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ValueError(f"--ray-address {address}: no cluster answers: {str(error).splitlines()[0]}") from None
     try:
-        ended = _start(config)
-        threading.Thread(target=_report, args=(ended,), name="ray-ranks", daemon=True).start()
-        yield
+        with _reporting(_start(config)):
+            yield
     finally:
         ray.shutdown()
 
@@ -89,10 +88,27 @@ def _start(config: EngineConfig) -> dict[Any, int]:
     return calls
 
 
-def _report(calls: dict[Any, int]) -> None:
+@contextlib.contextmanager
+def _reporting(calls: dict[Any, int]) -> Iterator[None]:
+    """A thread asks Ray about the ranks. It must end before the connection with Ray does, or the process crashes."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_report, args=(calls, ended), name="ray-ranks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _report(calls: dict[Any, int], ended: threading.Event) -> None:
     """Say why a rank has ended, which rank 0 does not know before all have come."""
-    with contextlib.suppress(Exception):  # the connection with Ray ends
-        (first,), _ = ray.wait(list(calls), num_returns=1)
+    first = None
+    with contextlib.suppress(Exception):  # whatever Ray raises when its cluster ends
+        while first is None and not ended.is_set():
+            first = next(iter(ray.wait(list(calls), num_returns=1, timeout=0.5)[0]), None)
+        if first is None:
+            return
         try:
             if code := ray.get(first):
                 log.error("rank %d of the model has ended with exit code %d", calls[first], code)
