@@ -34,6 +34,8 @@ REFUSED = {
     "qwen2_moe_window_short": "layers that differ in their sliding window",
     "qwen3_moe_top1_tied_bias_without_head_dim": "biases of queries, keys and values; a bias of the attention's output",
     "qwen3_moe_window_long_linear_rope": "rope type 'linear'",
+    "qwen3_moe_yarn": "rope type 'yarn'",
+    "llama_yarn_mscale": "rope type 'yarn'",
     "qwen3_moe_sparse_step_fused_sharded": "holds all experts of a layer",
     "gemma4_text_dense_bias_one_head_dim": "biases of queries, keys and values",
     "mixtral_top1_tied_head_dim_fused": "head_dim 12, which is not hidden_size / num_attention_heads",
