@@ -17,9 +17,10 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
+if TYPE_CHECKING:
+    import aiohttp
 
 LOADS = ((4, 60, 999), (16, 240, 999), (32, 400, 999), (None, 512, 64))
 """Requests a second (None: as soon as one ends), how many, how many at a time."""
@@ -61,6 +62,8 @@ async def stream(session: aiohttp.ClientSession, url: str, model: str, prompt: s
 async def load(
     url: str, model: str, rate: float | None, num: int, at_a_time: int, num_in: int = 1024, num_out: int = 128
 ) -> dict[str, Any]:
+    import aiohttp
+
     rng, room = random.Random(num), asyncio.Semaphore(at_a_time)
     connector, patience = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=patience, connector=connector, read_bufsize=2**20) as session:

@@ -31,7 +31,7 @@ from anabranch.engine.sampling_plan import Logprobs
 from anabranch.engine.torch_runner import TorchRunner
 from anabranch.kernels.compiling import precompile
 from anabranch.kernels.compiling.precompile import Job
-from anabranch.kernels.triton import attention, experts, latent_attention, linear
+from anabranch.kernels.triton import attention, experts, latent_attention, linear, linear_quantized
 from anabranch.kernels.tuning import experts_tables, experts_tiles
 from anabranch.kernels.tuning import table as tables
 from anabranch.loader import load
@@ -83,8 +83,10 @@ class PaperPlatform(CudaPlatform):
 def paper_h200() -> Iterator[None]:
     """Code that asks for the machine gets an H200, and the tables that are shipped for it."""
     modules = all_modules()
-    experts_hopper = importlib.import_module(f"{package.__name__}.experts_hopper")
-    linear_hopper = importlib.import_module(f"{package.__name__}.linear_hopper")
+
+    def kernels_of(name: str) -> Callable[[torch.device], ModuleType]:
+        module = importlib.import_module(f"{package.__name__}.{name}")
+        return lambda device: module
 
     def shipped(device: torch.device, shape: experts_tiles.Shape) -> Any:
         good_for = experts_tables.good_for(shape, device)
@@ -93,20 +95,23 @@ def paper_h200() -> Iterator[None]:
 
     changes: list[tuple[Any, str, Any]] = [
         *(
-            (module, "dependent_launch", lambda device: True)
+            (module, name, lambda device, answer=answer: answer)
             for module in modules
-            if "dependent_launch" in vars(module)
+            for name, answer in (("dependent_launch", True), ("is_hopper", True), ("num_processors", PROCESSORS))
+            if name in vars(module)
         ),
         *((module, "machine_of", lambda device: H200) for module in (attention, experts, latent_attention)),
-        (experts, "hopper_kernels", lambda device: experts_hopper),
-        (experts, "num_processors", lambda device: PROCESSORS),
+        (experts, "hopper_kernels", kernels_of("experts_hopper")),
+        (experts, "fp8_kernels", kernels_of("experts_hopper_fp8")),
+        (experts, "packed_kernels", kernels_of("experts_hopper_packed")),
         (experts, "table_for", shipped),
-        (linear, "hopper_kernels", lambda device: linear_hopper),
-        (linear_hopper, "num_processors", lambda device: PROCESSORS),
+        (linear, "hopper_kernels", kernels_of("linear_hopper")),
+        (linear_quantized, "hopper_kernels", kernels_of("linear_hopper_fp8")),
         (experts_tables, "device_facts", lambda device: ("sm_90", PROCESSORS)),
         (driver, "_active", NoDevice()),
         (precompile, "_zeroed", nullcontext),  # there is nothing to index with
         (load, "fill_randomly", lambda model: None),
+        (load, "_is_finite", lambda scale: torch.tensor(True)),  # there is nothing to look at
         (Logprobs, "to_host", lambda self: self),  # there is nothing to copy
         # Page-locked memory is the driver's, and there is none.
         (torch.Tensor, "pin_memory", lambda self: self),

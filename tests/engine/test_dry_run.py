@@ -62,6 +62,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3.6-35b-a3b, prompts captured": {"graphs": "pieces"},
     "qwen3-30b-a3b, FP8 cache": {"kv_cache_dtype": "fp8_e4m3"},
     "gemma4-26b-a4b, FP8 cache": {"kv_cache_dtype": "fp8_e4m3"},
+    "qwen3-30b-a3b, FP8 weights": {"quantization": "fp8"},
+    "qwen3-30b-a3b, INT4 weights": {"quantization": "int4"},
     "qwen3-30b-a3b, many": {"max_num_batched_tokens": 16384, "max_num_seqs": 1500},
     "qwen1.5-moe-a2.7b, uncaptured": {"graphs": "none"},
     "qwen3-30b-a3b, prompts captured": {"graphs": "pieces"},
@@ -186,6 +188,8 @@ SLOW = {
     "deepseek-v2-lite, uncaptured",
     "gemma4-26b-a4b, FP8 cache",
     "qwen1.5-moe-a2.7b, uncaptured",
+    "qwen3-30b-a3b, FP8 weights",
+    "qwen3-30b-a3b, INT4 weights",
     "qwen3.6-35b-a3b, mtp uncaptured",
     "qwen3.6-35b-a3b, prompts captured",
 }

@@ -178,10 +178,8 @@ def choose_decode(rows: int, shape: Shape, machine: Machine) -> DecodeTile:
         candidates = [DecodeTile(16, 8, 2, programs=1)]
     elif rows <= 16:
         candidates = [DecodeTile(32, 4, 3)]
-    elif rows <= 32:
+    else:  # with 64 keys, registers are spilled
         candidates = [DecodeTile(32, 8, 3, programs=1)]
-    else:
-        candidates = [DecodeTile(64, 8, 2, programs=1)]
     smaller = [DecodeTile(keys, 8, stages, programs=1) for keys in (32, 16) for stages in (2, 1)]
     return next((t for t in candidates + smaller if fits(rows, t.keys, t.stages, shape, machine)), smaller[-1])
 

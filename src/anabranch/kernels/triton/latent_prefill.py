@@ -35,8 +35,8 @@ def attend_latent_rows(
     row, latent, turned = first_row + tl.arange(0, BM), tl.arange(0, LP), tl.arange(0, FP)
     token, head = (begin + row // H).to(tl.int64), (row % H).to(tl.int64)
     is_row = (row < num_rows)[:, None] & (latent < L)[None, :]
-    out_ptr = out_THL + (token * H + head)[:, None] * L + latent[None, :]
     if r == num_requests:
+        out_ptr = out_THL + (token * H + head)[:, None] * L + latent[None, :]
         tl.store(out_ptr, tl.zeros([BM, LP], out_THL.dtype.element_ty), mask=is_row)
         return
     q = tl.load(q_THL + (token * q_stride + head * q_head_stride)[:, None] + latent[None, :], mask=is_row, other=0.0)
@@ -73,4 +73,8 @@ def attend_latent_rows(
         peak = higher
 
     acc /= tl.where(total == 0, 1.0, total)[:, None]
-    tl.store(out_ptr, acc.to(out_THL.dtype.element_ty), mask=is_row)
+    # Computed again from a value that is loaded again: kept, it would take registers from the loop.
+    begin = tl.load(query_start_R + r, volatile=True)
+    row = (b - r - begin * H // BM) * BM + tl.arange(0, BM)
+    out_ptr = out_THL + (begin.to(tl.int64) * H + row)[:, None] * L + latent[None, :]
+    tl.store(out_ptr, acc.to(out_THL.dtype.element_ty), mask=(row < num_rows)[:, None] & (latent < L)[None, :])

@@ -23,6 +23,8 @@ YARN = {
 
 def read(keys: Keys) -> ModelConfig:
     keys = uniform(keys, max_position=131_072)
+    if keys.get("dtype", "torch_dtype") is None:  # as published; what is not in MXFP4 is in this
+        keys.raw["dtype"] = "bfloat16"
     keys.refuse_unless("swiglu_limit", (LIMIT,), f"only {LIMIT} is supported")
     if not keys.mapping("rope_scaling") and keys.get("rope_parameters") is None:
         keys.raw["rope_parameters"] = YARN

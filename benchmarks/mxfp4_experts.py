@@ -1,0 +1,175 @@
+"""Experts in MXFP4 at the sizes of gpt-oss: ours, and triton_kernels' where that package can be imported.
+
+    python benchmarks/mxfp4_experts.py --json FILE                  gpt-oss-20b and -120b, 1 to 4,096 tokens
+    python benchmarks/mxfp4_experts.py --models tiny --tokens 1 3   without a GPU
+
+Experts with biases and the clamped SwiGLU, from hidden rows and the router's choice to summed rows. Calls alternate
+between sets of weights that no cache holds together, and are replayed as one captured graph where there are graphs. The
+other package gets the same numbers, and its result is compared with ours. Its routing tables are made before it is
+timed; the order of rows is part of our time. Bytes are those of the experts that are hit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from anabranch import kernels, ops, platforms
+from anabranch.bench.records import commit
+from anabranch.formats import Grouped
+from anabranch.formats.grouped import unpack
+from anabranch.kernels.tuning.timing import microseconds
+from anabranch.ops.experts import ExpertsCall
+from anabranch.ops.weight import Weight
+
+FORMAT = Grouped("fp4", 1, 32, "uint8")
+CACHE = 256 << 20
+"""Bytes that the sets of weights have together at least: several times what caches hold."""
+
+
+class Sizes(NamedTuple):
+    num_experts: int
+    top_k: int
+    width: int
+    inner: int
+
+
+MODELS = {
+    "gpt-oss-20b": Sizes(32, 4, 2880, 2880),
+    "gpt-oss-120b": Sizes(128, 4, 2880, 2880),
+    "tiny": Sizes(4, 2, 64, 96),
+}
+
+
+def draw(sizes: Sizes, device: torch.device) -> tuple[Weight, Weight, torch.Tensor, torch.Tensor]:
+    """Random weights of all experts: gate rows, then up rows; and biases."""
+    E, _, D, inner = sizes
+    made = []
+    for shape in ((E, 2 * inner, D), (E, D, inner)):
+        weight = Weight(shape, format=FORMAT, dtype=torch.bfloat16).to_empty(device=device)
+        weight.tensors["data"].random_(0, 256)
+        weight.tensors["scale"].random_(118, 124)
+        made.append(weight)
+    biases = (torch.randn(E, size, device=device).bfloat16() for size in (2 * inner, D))
+    return made[0], made[1], *biases  # type: ignore[return-value]
+
+
+def calls(sizes: Sizes, tokens: int, device: torch.device, dtype: torch.dtype) -> list[ExpertsCall]:
+    logits_TE = torch.randn(tokens, sizes.num_experts, device=device)
+    weight_TK, expert_TK = logits_TE.topk(sizes.top_k)
+    x_TD = torch.randn(tokens, sizes.width, device=device).to(dtype)
+    num_bytes = int(expert_TK.unique().numel()) * 3 * sizes.width * sizes.inner * 17 // 32
+    return [
+        ExpertsCall(
+            x_TD,
+            weight_TK.softmax(-1),
+            expert_TK.int(),
+            gate_up,
+            down,
+            "clamped_swiglu",
+            gate_up_bias.to(dtype),
+            down_bias.to(dtype),
+        )
+        for gate_up, down, gate_up_bias, down_bias in (
+            draw(sizes, device) for _ in range(max(1, min(8, -(-CACHE // num_bytes))) if device.type != "cpu" else 1)
+        )
+    ]
+
+
+def theirs(call: ExpertsCall) -> Callable[[], torch.Tensor]:
+    """The same by triton_kernels, as of the versions that vLLM and transformers use. Its gate and up rows alternate."""
+    from triton_kernels.matmul_ogs import FlexCtx, FnSpecs, FusedActivation, PrecisionConfig, matmul_ogs
+    from triton_kernels.numerics import InFlexData
+    from triton_kernels.routing import routing
+    from triton_kernels.swiglu import swiglu_fn
+    from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
+    from triton_kernels.tensor_details import layout
+
+    def prepare(weight: Weight, alternate: bool) -> tuple[Any, Any]:
+        code, scale = unpack(weight.tensors["data"], FORMAT.span(weight.shape[-1])), weight.tensors["scale"]
+        data = code[..., 0::2] | (code[..., 1::2] << 4)
+        if alternate:
+            data, scale = (x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for x in (data, scale))
+        values, options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+        packed = wrap_torch_tensor(data.contiguous().transpose(1, 2), dtype=FP4)
+        scales = wrap_torch_tensor(scale.contiguous().transpose(1, 2))
+        wanted = PrecisionConfig(
+            weight_scale=convert_layout(scales, layout.StridedLayout), flex_ctx=FlexCtx(rhs_data=InFlexData())
+        )
+        return convert_layout(packed, values, **options), wanted
+
+    assert call.gate_up_bias_EF is not None and call.down_bias_ED is not None
+    gate_up, gate_up_config = prepare(call.gate_up_EFD, True)
+    down, down_config = prepare(call.down_EDI, False)
+    bias = call.gate_up_bias_EF.unflatten(1, (2, -1)).transpose(1, 2).flatten(1).float()
+    logits_TE = torch.full((call.x_TD.shape[0], gate_up.shape[0]), float("-inf"), device=call.x_TD.device)
+    logits_TE.scatter_(1, call.expert_TK.long(), call.weight_TK.log())
+    data, gather, scatter = routing(logits_TE.to(call.x_TD.dtype), call.expert_TK.shape[1])
+    act = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), (1.702, 7.0), 2)
+
+    def run() -> torch.Tensor:
+        h = matmul_ogs(
+            call.x_TD, gate_up, bias, data, gather_indx=gather, precision_config=gate_up_config, fused_activation=act
+        )
+        weights = data.gate_scal
+        y: torch.Tensor = matmul_ogs(
+            h, down, call.down_bias_ED.float(), data, scatter_indx=scatter, precision_config=down_config, gammas=weights
+        )  # type: ignore[union-attr]
+        return y
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["gpt-oss-20b", "gpt-oss-120b"], choices=MODELS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096], metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    platform = platforms.current()
+    kernels.bind(platform)
+    device, dtype = platform.device, platform.compute_dtype(torch.bfloat16)
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    problem = None
+    try:
+        import triton_kernels  # noqa: F401
+    except ImportError as error:
+        problem = str(error)
+        print(f"triton_kernels cannot be imported ({error}): ours alone")
+    print(f"{'model':>14} {'tokens':>7} {'ours µs':>10} {'GB/s':>7} {'theirs µs':>10} {'ratio':>6} {'difference':>11}")
+    with torch.inference_mode():
+        for model in options.models:
+            for tokens in options.tokens:
+                sets = calls(MODELS[model], tokens, device, dtype)
+                hit = int(sets[0].expert_TK.unique().numel())
+                num_bytes = hit * 3 * MODELS[model].width * MODELS[model].inner * 17 / 32
+                ours = microseconds(platform, [partial(ops.experts, call) for call in sets])
+                row = {"model": model, "tokens": tokens, "us": ours, "gb_s": num_bytes / ours / 1e3}
+                cells = f"{ours:10.1f} {row['gb_s']:7.0f}"
+                if problem is None:
+                    try:
+                        others = [theirs(call) for call in sets]
+                        y, expected = others[0]().float(), ops.experts(sets[0]).float()
+                        row["theirs_us"] = microseconds(platform, others)
+                        row["difference"] = float((y - expected).norm() / expected.norm())
+                        cells += f" {row['theirs_us']:10.1f} {row['theirs_us'] / ours:6.2f} {row['difference']:11.2e}"
+                    except Exception as error:  # another version of that package
+                        problem = row["problem"] = f"{type(error).__name__}: {error}"
+                        traceback.print_exc(limit=-3)
+                rows.append(row)
+                print(f"{model:>14} {tokens:7} {cells}", flush=True)
+                if options.json is not None:
+                    about = {"commit": commit(), "machine": platform.describe(), "problem": problem}
+                    options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

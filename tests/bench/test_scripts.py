@@ -1,0 +1,75 @@
+"""Scripts of benchmarks/ that are meant for a GPU run on this machine with a tiny model, and give their figures."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import closed_loops, compare_answers, mxfp4_experts, state_error
+from tests.models import tiny
+from tools import tiny_model
+
+FAMILIES = {case.model_type: case for case in reversed(tiny.CASES)}
+
+pytestmark = pytest.mark.slow
+
+
+def run(
+    script: ModuleType, *arguments: str, folder: Path, capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch
+) -> tuple[str, dict[str, Any]]:
+    """(what it prints, what it writes)"""
+    file = folder / "figures.json"
+    patch.setattr(sys, "argv", [str(script.__file__), *arguments, "--json", str(file)])
+    script.main()
+    return capsys.readouterr().out, json.loads(file.read_text())
+
+
+def test_compare_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With itself in another dtype, and with answers of which one was changed."""
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
+    model = tiny.save(FAMILIES["qwen3_moe"], tmp_path / "model")
+    _, found = run(compare_answers, str(model), "--prompts", "3", "--tokens", "6", **given)
+    assert found["prompts"] == 3 and 0 <= found["same_first_tokens"] <= 3
+    answers = [list(one) for one in found["ours"]]
+    answers[1][2] += 1 if answers[1][2] == 0 else -1
+    (tmp_path / "other.json").write_text(json.dumps({"answers": answers}))
+    shown, found = run(compare_answers, str(model), str(tmp_path / "other.json"), **given)
+    assert found["same_first_tokens"] == 3 and found["same_tokens"] == 17
+    (one,) = found["differences"]
+    assert (one["prompt"], one["place"]) == (1, 2) and one["theirs"] == answers[1][2]
+    assert set(one["margins"]) == {"kernels", "reference bf16", "reference fp32"}
+    assert all(margin > 0 for margin in one["margins"].values()), "ours is the best token"
+    assert "first tokens: 3 of 3" in shown
+
+
+def test_state_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
+    model = tiny.save(FAMILIES["qwen3_5_moe"], tmp_path / "model")
+    _, found = run(state_error, str(model), "--tokens", "24", "--every", "12", **given)
+    rounded = [row for row in found["rows"] if row["states"] == "model"]
+    others = [row for row in found["rows"] if row["states"] == "other sums"]
+    assert [row["tokens"] for row in rounded] == [12, 24]
+    assert all(0 < row["state"] < 0.1 for row in rounded), "states are rounded, and no more than that"
+    assert all(row["state"] < 0.1 for row in others)
+
+
+def test_mxfp4_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
+    _, found = run(mxfp4_experts, "--models", "tiny", "--tokens", "1", "3", **given)
+    assert [row["tokens"] for row in found["rows"]] == [1, 3] and all(row["us"] > 0 for row in found["rows"])
+
+
+def test_closed_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
+    tiny_model.write(tmp_path / "model")
+    load = ("--loops", "1", "2", "--rounds", "2", "--input", "8", "--output", "4")
+    varied = ("--vary", "speculative", "none", "ngram", "--serve", "--num-pages 500 --max-model-len 128")
+    shown, found = run(closed_loops, str(tmp_path / "model"), *varied, *load, **given)
+    assert list(found["rows"]) == ["none", "ngram"]
+    for value, rows in found["rows"].items():
+        for at_once, figures in rows.items():
+            assert figures["completed"] == 2 * int(at_once) and figures["failed"] == 0, (value, at_once)
+    assert len(shown.splitlines()) == 5
