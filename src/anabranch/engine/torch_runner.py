@@ -39,7 +39,7 @@ from anabranch.models.decoder import Parts
 from anabranch.moe.dispatch import Exchange
 from anabranch.moe.rebalance import rebalance
 from anabranch.moe.tuning import tune
-from anabranch.parallel.group import ALONE, Group, on_host, split
+from anabranch.parallel.group import ALONE, PRESENCE, Group, on_host, split
 from anabranch.platforms import Platform
 from anabranch.stages import stage
 
@@ -395,6 +395,7 @@ class TorchRunner(Runner):
         assert self.exchange is not None
         rows_R, captured_R = self.host_group.all_gather(torch.tensor([[num_rows], [bool(mode)]]), dim=1)
         self.exchange.most = int(rows_R.max())
+        PRESENCE.begin(num_rows)
         return mode if captured_R.all() else ""
 
     def join(self) -> None:
