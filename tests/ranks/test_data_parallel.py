@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from anabranch.llm import LLM, SamplingParams
 from anabranch.moe.dispatch import ExchangingDispatcher
@@ -75,6 +76,8 @@ def test_two_ranks_answer_as_one(folders: dict[str, Path], monkeypatch: pytest.M
         (expected,) = one.generate([PROMPTS[1]], DRAWN)
         for found, wanted in zip(output.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
             assert abs(found.logprob - wanted.logprob) < 1e-5
+        vectors = [torch.tensor(llm.embed(PROMPTS, pooling="mean")) for llm in (one, two)]
+        assert (vectors[0] - vectors[1]).abs().max() < 1e-5
         check_requests(two.engine)
         check_end(two)
 
