@@ -198,7 +198,12 @@ TABLE = (
     ),
     _refused("it is --graphs", "--compilation-config", "-O", "-cc"),
     _refused("set ANABRANCH_PLATFORM to a platform that `anabranch doctor` lists", "--device", unless=("auto",)),
-    _refused("a server generates: leave it out", "--task", "--runner", unless=("auto", "generate")),
+    _refused(
+        "a server generates and embeds: leave it out",
+        "--task",
+        "--runner",
+        unless=("auto", "generate", "embed", "embedding", "pooling"),
+    ),
     _refused(
         "put a proxy with TLS in front of the server",
         "--ssl-keyfile",
@@ -335,6 +340,9 @@ def engine_options(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict
     found: dict[str, Any] = {}
     for name, given in options.items():
         flag = FLAGS.get(f"--{name.replace('_', '-')}")
+        off = FLAGS.get(f"--no-{name.replace('_', '-')}") if given is False else None
+        if off is not None and not off.use:
+            flag, given = off, True
         if name in known or (flag is None and name != "enforce_eager" and name not in FIELDS):
             try:
                 found[name] = value(name, given) if isinstance(given, str) else given

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from anabranch import bundled
+from anabranch import bundled, embedding
 from anabranch.config import EngineConfig
 from anabranch.kernels.compiling import compile_server
 from anabranch.known_flags import engine_options
@@ -31,7 +31,7 @@ from anabranch.stages import Stages, stage
 
 if TYPE_CHECKING:
     from anabranch.engine.engine import Engine
-    from anabranch.request import Update
+    from anabranch.request import Pooling, Update
     from anabranch.text.chat_template import ChatTemplate
     from anabranch.text.output import Answer, Delta
     from anabranch.text.tokenizer import Tokenizer
@@ -143,8 +143,6 @@ class LLM:
         As in vLLM, a prompt may be {"prompt": text} or {"prompt_token_ids": ids}; `sampling_params` is `params`, and
         `use_tqdm` says whether to show progress (default: `show_progress`)."""
         params = _one_of(params, sampling_params)
-        if self._stepper is not None and not self._stepper.done():
-            raise RuntimeError("streams are running on this LLM: wait for them, or use a stream here too")
         many = _several(prompts)
         if isinstance(params, list | tuple):
             chosen = [self._params(one) for one in params]
@@ -152,6 +150,35 @@ class LLM:
             chosen = [self._params(params)] * len(many)
         if len(chosen) != len(many):
             raise ValueError(f"{len(many)} prompts, but {len(chosen)} SamplingParams: give one, or one for each")
+        return [answer.output for answer in self._answers(many, chosen, use_tqdm, priority, cache_salt)]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt] | Iterator[Prompt],
+        *,
+        pooling: Pooling = "last",
+        dimensions: int | None = None,
+        use_tqdm: bool | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[list[float]]:
+        """The embeddings of prompts, in order: the model's hidden state after the last norm, of the last token or the
+        mean over all, as a vector of length 1. `dimensions` keeps the first so many numbers, and makes the length 1
+        again."""
+        embedding.check(pooling, dimensions, self.engine.model.hidden_size)
+        many = _several(prompts)
+        answers = self._answers(many, [embedding.PARAMS] * len(many), use_tqdm, priority, cache_salt, pooling)
+        for number, answer in enumerate(answers):
+            if answer.errors:
+                raise RuntimeError(f"prompt {number}: {answer.errors[0]}")
+        return [embedding.shorten(answer.output.embedding or b"", dimensions).tolist() for answer in answers]
+
+    def _answers(
+        self, many: list[Any], chosen: list[SamplingParams], use_tqdm: bool | None, *options: Any
+    ) -> list[Answer]:
+        """The finished answers to prompts with their parameters; for `options` see `_add`."""
+        if self._stepper is not None and not self._stepper.done():
+            raise RuntimeError("streams are running on this LLM: wait for them, or use a stream here too")
         if len(many) >= MANY_PROMPTS:
             self.engine.idle(waiting=True)
         answers: list[Answer] = []
@@ -160,7 +187,7 @@ class LLM:
         try:
             for number, (prompt, one) in enumerate(zip(many, chosen, strict=True)):
                 try:
-                    answers.append(self._add(prompt, one, priority, cache_salt))
+                    answers.append(self._add(prompt, one, *options))
                 except ValueError as error:
                     raise (ValueError(f"prompt {number}: {error}") if len(many) > 1 else error) from None
                 was, left = left, left - len(answers[-1].requests[0].prompt_ids)
@@ -173,7 +200,7 @@ class LLM:
         for number, answer in enumerate(answers):
             if refused := [error for error in answer.errors if not error.startswith(INTERNAL)]:
                 raise ValueError(f"prompt {number}: {refused[0]}")
-        return [answer.output for answer in answers]
+        return answers
 
     def chat(
         self,
@@ -224,7 +251,14 @@ class LLM:
         rendered = render_chat(self._template, self.tokenizer, list(messages), given, **template_options)
         return self.tokenizer.encode(rendered.text, False, rendered.plain)
 
-    def _add(self, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = "") -> Answer:
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str = "",
+        pooling: Pooling | None = None,
+    ) -> Answer:
         from anabranch.text.output import Answer
 
         self._abort_between_steps()
@@ -251,6 +285,7 @@ class LLM:
         if bool in types or not all(issubclass(type_, int) for type_ in types):
             raise ValueError("a prompt of token ids must hold integers only")
         options: dict[str, Any] = {"arrival": time.monotonic(), "priority": priority, "cache_salt": cache_salt}
+        options["pooling"] = pooling
         answer = Answer(str(next(self._ids)), ids, params, self.tokenizer, text, **options)
         try:
             for request in answer.requests:

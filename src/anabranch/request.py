@@ -6,6 +6,8 @@ from typing import Literal
 from anabranch.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Pooling = Literal["last", "mean"]
+"""Of a prompt's hidden rows after the last norm, those that make its embedding: that of the last token, or all."""
 INTERNAL = "internal error: "
 """The prefix of an Update's error that is the engine's fault. Any other error is caused by the request."""
 
@@ -23,6 +25,8 @@ class Request:
     """Prefixes are shared only between requests of the same salt."""
     arrival: float = 0.0
     """time.monotonic() when the request arrived."""
+    pooling: Pooling | None = None
+    """It wants the prompt's embedding in place of tokens; its params are embedding.PARAMS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class Update:
     error: str | None = None
     routed_experts: list[list[list[int]]] | None = None
     """With the last token, if requested: [token][moe layer][k] for every token but the last."""
+    embedding: bytes | None = None
+    """With the end of a request with `pooling`: fp32 numbers in the machine's byte order, normalised."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +89,8 @@ class RequestOutput:
     completions: list[Completion]
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: bytes | None = None
+    """See Update.embedding; there are no tokens then."""
 
     @property
     def text(self) -> str:

@@ -176,6 +176,13 @@ def test_what_false_means_in_a_file(text: str, words: list[str], tmp_path: Path)
     assert found | {"config": None} == wanted
 
 
+def test_false_is_refused_in_python_where_it_is_on_the_command_line() -> None:
+    with pytest.raises(ValueError, match="enable_chunked_prefill: prompts are always computed in chunks"):
+        engine_options({"enable_chunked_prefill": False}, FIELDS)
+    with pytest.warns(UserWarning, match="enable_log_requests has no effect"):
+        assert engine_options({"enable_log_requests": False, "trust_remote_code": False}, FIELDS) == {}
+
+
 def test_false_is_refused_in_a_file_where_it_is_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from anabranch.llm import LLM, SamplingParams
 from anabranch.moe.dispatch import ExchangingDispatcher
@@ -74,6 +76,8 @@ def test_two_ranks_answer_as_one(folders: dict[str, Path], monkeypatch: pytest.M
         (expected,) = one.generate([PROMPTS[1]], DRAWN)
         for found, wanted in zip(output.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
             assert abs(found.logprob - wanted.logprob) < 1e-5
+        vectors = [torch.tensor(llm.embed(PROMPTS, pooling="mean")) for llm in (one, two)]
+        assert (vectors[0] - vectors[1]).abs().max() < 1e-5
         check_requests(two.engine)
         check_end(two)
 
@@ -111,6 +115,51 @@ def check_end(two: LLM) -> None:
             use()
     two.close()
     assert gone(follower.process.pid)
+
+
+class Statement:
+    """Unpickled by a rank as the arguments of `abort`, after it was executed there."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return eval, (f"exec({self.text!r}, {{}}) or ('nothing',)",)
+
+
+SLOW = """
+import time
+from anabranch.models.decoder import Decoder
+embed, end = Decoder._embed, []
+def slow(self, token_T):
+    if not end:
+        end.append(time.monotonic() + {seconds})
+    while time.monotonic() < end[0]:
+        pass
+    return embed(self, token_T)
+Decoder._embed = slow
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_first_step_is_no_hang(folders: dict[str, Path]) -> None:
+    """Of a rank for which another waits in the first collective; in a later step of this size it is."""
+    with engine(folders["qwen3_moe_published"], 2) as two:
+
+        def compute_for(seconds: float) -> None:
+            (follower,) = two.engine.runner.followers  # type: ignore[attr-defined]
+            follower.num_told += 1
+            follower.pipe.send_bytes(pickle.dumps(("abort", Statement(SLOW.format(seconds=seconds)))))
+
+        compute_for(9)
+        began = time.monotonic()
+        assert len(two.generate(PROMPTS[:2], GREEDY)) == 2
+        assert time.monotonic() - began > 9
+        compute_for(600)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1 of the model hangs: others have waited for it for [78] s"):
+            two.generate(PROMPTS[:2], GREEDY)
+        assert time.monotonic() - began < 10
 
 
 @pytest.mark.slow

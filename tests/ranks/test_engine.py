@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from anabranch.engine import engine as engine_module
 from anabranch.llm import LLM, SamplingParams
@@ -89,13 +90,15 @@ def test_drafts_with_states(folders: dict[str, Path], monkeypatch: pytest.Monkey
     assert found == expected
 
 
-def test_log_probabilities(folders: dict[str, Path]) -> None:
-    found = []
+def test_log_probabilities_and_embeddings(folders: dict[str, Path]) -> None:
+    found, vectors = [], []
     for num_ranks in (1, 2):
         with engine(folders["qwen3_moe_published"], num_ranks) as llm:
             (output,) = llm.generate([PROMPTS[1]], DRAWN)
             found.append(output)
+            vectors.append([*llm.embed(PROMPTS), *llm.embed(PROMPTS, pooling="mean")])
     one, two = found
+    assert (torch.tensor(vectors[0]) - torch.tensor(vectors[1])).abs().max() < 1e-5
     assert one.token_ids == two.token_ids
     for ours, theirs in zip(one.prompt_logprobs[1:], two.prompt_logprobs[1:], strict=True):
         assert abs(ours.logprob - theirs.logprob) < 1e-4

@@ -27,6 +27,7 @@ psutil = pytest.importorskip("psutil")
 from anabranch.config import EngineConfig
 from anabranch.engine.client import EngineClient, EngineDead
 from anabranch.llm import LLM, SamplingParams
+from anabranch.parallel.group import Presence
 from anabranch.ranks.runner import RanksRunner
 from anabranch.ranks.watch import HANG_SECONDS, Beat, Follower, Watch, is_compiling
 from anabranch.request import Request
@@ -293,6 +294,8 @@ def test_a_rank_that_does_not_enter_a_collective(folder: Path, num_ranks: int, s
         (Beat(inside=True, seconds=60, longest=3), [Beat(busy=True, seconds=31)], 1),
         (Beat(inside=True, seconds=50), [Beat(busy=True, seconds=50, compiling=True)], 0),
         (Beat(inside=True, seconds=70), [Beat(busy=True, seconds=70, compiling=True)], 1),
+        (Beat(inside=True, seconds=50), [Beat(busy=True, seconds=50, first=True)], 0),
+        (Beat(inside=True, seconds=70), [Beat(busy=True, seconds=70, first=True)], 1),
     ],
     ids=[
         "driver waits",
@@ -305,6 +308,8 @@ def test_a_rank_that_does_not_enter_a_collective(folder: Path, num_ranks: int, s
         "longer than that",
         "compiles",
         "compiles for ever",
+        "first step of its size",
+        "first for ever",
     ],
 )
 def test_who_hangs(driver: Beat, others: list[Beat], rank: int) -> None:
@@ -316,6 +321,27 @@ def test_who_hangs(driver: Beat, others: list[Beat], rank: int) -> None:
     found = watch._hanging(time.monotonic(), driver)
     assert found.startswith(f"rank {rank} of the model hangs: others have waited") if rank else not found
     watch.close()
+
+
+def test_a_step_is_the_first_of_its_size_once() -> None:
+    def compute(seconds: float) -> bool:
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+        return presence.is_first(seconds)
+
+    presence = Presence()
+    assert not compute(0.02), "an order without rows"
+    presence.begin(100)
+    assert compute(0.02)
+    assert not presence.is_first(60), "its CPU is idle"
+    with presence:
+        pass
+    assert not compute(0.02), "it was in a collective"
+    presence.begin(120)
+    assert not compute(0.02) and presence.longest >= 0.02, "such a step has taken that long"
+    presence.begin(3)
+    assert compute(0.02)
 
 
 def test_a_thread_that_compiles_is_known() -> None:

@@ -90,6 +90,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def _add_rare(group: Any) -> None:
+    from anabranch.embedding import POOLINGS
     from anabranch.replicas.config import ROUTINGS, ReplicaConfig
     from anabranch.server.settings import Settings
 
@@ -97,6 +98,8 @@ def _add_rare(group: Any) -> None:
     group.add_argument("--allowed-hosts", type=names, default=(), metavar="NAME,...", help=hosts)
     origins = "origins of web pages that may use the server (CORS), as in http://localhost:3000; *: any (default none)"
     group.add_argument("--allowed-origins", type=names, default=(), metavar="ORIGIN,...", help=origins)
+    pooling = "the rows of an embedding: of a prompt's last token, or the mean of all, where a request says nothing"
+    group.add_argument("--pooling", choices=POOLINGS, default="last", help=f"{pooling} (default last)")
     add_engine_options(group, *RANKS, *PLACEMENT)
     add_fields(group, ReplicaConfig, REPLICAS)
     routing = "the replica a request goes to: the one with its prompt's longest prefix in the cache, or the least busy"

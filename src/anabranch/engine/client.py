@@ -83,7 +83,7 @@ def merge(into: Update, later: Update) -> None:
     into.token_ids += later.token_ids
     into.logprobs += later.logprobs
     into.num_cached = max(into.num_cached, later.num_cached)
-    for name in ("prompt_logprobs", "finish_reason", "stop_token", "error", "routed_experts"):
+    for name in ("prompt_logprobs", "finish_reason", "stop_token", "error", "routed_experts", "embedding"):
         if (value := getattr(later, name)) is not None:
             setattr(into, name, value)
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import logging
 import math
 import time
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from anabranch import platforms
 from anabranch.config import EngineConfig
@@ -45,6 +48,7 @@ NOT_FINITE_TEXT = (
     f"{INTERNAL}the model's logits are NaN or infinite; damaged weights or an overflow in float16 can be the cause "
     "(try dtype bfloat16 or float32)"
 )
+ONE_MORE = " and at least one is to be generated"
 CONSTRAINTS = ("bad_words", "allowed_token_ids", "min_tokens", "grammar")
 """The parameters that forbid tokens."""
 LOG_SECONDS = 10.0
@@ -92,6 +96,8 @@ class Engine:
         self.sequences: dict[str, Sequence] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.routed: dict[str, list[list[list[int]]]] = {}
+        self.pooled: dict[str, torch.Tensor] = {}
+        """By request: the sum of rows that go into its embedding."""
         self.in_flight: Launched | None = None
         self.compiling: list[tuple[Future[Matcher], Sequence]] = []
         self.compiler: GrammarCompiler | None = None
@@ -144,12 +150,14 @@ class Engine:
             for token in (min(tokens), max(tokens)) if tokens else ():
                 if not 0 <= token < vocabulary:
                     raise ValueError(f"{name}: token id {token} is not in the vocabulary [0, {vocabulary})")
+        if request.pooling and not self.runner.embeds:
+            raise ValueError(f"pooling: embeddings are not computed on the platform {self.runner.platform.name}")
         limit = self.config.max_model_len
-        if len(request.prompt_ids) >= limit:
+        if len(request.prompt_ids) >= limit + bool(request.pooling):
             pool = "" if limit == self.model.max_position else f" (the KV pool has {self._pool()})"
             raise ValueError(
                 f"This model's maximum context length is {limit} tokens{pool}. However, the prompt has "
-                f"{len(request.prompt_ids)} tokens and at least one is to be generated. Shorten the prompt."
+                f"{len(request.prompt_ids)} tokens{'' if request.pooling else ONE_MORE}. Shorten the prompt."
             )
         for name in ("grammar", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:
@@ -200,6 +208,7 @@ class Engine:
         self.sequences.pop(sequence.id, None)
         self.prompt_logprobs.pop(sequence.id, None)
         self.routed.pop(sequence.id, None)
+        self.pooled.pop(sequence.id, None)
         self.metrics.finish(sequence.id, reason)
 
     @property
@@ -287,7 +296,10 @@ class Engine:
         updates = self._end_without_token(sampling, tokens) if tokens and min(tokens) < 0 else []
         self._keep_routed(launched)
         self._keep_prompt_logprobs(launched)
+        self._keep_pooled(launched)
         running = [share[0].id for share in sampling if share[0].finish_reason is None]
+        if self.pooled:  # an embedding's token is none: it only shows that the rows are finite
+            running = [id for id in running if id not in self.pooled]
         self.metrics.tokens(running, time.monotonic())
         for row, share, token in zip(rows, sampling, tokens, strict=True):
             sequence = share[0]
@@ -385,6 +397,10 @@ class Engine:
             update.logprobs = [launched.sampled.token_logprobs(row, params.logprobs)]
         if params.prompt_logprobs is not None and len(sequence.tokens) == sequence.num_prompt + 1:
             update.prompt_logprobs = self.prompt_logprobs.pop(sequence.id, [None])
+        if sequence.request.pooling:
+            update.token_ids, sequence.finish_reason = [], "stop"
+            vector_D = torch.nn.functional.normalize(self.pooled.pop(sequence.id), dim=0)
+            update.embedding = array("f", vector_D.tolist()).tobytes()
         if sequence.finish_reason is not None:
             update.finish_reason, update.stop_token = sequence.finish_reason, sequence.stop_token
             if params.return_routed_experts:
@@ -402,6 +418,15 @@ class Engine:
             kept = self.prompt_logprobs.setdefault(id, [None])
             # By position: after a preemption they come a second time.
             kept[share.begin + 1 :] = [one for part in launched.prompt_logprobs.get(id, []) for one in part.all(top_n)]
+
+    def _keep_pooled(self, launched: Launched) -> None:
+        if launched.pooled is None:
+            return
+        shares = [share for share in launched.shares if share.num_pooled]
+        for share, sum_D in zip(shares, launched.pooled.wait(), strict=True):
+            id = share.sequence.id
+            if self.sequences.get(id) is share.sequence:  # a mean begins again after a preemption
+                self.pooled[id] = sum_D + self.pooled.get(id, 0.0) if share.begin else sum_D
 
     def _keep_routed(self, launched: Launched) -> None:
         if launched.routed is None:

@@ -7,7 +7,7 @@ the sampling state. Platforms name their runner as "module:class" (Platform.runn
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -46,6 +46,8 @@ class Launched:
     routed: Fetch | None = None
     """expert_TLK of the step's tokens: T token rows, L MoE layers, K experts per token."""
     prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)
+    pooled: Fetch | None = None
+    """The sum of the rows that go into an embedding, of each share that has some."""
 
     def wait(self) -> list[int]:
         """One token for each of `sampling`."""
@@ -56,6 +58,8 @@ class Runner(Protocol):
     """Made with (config, platform, progress), which loads the model; then `allocate` and `warm_up`, once each."""
 
     platform: Platform
+    embeds: ClassVar[bool] = True
+    """Whether it computes embeddings (Launched.pooled)."""
 
     @property
     def failure(self) -> str:

@@ -70,7 +70,7 @@ class Sequence:
         params = self.request.params
         self.id = self.request.id
         wants_more = params.logprobs is not None or params.prompt_logprobs is not None or params.return_routed_experts
-        self.plain = not (wants_more or self.waits_for_host)
+        self.plain = not (wants_more or self.waits_for_host or self.request.pooling)
         self.tokens = list(self.request.prompt_ids)
         self.num_prompt = self.num_tokens = len(self.tokens)
         self.limit = self.num_prompt + params.max_tokens
@@ -109,6 +109,12 @@ class Share(NamedTuple):
             return []
         return sequence.tokens[self.begin + 1 : min(self.end + 1, sequence.num_prompt)]
 
+    @property
+    def num_pooled(self) -> int:
+        """How many of its last rows go into the request's embedding."""
+        pooling = self.sequence.request.pooling
+        return 0 if pooling is None else self.num_samples if pooling == "last" else self.end - self.begin
+
 
 class Scheduler:
     def __init__(
@@ -140,7 +146,8 @@ class Scheduler:
     # -- requests come and go ------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        sequence.limit = min(sequence.limit, self.max_model_len)
+        # What follows an embedding's prompt is never computed.
+        sequence.limit = min(sequence.limit, self.max_model_len + bool(sequence.request.pooling))
         bisect.insort(self.waiting, sequence, key=lambda s: s.rank)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -264,6 +271,7 @@ class Scheduler:
                 return
             params = sequence.request.params
             reuse = params.prompt_logprobs is None and not params.return_routed_experts
+            reuse = reuse and sequence.request.pooling != "mean"
             if reuse and self.kv.shares_states and self._has_sibling(sequence):
                 return
             found = self.kv.begin(sequence.id, sequence.tokens, sequence.request.cache_salt, reuse)

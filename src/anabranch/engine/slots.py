@@ -10,8 +10,8 @@ class Slots:
         self.eos_ids = eos_ids
         self.routed: set[int] = set()
         """Slots of requests with `return_routed_experts`."""
-        self.prompt_logprobs: set[int] = set()
-        """Slots of requests with `prompt_logprobs`."""
+        self.prompt_rows: set[int] = set()
+        """Slots of requests that want something of their prompt's rows: with `prompt_logprobs` or `pooling`."""
 
     def place(self, sequence: Sequence) -> None:
         """Put the sequence's sampling state into its slot, in place of an earlier sequence's."""
@@ -27,7 +27,8 @@ class Slots:
             bad_word_ids=sequence.bad_word_ids,
         )
         (self.routed.add if params.return_routed_experts else self.routed.discard)(slot)
-        (self.prompt_logprobs.discard if params.prompt_logprobs is None else self.prompt_logprobs.add)(slot)
+        wanted = params.prompt_logprobs is not None or sequence.request.pooling
+        (self.prompt_rows.add if wanted else self.prompt_rows.discard)(slot)
         sequence.placed = True
 
     def take_back(self, counts: dict[Sequence, int]) -> None:

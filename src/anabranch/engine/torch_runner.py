@@ -39,8 +39,8 @@ from anabranch.models.decoder import Parts
 from anabranch.moe.dispatch import Exchange
 from anabranch.moe.rebalance import rebalance
 from anabranch.moe.tuning import tune
-from anabranch.parallel.group import ALONE, Group, on_host, split
-from anabranch.platforms import Platform
+from anabranch.parallel.group import ALONE, PRESENCE, Group, on_host, split
+from anabranch.platforms import Fetch, Platform
 from anabranch.stages import stage
 
 LARGEST_PREFILL = 2048
@@ -325,8 +325,9 @@ class TorchRunner(Runner):
         """Any step."""
         step, hidden_TD, recorded = self._forward(rows, self.experts.counts or record)
         launched = Launched(shares, _sampling(shares, rows))
-        if self.slots.prompt_logprobs:
+        if self.slots.prompt_rows:
             launched.prompt_logprobs = self._prompt_logprobs(hidden_TD, shares)
+            launched.pooled = self._pool(hidden_TD, shares)
         if launched.sampling:
             rows_RD = hidden_TD if step.logit_row is None else hidden_TD[step.logit_row]
             self._sample(launched, self.model.logits(rows_RD))
@@ -358,7 +359,7 @@ class TorchRunner(Runner):
         """How a captured step of single tokens samples; "": the step cannot be one."""
         if self.decodes is None or rows.max_query > 1 or rows.logit_rows is not None:
             return ""
-        asking = self.slots.prompt_logprobs
+        asking = self.slots.prompt_rows
         if asking and any(begin < s.num_prompt and s.slot in asking for s, begin, _, _ in shares):
             return ""
         return self.sampler.mode(rows.slots)
@@ -395,6 +396,7 @@ class TorchRunner(Runner):
         assert self.exchange is not None
         rows_R, captured_R = self.host_group.all_gather(torch.tensor([[num_rows], [bool(mode)]]), dim=1)
         self.exchange.most = int(rows_R.max())
+        PRESENCE.begin(num_rows)
         return mode if captured_R.all() else ""
 
     def join(self) -> None:
@@ -483,7 +485,7 @@ class TorchRunner(Runner):
     def _prompt_rows(self, shares: list[Share]) -> Iterator[tuple[int, int]]:
         """(first row, count) of the rows whose logits `_prompt_logprobs` computes."""
         row = 0
-        for share in shares if self.slots.prompt_logprobs else ():
+        for share in shares if self.slots.prompt_rows else ():
             targets = share.prompt_targets
             for begin in range(0, len(targets), ROWS_OF_LOGITS):
                 yield row + begin, min(ROWS_OF_LOGITS, len(targets) - begin)
@@ -502,6 +504,14 @@ class TorchRunner(Runner):
                     found[share.sequence.id].append(token_logprobs(logits, target_T, top_n).to_host())
             row += share.end - share.begin
         return found
+
+    def _pool(self, hidden_TD: torch.Tensor, shares: list[Share]) -> Fetch | None:
+        found, end = [], 0
+        for share in shares:
+            end += share.end - share.begin
+            if count := share.num_pooled:
+                found.append(hidden_TD[end - count : end].float().sum(0))
+        return self.platform.fetch(torch.stack(found)) if found else None
 
     def accept(self, sequence: Sequence, token: int) -> str | None:
         return self.slots.accept(sequence, token)

@@ -68,6 +68,8 @@ class InFlight:
 
 
 class MlxRunner(Runner):
+    embeds = False  # mlx_lm's models return logits
+
     def __init__(self, config: EngineConfig, platform: Platform, progress: Progress | None) -> None:
         self.platform = platform
         self.config = config

@@ -87,26 +87,41 @@ class OneRank:
 ALONE = OneRank()
 
 
+LEAST_BUSY = 0.05
+"""Of a second, what a process that computes gets of a CPU at least, however many others there are."""
+
+
 class Presence:
     """Whether this process is inside a collective, and since when: for another thread, which tells others."""
 
     def __init__(self) -> None:
+        self.first_stretch: dict[int, float] = {}
+        """By size of a step (a power of two of its rows), the seconds before its first collective, the last time."""
         self.begin()
 
-    def begin(self) -> None:
-        """New work begins, of which collectives are a part."""
+    def begin(self, num_rows: int = 0) -> None:
+        """New work begins, of which collectives are a part. `num_rows`: of a step in which others may have fewer."""
+        self.size, self.first, self.cpu_then = num_rows.bit_length(), True, time.process_time()
         self.now = False, time.monotonic()
         """(inside, since)"""
-        self.longest = 0.0
+        self.longest = self.first_stretch.get(self.size, 0.0)
         """Seconds of the longest computation between two collectives of this work."""
 
     def __enter__(self) -> None:
         now = time.monotonic()
         self.longest = max(self.longest, now - self.now[1])
-        self.now = True, now
+        if self.first and self.size:
+            self.first_stretch[self.size] = now - self.now[1]
+        self.now, self.first = (True, now), False
 
     def __exit__(self, *_: object) -> None:
         self.now = False, time.monotonic()
+
+    def is_first(self, seconds: float) -> bool:
+        """Whether it has computed for these seconds, on a CPU, before the first collective of a step of a new size:
+        nothing tells how long that takes."""
+        busy = time.process_time() - self.cpu_then > LEAST_BUSY * seconds
+        return self.first and self.size > 0 and self.size not in self.first_stretch and busy
 
 
 PRESENCE = Presence()

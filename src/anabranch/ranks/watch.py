@@ -10,7 +10,9 @@ thread knows then, whatever its main thread is waiting for:
   times as long as any rank has computed between two collectives of this order.
 
 The last rule tells a rank that hangs from one with a long prompt, where all compute for long. A rank that compiles has
-START_SECONDS, and the rule does not hold until all ranks are warm.
+START_SECONDS, and the rule does not hold until all ranks are warm. Where ranks have requests of their own, one may have
+a prompt and the others no rows: until it has made one step of that size, it has START_SECONDS to compute what comes
+before the first collective, if its CPU is busy.
 
 The driver may wait for that follower inside a collective. All followers are killed, which closes their connections and
 ends the wait with an error; collectives of a device are aborted.
@@ -65,6 +67,8 @@ class Beat(NamedTuple):
     longest: float = 0.0
     """The most that it has computed between two collectives of this order."""
     compiling: bool = False
+    first: bool = False
+    """See Presence.is_first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -185,6 +189,7 @@ class Watch(threading.Thread):
             hangs = f"rank {follower.rank} of the model hangs:"
             if now - follower.heard > patience:
                 return f"{hangs} no heartbeat for {patience:g} s"
+            patience = START_SECONDS if beat.first else patience
             if beat.num_done < follower.target and now - follower.since > patience:
                 return f"{hangs} {patience:g} s behind rank 0"
             absent = min(beat.seconds, waited) if self.warm and beat.busy and not beat.inside else 0.0
@@ -246,7 +251,8 @@ class Pulse(threading.Thread):
             clock.was_stopped(now)
             seconds = clock.seconds(since, now)
             compiling = self.busy and not inside and seconds > 2 * BEAT and is_compiling(self.thread)
-            self.send(Beat(self.num_done, self.busy, inside, seconds, PRESENCE.longest, compiling))
+            first = self.busy and PRESENCE.is_first(seconds)
+            self.send(Beat(self.num_done, self.busy, inside, seconds, PRESENCE.longest, compiling, first))
             time.sleep(BEAT)
 
     def begin(self) -> None:

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from anabranch import __version__
-from anabranch.server import anthropic, ollama, openai, operations, page, responses
+from anabranch.server import anthropic, embeddings, ollama, openai, operations, page, responses
 from anabranch.server.errors import ApiError
 from anabranch.server.guard import Guard
 from anabranch.server.service import Service
@@ -24,7 +24,7 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
         exception_handlers={HTTPException: _http_error},
     )
-    for module in (operations, page, openai, anthropic, responses, ollama):
+    for module in (operations, page, openai, embeddings, anthropic, responses, ollama):
         app.include_router(module.router)
     _describe(app)
     app.state.service, app.state.responses = service, Counter[tuple[str, int]]()
@@ -52,7 +52,7 @@ async def _http_error(request: Request, error: HTTPException) -> NoReturn:
 
 def _describe(app: FastAPI) -> None:
     """Add the schemas of bodies to FastAPI's description of the routes: msgspec decodes them, not FastAPI."""
-    bodies = openai.BODIES | anthropic.BODIES | responses.BODIES | ollama.BODIES
+    bodies = openai.BODIES | embeddings.BODIES | anthropic.BODIES | responses.BODIES | ollama.BODIES
     _, components = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
     types = {"message": "string", "type": "string", "param": ["string", "null"], "code": ["string", "null"]}
     fields: dict[str, Any] = {"type": "object", "required": list(types)}

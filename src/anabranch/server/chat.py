@@ -16,6 +16,7 @@ from anabranch.sampling_params import SamplingParams
 from anabranch.server.errors import bad_request
 from anabranch.server.parsers.parts import Named, ToolChoice, ToolSpec
 from anabranch.server.protocol import ChatCompletion, ContentPart, Message, NamedTool, Tokenize, ToolCall
+from anabranch.text.call_form import fit_calls
 from anabranch.text.chat_template import NO_TOOLS
 from anabranch.text.render_chat import Rendered, render_chat
 
@@ -170,7 +171,7 @@ def render(model: Model, chat: Chat) -> Rendered:
     return render_chat(
         model.template,
         model.tokenizer,
-        chat.messages,
+        fit_calls(model.template, chat.messages),
         tools,
         chat.add_generation_prompt,
         continue_final_message=chat.continued,

@@ -22,7 +22,7 @@ from fastapi import APIRouter, Request, Response
 from anabranch import __version__
 from anabranch.request import TokenLogprobs
 from anabranch.sampling_params import SamplingParams
-from anabranch.server import protocol, stream
+from anabranch.server import prompts, protocol, stream
 from anabranch.server.body import read_json
 from anabranch.server.chat import Chat, prepare, render, tool_call
 from anabranch.server.errors import bad_request
@@ -332,12 +332,8 @@ class CompletionAnswer(OpenAIAnswer[protocol.Completion]):
         super().__init__(request, body)
         self.offsets: dict[int, int] = {}
         """By choice: characters of its tokens that have been sent."""
-        prompt: Any = body.prompt
-        is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | float)
-        self.prompts: list[Any] = [prompt] if is_one else prompt
-        self.num_prompts = number = len(self.prompts)
-        if number > protocol.MAX_PROMPTS:
-            raise bad_request(f"prompt: {number} prompts; at most {protocol.MAX_PROMPTS} go into one request", "prompt")
+        self.prompts = prompts.split(body.prompt, "prompt")
+        self.num_prompts = len(self.prompts)
 
     async def prepare(self) -> None:
         body, service = self.body, self.service
@@ -347,27 +343,11 @@ class CompletionAnswer(OpenAIAnswer[protocol.Completion]):
             if body.echo and body.prompt_logprobs is None:
                 fixed["prompt_logprobs"] = body.logprobs
             params = sampling_params(body, service.model.sampling_defaults, **fixed)
-            self.check_prompts()
-            return params, [
-                service.encode(Rendered(one), body.add_special_tokens, "prompt") if isinstance(one, str) else one
-                for one in self.prompts
-            ]
+            return params, prompts.encode(service, self.prompts, body.add_special_tokens, "prompt")
 
-        params, prompts = await service.prepare(work, "prompt", self.num_bytes)
-        for number, ids in enumerate(prompts):
+        params, encoded = await service.prepare(work, "prompt", self.num_bytes)
+        for number, ids in enumerate(encoded):
             self.add(f"{self.id}-{number}", ids, params, service.model.tokenizer)
-
-    def check_prompts(self) -> None:
-        """400 for what is neither text nor token ids; takes time in proportion to the number of tokens."""
-        for number, one in enumerate(self.prompts):
-            if isinstance(one, str) and one:
-                continue
-            if not isinstance(one, list) or not one:
-                empty = "is empty: give at least one token" if one in ("", []) else "must be text or token ids"
-                raise bad_request(f"prompt[{number}] {empty}", "prompt")
-            self.service.check_length(len(one), "prompt")
-            if not all(type(token) is int and 0 <= token < 2**31 for token in one):
-                raise bad_request(f"prompt[{number}]: token ids must be integers from 0 on", "prompt")
 
     def choice(self, number: int, delta: Delta, first: bool, whole: bool = False) -> Choice:
         output, body, text = self.answers[number].output, self.body, delta.text

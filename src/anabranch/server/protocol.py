@@ -284,6 +284,21 @@ class Completion(Sampling, kw_only=True):
     suffix: Any = None
 
 
+@ignoring(user=Name, request_id=Name)
+class Embedding(Body, kw_only=True):
+    ONLY = {"truncate_prompt_tokens": Sampling.ONLY["truncate_prompt_tokens"]}
+    truncate_prompt_tokens: Any = None
+
+    input: str | list[Any]
+    """Text, token ids, or a list of either."""
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    pooling: Literal["last", "mean"] | None = None
+    """By default the server's."""
+    add_special_tokens: bool = True
+    priority: Priority = 0
+
+
 class Tokenize(Body, kw_only=True):
     prompt: Annotated[str, Meta(max_length=MAX_TOKENIZED)] | None = None
     messages: MessageList | None = None

@@ -168,13 +168,14 @@ class Service:
             raise ApiError(404, f"no model {name!r} here; known: {known}", code="model_not_found", param="model")
 
     @contextlib.contextmanager
-    def admitted(self, num_sequences: int) -> Iterator[None]:
-        """Hold places in the queue; 429 if they are taken."""
+    def admitted(self, num_sequences: int, param: str = "n") -> Iterator[None]:
+        """Hold places in the queue; 429 if they are taken. `param` is the field that gives their number."""
         num_sequences = max(1, num_sequences)  # a number below 1 is refused later, with the field's name
         num_engines = 1 if self._client is None else max(1, self._client.num_engines)
         places = num_engines * self.engine.max_num_seqs + self.settings.max_queue
         if num_sequences > places:
-            raise bad_request(f"prompts × n is {num_sequences}; this server takes {places} sequences at once", "n")
+            what = "prompts × n is" if param == "n" else f"{param}: the number of prompts is"
+            raise bad_request(f"{what} {num_sequences}; this server takes {places} sequences at once", param)
         if self.num_admitted + num_sequences > places:
             self.history.num_refused += 1
             message = f"the queue is full: {self.num_admitted} of {places} places are taken; try again later"
@@ -220,9 +221,12 @@ class Service:
         finally:
             self._working.discard(future)
 
-    def encode(self, prompt: Rendered, add_special_tokens: bool, param: str, counting: bool = False) -> list[int]:
+    def encode(
+        self, prompt: Rendered, add_special_tokens: bool, param: str, counting: bool = False, generates: bool = True
+    ) -> list[int]:
         """For `prepare`; `param` is the field that errors name. Text that cannot fit, however it is tokenised, is
-        refused without tokenising it. `counting`: up to MAX_COUNTED characters may be longer than the context."""
+        refused without tokenising it. `counting`: up to MAX_COUNTED characters may be longer than the context.
+        `generates`: tokens are to follow the prompt's."""
         limit, text = self.max_model_len, prompt.text
         if len(text) > max(limit * self.model.longest_token, MAX_COUNTED if counting else 0):
             raise context_length(
@@ -232,17 +236,17 @@ class Service:
             )
         ids = self.model.tokenizer.encode(text, add_special_tokens, prompt.plain)
         if not counting:
-            self.check_length(len(ids), param)
+            self.check_length(len(ids), param, generates)
         return ids
 
-    def check_length(self, num_tokens: int, param: str) -> None:
+    def check_length(self, num_tokens: int, param: str, generates: bool = True) -> None:
         limit = self.max_model_len
-        if num_tokens >= limit:
+        if num_tokens > limit - generates:
             position = self.model.config.max_position
             pool = "" if limit == position else f" (the model's own limit is {position}; the KV pool holds {limit})"
             raise context_length(
-                f"{CONTEXT_WORDS} {limit} tokens{pool}. However, the prompt has {num_tokens} tokens and at least one "
-                "is to be generated. Shorten the prompt.",
+                f"{CONTEXT_WORDS} {limit} tokens{pool}. However, the prompt has {num_tokens} tokens"
+                f"{' and at least one is to be generated' if generates else ''}. Shorten the prompt.",
                 param,
             )
 

@@ -3,6 +3,9 @@
 import ipaddress
 import re
 from dataclasses import dataclass
+from typing import get_args
+
+from anabranch.request import Pooling
 
 MIB = 2**20
 BODY_BASE = 2 * MIB  # bytes for everything but the prompt: tools, schemas, lists of token ids
@@ -28,6 +31,8 @@ class Settings:
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    pooling: Pooling = "last"
+    """Of embeddings, where a request has none."""
     metrics_compat: str = ""
     """"vllm": the core metrics a second time, under vLLM's names."""
 
@@ -73,6 +78,8 @@ class Settings:
             raise ValueError(f"port must lie in [0, 65535], not {self.port}")
         if not all(name.strip() for name in self.served_model_name):
             raise ValueError("served_model_name must not be empty; leave it out for the name of the folder")
+        if self.pooling not in get_args(Pooling):
+            raise ValueError(f"pooling must be one of {', '.join(get_args(Pooling))}, not {self.pooling!r}")
         if self.metrics_compat not in ("", "vllm"):
             raise ValueError(f"metrics_compat must be vllm or nothing, not {self.metrics_compat!r}")
         if not all(key.strip() and key.isascii() for key in self.api_key):

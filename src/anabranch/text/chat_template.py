@@ -46,6 +46,8 @@ class ChatTemplate:
         else:  # every template has a brace; a path with one would be odd
             self.sources = {"default": template if "{" in template else _read(Path(template))}
         self.templates = {name: _compile(name, text) for name, text in self.sources.items()}
+        self.call_form: tuple[bool, bool] | None = None
+        """See text/call_form, which finds it out."""
 
     def render(
         self,

@@ -141,6 +141,7 @@ class Answer:
         self.output.num_cached = max(self.output.num_cached, update.num_cached)
         if update.prompt_logprobs is not None:
             self.output.prompt_logprobs = update.prompt_logprobs
+        self.output.embedding = update.embedding
         completion.finish_reason = update.finish_reason
         completion.stop_reason = update.stop_token
         completion.routed_experts = update.routed_experts
