@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 MLX_VENV := .venv-mlx
 LM_EVAL_VENV := .venv-lm-eval
 NPU := .cache/npu
+CLIENTS := .venv-clients
 RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 LLAMA_CPP := .cache/llama.cpp
@@ -17,8 +18,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 LINUX := $(filter Linux,$(shell uname -s))
 
-.PHONY: help setup serve demo quick test test-interpreter test-all test-gpu test-mlx test-npu lint format clean \
-    system-tools tritons
+.PHONY: help setup serve demo quick test test-interpreter test-all test-gpu test-mlx test-npu test-clients lint format \
+    clean system-tools tritons
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -63,6 +64,7 @@ test-all: lint system-tools tritons $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched $(LM_
 	ANABRANCH_TEST_ALL=1 $(PYTEST)
 	ANABRANCH_TEST_ALL=1 $(MAKE) test-interpreter
 	$(MAKE) test-mlx test-npu
+	ANABRANCH_TEST_ALL=1 $(MAKE) test-clients
 
 JOBS ?= 8
 test-gpu:  ## the GPU tests, with the machine's own python3 and no .venv, by JOBS processes
@@ -87,6 +89,25 @@ $(NPU)/.installed: constraints.txt tests/npu/runtime.c tests/npu/build.py $(INST
 test-npu: $(NPU)/.installed system-tools  ## the Ascend platform: torch_npu over a stub of its runtime
 	TASK_QUEUE_ENABLE=0 LD_LIBRARY_PATH=$(CURDIR)/$(NPU)/lib PYTHONPATH=$(CURDIR)/$(NPU)/packages \
 	    ANABRANCH_NPU_STUB=$(CURDIR)/$(NPU)/lib $(PYTEST) tests/platforms/test_npu.py tests/kernels/vendor
+
+# Each package has an environment of its own, because their dependencies contradict each other.
+$(CLIENTS)/.installed: tests/clients/requirements.txt | $(INSTALLED)
+	@echo "==> installing clients of PyPI into $(CLIENTS) (0.5 GB on disk)"
+	@grep '^[a-z]' tests/clients/requirements.txt | while read -r packages; do \
+	    folder=$(CLIENTS)/$$(echo "$$packages" | sed 's/[^a-z-].*//'); \
+	    $(BIN)/uv venv -q --clear -p $(BIN)/python $$folder && \
+	        $(BIN)/uv pip install -q -p $$folder/bin/python $$packages || exit 1; \
+	done
+	@touch $@
+
+$(CLIENTS)/npm/.installed: tests/clients/package.json tests/clients/package-lock.json
+	@echo "==> installing clients of npm into $(CLIENTS)/npm (0.1 GB on disk)"
+	@mkdir -p $(CLIENTS)/npm && cp tests/clients/package*.json $(CLIENTS)/npm
+	@cd $(CLIENTS)/npm && npm ci --silent --ignore-scripts --no-audit --no-fund
+	@touch $@
+
+test-clients: $(CLIENTS)/.installed $(if $(shell command -v npm),$(CLIENTS)/npm/.installed)  ## real clients of PyPI and npm against a server with the bundled model
+	ANABRANCH_TEST_CLIENTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients
 
 # Triton versions beside the pinned one: every kernel must compile with the oldest and the newest supported.
 TRITONS := $(if $(LINUX),$(patsubst %,.cache/triton/%/.installed,3.6.0 3.9.0))
@@ -114,14 +135,15 @@ format: $(INSTALLED)  ## let ruff fix and format
 	$(BIN)/ruff format
 
 clean:  ## remove .venv and whatever was generated
-	rm -rf $(VENV) $(MLX_VENV) $(LM_EVAL_VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	rm -rf $(VENV) $(MLX_VENV) $(LM_EVAL_VENV) $(CLIENTS) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch.compile needs the compiler and Python's headers, the web page's test Chromium.
+# torch.compile needs the compiler and Python's headers, the web page's test Chromium, clients of npm Node.
 system-tools:
 	@missing=; \
 	command -v g++ >/dev/null || missing="g++ python3-dev"; \
 	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	command -v npm >/dev/null || missing="$$missing nodejs npm"; \
 	if [ -n "$$missing" ] && command -v apt-get >/dev/null; then \
 	    echo "==> apt-get install $$missing"; \
 	    as_root=$$([ "$$(id -u)" = 0 ] || echo sudo -n); \

@@ -122,6 +122,15 @@ def test_what_is_served(server: Running) -> None:
         assert (loaded["done"], loaded["done_reason"]) == (True, "load")
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
+def test_a_body_without_its_type(server: Running, kind: str | None) -> None:
+    """litellm gives none, and curl -d, as in Ollama's guide, a form's. Pages of other sites could too: refused."""
+    headers, body = {"content-type": kind} if kind else {}, b'{"model": "%s"}' % NAME.encode()
+    assert server.post("/api/chat", content=body, headers=headers).json()["done_reason"] == "load"
+    for path, origin in (("/api/chat", {"origin": "http://evil.example"}), ("/v1/chat/completions", {})):
+        assert server.post(path, content=body, headers=headers | origin).status_code == 415
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_refused(server: Running, stream: bool) -> None:
     def error(path: str, status: int, **fields: Any) -> str:

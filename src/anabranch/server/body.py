@@ -49,7 +49,10 @@ async def read_json(request: Request, schema: type[Decoded], ready: bool = False
 
 async def read_body(request: Request, limit: int, timeout: float) -> bytearray:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":  # a web page of another origin can post anything else without asking
+    # A web page of another origin can post anything but JSON without asking, and its browser names the origin. Ollama's
+    # clients leave the type out, and curl -d gives a form's.
+    is_typed = media_type == "application/json"
+    if not is_typed and (request.state.dialect != "ollama" or "origin" in request.headers):
         raise ApiError(415, f"Content-Type must be application/json, not {media_type!r}", code="invalid_json")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":

@@ -1,0 +1,105 @@
+"""What the scripts of Python's clients share: the server to talk to, cases to run, and their results as JSON.
+
+A script is run by the Python of its client's own environment, with one argument (see test_clients.py). It imports
+nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+SERVER: dict[str, Any] = json.loads(sys.argv[1])
+URL: str = SERVER["url"]
+MODEL: str = SERVER["model"]
+PROMPT: str = SERVER["prompt"]
+EXPECTED: str = SERVER["expected"]
+"""What the model answers to PROMPT at temperature 0 in NUM_TOKENS tokens."""
+NUM_TOKENS: int = SERVER["num_tokens"]
+NUM_PROMPT_TOKENS: int = SERVER["num_prompt_tokens"]
+LONG = "river " * 3000  # more than the context
+ENDLESS = "Once upon a time " * 20  # has an answer of 80 tokens and more
+CITIES = ("Paris", "Oslo")
+TOOL: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": list(CITIES)}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CALL_TOKENS, SCHEMA_TOKENS = 100, 60  # room for a call and for an answer in the schema
+
+Case = Callable[[], None]
+
+
+def check_call(name: str, arguments: dict[str, Any]) -> None:
+    assert name == TOOL["name"], name
+    assert arguments["city"] in CITIES, arguments
+
+
+def check_person(name: Any, age: Any) -> None:
+    """Lengths and ranges are not checked: some clients leave them out of the schema that they send."""
+    assert isinstance(name, str) and isinstance(age, int), (name, age)
+
+
+def num_aborted() -> float:
+    with urllib.request.urlopen(f"{URL}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line for line in lines if "request_success_total" in line and 'finished_reason="abort"' in line]
+    return float(found[0].split()[-1]) if found else 0
+
+
+def check_abort(begin_and_leave: Case) -> None:
+    """The server ends a request whose client has left. It may have been quicker than the client: then once more."""
+    before = num_aborted()
+    for _ in range(3):
+        begin_and_leave()
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            if num_aborted() > before:
+                return
+            time.sleep(0.05)
+    raise AssertionError("the server has aborted no request")
+
+
+def refused(call: Case, *errors: type[BaseException]) -> BaseException:
+    """The error of a call, which must be one of these."""
+    try:
+        call()
+    except errors as error:
+        return error
+    raise AssertionError(f"not refused with {errors}")
+
+
+def run(package: str, rows: dict[str, dict[str, Case]]) -> None:
+    """Print, for each row of the table, the package's version and how each case ended: null or a traceback."""
+    results: dict[str, Any] = {}
+    for row, cases in rows.items():
+        ended: dict[str, Any] = {}
+        for name, case in cases.items():
+            try:
+                case()
+                ended[name] = None
+            except Exception as error:
+                ended[name] = "".join(traceback.format_exception(error, chain=False))
+        results[row] = {"package": package, "version": version(package), "cases": ended}
+    print("\n" + json.dumps(results))
+
+
+def named(*cases: Case) -> dict[str, Case]:
+    return {case.__name__: case for case in cases}
