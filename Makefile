@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 LINUX := $(filter Linux,$(shell uname -s))
 
-.PHONY: help setup serve demo quick test test-interpreter test-all test-gpu test-mlx test-npu lint format clean \
+.PHONY: help setup serve demo quick test test-interpreter test-all test-gpu test-mlx test-npu docs lint format clean \
     system-tools tritons
 
 help:  ## list the targets
@@ -113,6 +113,10 @@ lint: $(INSTALLED)  ## ruff and mypy
 format: $(INSTALLED)  ## let ruff fix and format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(RUNTIME)  ## the pages of docs/ as a site, in build/site
+	@$(PIP) install -qq -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove .venv and whatever was generated
 	rm -rf $(VENV) $(MLX_VENV) $(LM_EVAL_VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
