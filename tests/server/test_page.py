@@ -200,6 +200,17 @@ def test_charts_and_heat_map_are_the_servers_numbers(browser: Browser, server: R
         )
 
 
+def test_before_the_first_token_there_is_no_time_to_it(browser: Browser, server: Running) -> None:
+    with page(browser, server) as tab:
+        said = tab.js("""import("/page/charts.js").then(({Charts}) => {
+            const box = document.createElement("div");
+            const sample = {time: 1, generation_tokens_per_second: 0, prompt_tokens_per_second: 0, ttft_p50: 0,
+                ttft_p99: 0, running: 0, waiting: 0, kv_usage: 0};
+            new Charts(box).add([sample]);
+            return [...box.querySelectorAll("svg")].map((one) => one.ariaLabel) })""")
+    assert said[:2] == ["Tokens/s: 0 written, 0 read", "First token: – median, – p99"]
+
+
 def check_cells(tab: Tab, server: Running) -> None:
     """Each cell has the colour of its load, and pointing at it says so."""
     total = server.get("/debug/experts").json()["total"]
