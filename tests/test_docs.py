@@ -79,6 +79,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], link
 
 
+def test_the_site_has_every_page() -> None:
+    """mkdocs.yml and the site's first page name every page of docs/, and no other."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    pages = [page.name for page in (ROOT / "docs").glob("*.md")]
+    assert sorted(re.findall(r"\S+\.md", nav)) == sorted(pages)
+    linked = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text())
+    assert sorted([*linked, "index.md"]) == sorted(pages)
+
+
 def command_lines(page: Path) -> list[list[str]]:
     text = "\n".join(code(page, "sh")).replace("\\\n", " ")
     lines = [shlex.split(line.partition(" | ")[0], comments=True) for line in text.splitlines()]

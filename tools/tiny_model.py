@@ -63,11 +63,11 @@ def write_weights(folder: Path, seed: int) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def write(folder: Path, seed: int = 0) -> None:
+def write(folder: Path, seed: int = 0, config: dict[str, object] = CONFIG) -> None:
     """All of it or nothing: the folder appears when it is complete."""
     part = folder.with_name(folder.name + ".part")
     part.mkdir(parents=True, exist_ok=True)
-    (part / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    (part / "config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer(part)
     write_weights(part, seed)
     shutil.rmtree(folder, ignore_errors=True)

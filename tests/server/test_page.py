@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import missing_tool
 from tests.server.browser import Browser, Tab, chromium
 from tests.server.serving import NAME, QUICK, Running, running, write_model
 
 pytestmark = pytest.mark.chromium
 drawing = pytest.mark.slow  # half of the time of this file, for what changes with page/*.js alone
 
+AXE = Path(__file__).parents[2] / ".cache" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
 PROMPT = "xyzzy: how do rivers divide?"
 BUSY = "!document.querySelector('#stop').hidden"
 IDLE = "document.querySelector('#stop').hidden"
@@ -195,6 +198,17 @@ def test_charts_and_heat_map_are_the_servers_numbers(browser: Browser, server: R
         assert f"layer {worst}, " in tab.text("#experts-note") and f"{1 / balances[worst]:.1f}×" in tab.text(
             "#experts-note"
         )
+
+
+def test_before_the_first_token_there_is_no_time_to_it(browser: Browser, server: Running) -> None:
+    with page(browser, server) as tab:
+        said = tab.js("""import("/page/charts.js").then(({Charts}) => {
+            const box = document.createElement("div");
+            const sample = {time: 1, generation_tokens_per_second: 0, prompt_tokens_per_second: 0, ttft_p50: 0,
+                ttft_p99: 0, running: 0, waiting: 0, kv_usage: 0};
+            new Charts(box).add([sample]);
+            return [...box.querySelectorAll("svg")].map((one) => one.ariaLabel) })""")
+    assert said[:2] == ["Tokens/s: 0 written, 0 read", "First token: – median, – p99"]
 
 
 def check_cells(tab: Tab, server: Running) -> None:
@@ -655,6 +669,53 @@ def test_text_has_contrast_and_fields_have_names(browser: Browser, server: Runni
             tab.js("for (const one of document.querySelectorAll('details')) one.open = true")
             tab.until("document.querySelectorAll('#past button').length")
             assert tab.js(faint) == [] and tab.js(unnamed) == []
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """The source of axe-core, which examines a page for what excludes people."""
+    if not AXE.exists():
+        needs = f"needs axe-core: make {AXE.relative_to(Path(__file__).parents[2])}"
+        missing_tool(needs) if shutil.which("npm") else pytest.skip(f"{needs}, for which npm is missing")
+    return AXE.read_text()
+
+
+def violations(tab: Tab, axe: str) -> list[str]:
+    """What axe-core calls serious or critical in what is shown now."""
+    tab.js(f"globalThis.axe ?? (() => {{ {axe} }})(), 0")
+    found: list[str] = tab.js("""axe.run(document, {resultTypes: ["violations"]}).then(({violations}) => violations
+        .filter(({impact}) => impact === "serious" || impact === "critical")
+        .flatMap(({id, nodes}) => nodes.map(({html}) => `${id}: ${html.slice(0, 100)}`)))""")
+    return found
+
+
+@drawing
+@pytest.mark.parametrize("phone", [False, True], ids=["desktop", "phone"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_axe_finds_nothing_serious(browser: Browser, server: Running, axe: str, dark: bool, phone: bool) -> None:
+    size = {"width": 390, "height": 844, "phone": True} if phone else {}
+    wide = "very " * 60
+    wrote = f"# Head\n\n| a | b |\n|---|---|\n| {wide} | [c](https://d.example) |\n\n"
+    wrote += f"```\n{wide}\n```\n\n> `e`\n\n- f\n  1. g"
+    with page(browser, server, dark=dark, **size) as tab:
+        assert violations(tab, axe) == []
+        ask(tab, PROMPT, 12)
+        tab.until(f"{IDLE} && !document.querySelector('#map').hidden")
+        tab.js(f"""import("/page/text.js").then(({{render}}) =>
+            document.querySelector("#log .assistant .text").append(render({json.dumps(wrote)})))""")
+        tab.js("document.querySelector('#cells').focus()")
+        tab.press("ArrowDown")
+        assert not tab.js("document.querySelector('#cell').hidden") and violations(tab, axe) == []
+        tab.js("for (const one of document.querySelectorAll('details')) one.open = true")
+        tab.until("document.querySelectorAll('#past button').length")
+        assert violations(tab, axe) == []
+        tab.js("document.querySelector('#seed').value = '1e30'")
+        ask(tab, PROMPT, 4)
+        tab.until(f"{IDLE} && document.querySelector('#log .error') !== null")
+        assert violations(tab, axe) == []
+        tab.js("document.querySelector('#ask-key').showModal()")
+        assert violations(tab, axe) == []
+        tab.complaints.clear()  # of the refusal
 
 
 def test_the_policy_lets_nothing_else_in(browser: Browser, server: Running) -> None:

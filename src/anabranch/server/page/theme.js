@@ -2,7 +2,6 @@
 "use strict";
 {
   const ORDER = ["auto", "light", "dark"];
-  const WORDS = { auto: "as the system", light: "light", dark: "dark" };
 
   const read = () => {
     try {
@@ -17,7 +16,7 @@
     const button = document.getElementById("theme");
     if (button) {
       button.textContent = theme[0].toUpperCase() + theme.slice(1);
-      button.setAttribute("aria-label", `Colours: ${WORDS[theme]}`);
+      button.setAttribute("aria-label", `Colours: ${button.textContent}`);
     }
     document.dispatchEvent(new Event("themechange"));
   };
