@@ -268,7 +268,7 @@ def test_the_package_stays_small() -> None:
 
 def test_tests_mirror_the_rooms() -> None:
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
-    assert not {str(folder) for folder in folders if not (PACKAGE / folder).is_dir()}
+    assert {str(folder) for folder in folders if not (PACKAGE / folder).is_dir()} == {"clients"}  # other people's
 
 
 def test_planning_needs_no_torch() -> None:
