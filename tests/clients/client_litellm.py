@@ -104,11 +104,13 @@ def cases(prefix: str, base: str, forces_tools: bool) -> dict[str, Case]:
     return {case.__name__: case for case in ran}
 
 
+messages = cases("anthropic/", URL, True)
+del messages["abort"]  # litellm keeps this dialect's connection open when the stream is dropped
 run(
     "litellm",
     {
         "litellm `openai/`": cases("openai/", f"{URL}/v1", True),
-        "litellm `anthropic/`": cases("anthropic/", URL, True),
+        "litellm `anthropic/`": messages,
         "litellm `ollama_chat/`": cases("ollama_chat/", URL, False),
     },
 )
