@@ -1,17 +1,27 @@
-"""Families with latent attention: published configs, and what is refused. test_transformers judges their logits."""
+"""Families with latent attention: published configs, what is refused, and requests long enough for keys and values of
+heads. test_transformers judges their logits."""
 
+import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from anabranch.engine import kv_tensors
+from anabranch.engine.batch import StepMaker
 from anabranch.engine.plan import count_active, count_weights
+from anabranch.engine.scheduler import Sequence, Share
 from anabranch.engine.single import SingleSequence
+from anabranch.layers import latent
+from anabranch.layers.config import LatentConfig
 from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
 from anabranch.models.keys import ConfigError
+from anabranch.request import Request
+from anabranch.sampling_params import SamplingParams
 from tests.models import tiny
 
 # The keys of the files that model authors publish.
@@ -167,3 +177,89 @@ def test_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> 
 def test_an_fp8_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="latent rows, which are not supported in FP8; use kv_cache_dtype auto"):
         read_config(write(tmp_path, DEEPSEEK_V3), kv_cache_dtype="fp8_e4m3")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Queries in the latent space, or keys and values of heads
+# ---------------------------------------------------------------------------------------------------------------------
+
+EXPANDED = ("deepseek_v2_published", "deepseek_v3_published", "glm4_moe_lite_published")
+
+
+@pytest.mark.parametrize(("raw", "most"), [(DEEPSEEK_V3, 170), (KIMI_K2, 170), (GLM_4_7_FLASH, 398)])
+def test_expanded_where_that_is_less_work(raw: dict[str, Any], most: int, tmp_path: Path) -> None:
+    config: Any = read_config(write(tmp_path, raw)).layers[0].mixer
+    assert config.most_absorbed == most
+    expansion = config.latent_dim * (config.plain_dim + config.value_dim)
+    for new, context in itertools.product((2, most - 30, most + 1, 4 * most), (0, 20_000, 160_000)):
+        pairs = new * context + new * (new + 1) // 2
+        absorbed = pairs * (config.row + config.latent_dim) + new * expansion
+        expanded = pairs * (config.key_dim + config.value_dim) + (new + context) * expansion
+        assert (expanded < absorbed) == (new > most or context == 0), (new, context)
+
+
+@pytest.fixture(scope="module", params=EXPANDED)
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[int], Any]:
+    """(model, tokens, transformers' logits)."""
+    case = next(case for case in tiny.CASES if case.name == request.param)
+    folder = tiny.save(case, tmp_path_factory.mktemp(case.name))
+    tokens = torch.randint(0, tiny.VOCAB_SIZE, (120,), generator=torch.Generator().manual_seed(1)).tolist()
+    return load_model(folder, dtype="float32"), tokens, tiny.Judge(folder, case.model_type).logits(tokens)
+
+
+def count_expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with the contexts that are expanded."""
+    contexts: list[int] = []
+    expanded = latent.LatentAttention._expanded
+    monkeypatch.setattr(
+        latent.LatentAttention,
+        "_expanded",
+        lambda self, q, context, *rest: contexts.append(context) or expanded(self, q, context, *rest),
+    )
+    return contexts
+
+
+@pytest.mark.parametrize("rows", [latent.EXPANDED_ROWS, 64], ids=["all heads", "few heads at once"])
+@pytest.mark.parametrize("chunks", [(120,), (50, 1, 40, 29), (5, 115)], ids=["whole", "chunks", "warm prefix"])
+def test_expanded_heads(
+    chunks: tuple[int, ...], rows: int, judged: tuple[Any, list[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens, expected = judged
+    monkeypatch.setattr(latent, "EXPANDED_ROWS", rows)
+    contexts = count_expanded(monkeypatch)
+    sequence, rest = SingleSequence(model, 128), iter(tokens)
+    logits = torch.cat([sequence.forward(list(itertools.islice(rest, count))) for count in chunks])
+    most = model.config.layers[0].mixer.most_absorbed
+    ends = [end for count, end in zip(chunks, itertools.accumulate(chunks)) if count > most]
+    assert sorted({*contexts}) == ends and len(contexts) == len(ends) * len(model.layers)
+    assert (logits - expected).abs().max() <= 1e-4
+    monkeypatch.setattr(LatentConfig, "most_absorbed", sys.maxsize)
+    assert (SingleSequence(model, 128).forward(tokens) - logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 4, 1, 3, 2)], ids=["long ones last", "any order"])
+def test_long_and_short_requests_in_a_step(
+    order: tuple[int, ...], judged: tuple[Any, list[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(tokens before, tokens in the step) of each: one that decodes, short ones and long ones."""
+    model, tokens, expected = judged
+    shares = [[(60, 1), (0, 7), (40, 20), (0, 50), (16, 60)][i] for i in order]
+    steps = StepMaker(1, len(shares), 128, 16, torch.device("cpu"))
+    kv = kv_tensors.allocate(model.config, [8 * len(shares)], 16, torch.float32, torch.device("cpu"))
+    sequences, pages = [], {}
+    for slot, (before, _) in enumerate(shares):
+        request = Request(id=str(slot), prompt_ids=tuple(tokens), params=SamplingParams())
+        sequence = Sequence(request, slot)
+        sequence.slot, pages[sequence.id] = slot, [list(range(8 * slot, 8 * slot + 8))]
+        steps.join(slot)
+        if before:
+            with torch.inference_mode():
+                model(steps.make([Share(sequence, 0, before, 0)], pages.__getitem__), kv)
+        sequences.append(sequence)
+    contexts = count_expanded(monkeypatch)
+    with torch.inference_mode():
+        given = [Share(s, before, before + n, 1) for s, (before, n) in zip(sequences, shares, strict=True)]
+        logits = model.logits(model(steps.make(given, pages.__getitem__), kv))
+    assert {*contexts} == {50, 76}
+    for found, (before, count) in zip(logits.split([n for _, n in shares]), shares, strict=True):
+        assert (found - expected[before : before + count]).abs().max() <= 1e-4

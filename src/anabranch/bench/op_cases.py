@@ -346,6 +346,29 @@ def latent_attention_case(setting: Setting, requests: int, queries: int, context
     )
 
 
+@cases("expanded_attention", op="attention")
+def expanded_attention(setting: Setting, model: ModelShape) -> Iterator[Case]:
+    """The prefill of `latent_attention` with keys and values of heads, as layers/latent makes them."""
+    if model is not setting.models[0]:
+        return
+    H, D, E = (2, 12, 8) if setting.small else (16, 192, 128)
+    for tokens in setting.sizes(64, 1024, 4096, 8192):
+        pages = -(-tokens // 16)
+        table, start, length = (
+            torch.tensor(x, dtype=torch.int32, device=setting.platform.device)
+            for x in ([list(range(pages))], [0, tokens], [tokens])
+        )
+        given = []
+        for _ in range(2):
+            k, v = setting.normal(pages, 16, H, D + E).split([D, E], -1)
+            q = setting.normal(tokens, H, D)
+            given.append((ops.AttentionCall(q, k, v, table, start, length, D**-0.5, max_query=tokens),))
+        num_bytes = 2 * setting.dtype.itemsize * tokens * H * (D + E)
+        pairs = tokens * (tokens + 1) / 2
+        judged = tokens * tokens <= 1 << 21
+        yield Case(tokens, f"prefill, H {H} D {D} E {E}", given, num_bytes, 2.0 * pairs * H * (D + E), judged=judged)
+
+
 # -- the gated delta net -----------------------------------------------------------------------------------------------
 
 

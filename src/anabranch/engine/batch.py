@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from anabranch import ops
 from anabranch.engine.runner import Pages
 from anabranch.engine.scheduler import Share
-from anabranch.layers.step import Drafts, Step
+from anabranch.layers.step import Drafts, Span, Step
 
 
 class HostStep(NamedTuple):
@@ -185,7 +186,8 @@ class StepMaker:
         else:
             flat = self.pack_any(rows, len(rows.slots)).to(self.device, non_blocking=True)
             step = self.unpack_any(flat, len(rows.starts) - 1, columns)
-            step = replace(step, max_query=rows.max_query, num_tokens=None)
+            spans = [Span(r, a, b, rows.ends[b - 1]) for r, (a, b) in enumerate(pairwise(rows.starts)) if b - a > 1]
+            step = replace(step, max_query=rows.max_query, spans=tuple(spans), num_tokens=None)
             if rows.tried is not None and self.states:
                 count_R, context_len_R = self._upload(rows.tried, torch.int32), step.context_len_R
                 others_R = context_len_R.masked_fill(count_R > 0, 0)
@@ -274,6 +276,7 @@ class StepMaker:
             slots=tuple(ops.decode_pages(packed_3T, table, self.page_size, 0)[1] for table in self.tables),
             logit_row=None,
             max_query=most,
+            spans=(Span(0, 0, most, most),) if most > 1 else (),
             num_tokens=no_tokens if padded else None,
         )
 

@@ -158,7 +158,8 @@ def workspace_bytes(config: ModelConfig, num_tokens: int, num_requests: int, dty
         if moe is not None:
             row = max(row, moe.top_k * (3 * moe.width + width) + 3 * moe.shared_width)
         widest = max(widest, row + 4 * width)
-    return num_tokens * widest * ITEM_BYTES[dtype] + 2 * num_requests * config.vocab_size * 4
+    scratch = max(getattr(layer.mixer, "scratch", 0) for layer in config.layers)
+    return (num_tokens * widest + scratch) * ITEM_BYTES[dtype] + 2 * num_requests * config.vocab_size * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,7 +217,7 @@ class Scheduler:
         self.admitted = []
         if self.num_preemptions == preempted:
             shares += self._admit(budget)
-        shares[num_single:] = sorted(shares[num_single:], key=lambda share: share.end - share.begin > 1)
+        shares[num_single:] = sorted(shares[num_single:], key=lambda share: share.end - share.begin)
         return shares
 
     def _missing(self, sequence: Sequence) -> int:

@@ -275,7 +275,11 @@ class TorchRunner(Runner):
                 input = self.steps.padding_of_one(size)
                 return PromptStep(platform, pool, self.model, self.kv, input, unpack, start)
 
-            self.prompts = BySize(prompt_sizes(largest, self.longest_prompt), prompt, padded=largest)
+            # With more rows, latent attention needs lengths that a captured step does not know.
+            mixers = [layer.mixer for layer in self.model.config.layers]
+            longest = min(getattr(mixer, "most_absorbed", self.longest_prompt) for mixer in mixers)
+            longest = max(2, min(longest, self.longest_prompt))
+            self.prompts = BySize(prompt_sizes(largest, longest), prompt, padded=largest)
 
     def _start(
         self, token_T: torch.Tensor, position_T: torch.Tensor, num_tokens: torch.Tensor | None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol
 
 from anabranch.formats import Shape
 from anabranch.layers.cache import CacheSpec, KeepAll, KeepWindow, OneState
+
+EXPANDED_ROWS = 16_384
+"""Tokens of which latent attention has keys and values of all heads in memory; of more, it has those of fewer heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +173,26 @@ class LatentConfig:
     def values_per_row(self) -> int:
         per_head = 2 * self.key_dim + 2 * self.latent_dim + self.value_dim
         return self.num_heads * per_head + 2 * (self.query_rank + self.row)
+
+    @property
+    def most_absorbed(self) -> int:
+        """The most new tokens of a request whose queries are taken to the latent space. With more, the rows of its
+        tokens are expanded to keys and values instead. A head with L latent dims, F that turn, N plain ones and V of
+        values, q new tokens of n and p pairs of a query and a key multiplies and adds
+
+            p · (2L + F)     + q · L · (N + V)   in the latent space,
+            p · (N + F + V)  + n · L · (N + V)   with keys and values:
+
+        less if p · (2L - N - V) > (n - q) · L · (N + V). As p > q · (n - q), that is so whatever n is from
+        q = L · (N + V) / (2L - N - V) on: 171 for DeepSeek's. Below, it is so with almost no context only, where it
+        saves less than the kernels cost that such a request has to itself."""
+        saved = 2 * self.latent_dim - self.plain_dim - self.value_dim
+        return self.latent_dim * (self.plain_dim + self.value_dim) // saved if saved > 0 else sys.maxsize
+
+    @property
+    def scratch(self) -> int:
+        """Numbers that a step takes besides, however many rows it has; for the memory plan."""
+        return EXPANDED_ROWS * (self.num_heads * (self.key_dim + self.value_dim) * 5 // 4 + self.row)
 
     def weight_shapes(self, width: int) -> Iterator[Shape]:
         q = self.num_heads * self.key_dim

@@ -6,12 +6,16 @@ head, V of a value head.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from anabranch import ops
+from anabranch.layers.config import EXPANDED_ROWS
 from anabranch.layers.linear import Linear, PackedLinear
 from anabranch.layers.mixer import Cache, Rope
 from anabranch.layers.norm import RMSNorm
@@ -66,25 +70,59 @@ class LatentAttention(nn.Module):
         )
 
     def mix(self, written: torch.Tensor, step: Step, cache: Cache) -> torch.Tensor:
+        table_RM = step.page_tables[self.cache_group]
+        long = [span for span in step.spans if span.end - span.begin > self.config.most_absorbed]
+        if not long:
+            return self._absorbed(written, step, table_RM, cache)
+        mixed_THV = written.new_empty(*written.shape[:2], self.config.value_dim)
+        # Long requests come last; one that does not is computed twice.
+        num_rows, num_requests = written.shape[0], table_RM.shape[0]
+        for span in reversed(long):
+            if span.request + 1 == num_requests:
+                num_rows, num_requests = span.begin, span.request
+        if num_requests:
+            max_query = max((s.end - s.begin for s in step.spans if s.request < num_requests), default=1)
+            starts, lengths = step.query_start_R[: num_requests + 1], step.context_len_R[:num_requests]
+            others = replace(step, query_start_R=starts, context_len_R=lengths, max_query=max_query)
+            mixed_THV[:num_rows] = self._absorbed(written[:num_rows], others, table_RM[:num_requests], cache)
+        for request, begin, end, context in long:
+            mixed_THV[begin:end] = self._expanded(written[begin:end], context, table_RM[request], cache)
+        return mixed_THV
+
+    def _absorbed(self, q_THD: torch.Tensor, step: Step, table_RM: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """By queries in the latent space, and results from there."""
         config = self.config
         weight_HXL = self.kv_b_proj.weight.dense().unflatten(0, (config.num_heads, -1))
         key_HNL, value_HVL = weight_HXL.split([config.plain_dim, config.value_dim], 1)
-        plain_THN, turned_THF = written.tensor_split([config.plain_dim], -1)
-        call = ops.LatentAttentionCall(
-            torch.bmm(plain_THN.transpose(0, 1), key_HNL).transpose(0, 1),
-            turned_THF,
-            cache[0],
-            step.page_tables[self.cache_group],
-            step.query_start_R,
-            step.context_len_R,
-            config.scale,
-            step.max_query,
-        )
+        plain_THN, turned_THF = q_THD.tensor_split([config.plain_dim], -1)
+        q_THL = torch.bmm(plain_THN.transpose(0, 1), key_HNL).transpose(0, 1)
+        requests = table_RM, step.query_start_R, step.context_len_R
+        call = ops.LatentAttentionCall(q_THL, turned_THF, cache[0], *requests, config.scale, step.max_query)
         mixed_THL = ops.latent_attention(call)
-        mixed_THV = written.new_empty(*written.shape[:2], config.value_dim)
+        mixed_THV = q_THD.new_empty(*q_THD.shape[:2], config.value_dim)
         # Into rows of tokens, as the next projection reads them.
         torch.bmm(mixed_THL.transpose(0, 1), value_HVL.transpose(1, 2), out=mixed_THV.transpose(0, 1))
         return mixed_THV
+
+    def _expanded(self, q_THD: torch.Tensor, context: int, table_M: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """Of one request, by keys and values of its tokens, of as many heads at once as there is memory for."""
+        config, weight, (T, H, D), S = self.config, self.kv_b_proj.weight.dense(), q_THD.shape, cache[0].shape[1]
+        num_pages = -(-context // S)
+        at_once = -(-H // -(-num_pages * S // EXPANDED_ROWS))
+        requests = one_request(T, context, num_pages, q_THD.device)
+        mixed = []
+        for q, weight_HXL in zip(q_THD.split(at_once, 1), weight.unflatten(0, (H, -1)).split(at_once), strict=True):
+            kv_PSHX = q.new_empty(num_pages, S, q.shape[1], D + config.value_dim)
+            for first in range(0, num_pages, some := max(1, EXPANDED_ROWS // 4 // S)):
+                row_PSC = cache[0].index_select(0, table_M[first : min(first + some, num_pages)])
+                latent_PSL, turned_PSF = row_PSC.tensor_split([config.latent_dim], -1)
+                made_PSHX = F.linear(latent_PSL, weight_HXL.flatten(0, 1)).unflatten(-1, (q.shape[1], -1))
+                k_PSHN, v_PSHV = made_PSHX.tensor_split([config.plain_dim], -1)
+                turned_PSHF = turned_PSF[:, :, None].expand(-1, -1, q.shape[1], -1)
+                torch.cat([k_PSHN, turned_PSHF, v_PSHV], -1, out=kv_PSHX[first : first + some])
+            k_PSHD, v_PSHV = kv_PSHX.tensor_split([D], -1)
+            mixed.append(ops.attention(ops.AttentionCall(q, k_PSHD, v_PSHV, *requests, config.scale, max_query=T)))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1)
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(self.o_proj(mixed.flatten(1)))
@@ -97,3 +135,13 @@ class Expansion(nn.Module):
     def __init__(self, outputs: int, inputs: int, shard: Shard) -> None:
         super().__init__()
         self.weight = Weight((outputs, inputs), shard=shard)
+
+
+@functools.lru_cache(64)
+def one_request(
+    num_queries: int, context: int, num_pages: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """page_table_RM of pages in order, query_start_R and context_len_R, for all layers of a step."""
+    page_M = torch.arange(num_pages, dtype=torch.int32, device=device)
+    one_R = torch.ones(1, dtype=torch.int32, device=device)
+    return page_M[None], F.pad(one_R * num_queries, (1, 0)), one_R * context

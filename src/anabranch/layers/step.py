@@ -22,6 +22,15 @@ class Drafts(NamedTuple):
     """context_len_R of the others, 0 for these; None: there are no others."""
 
 
+class Span(NamedTuple):
+    """The rows [begin, end) of a request, and the tokens that it has with them."""
+
+    request: int
+    begin: int
+    end: int
+    context: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """Requests' new tokens, one request after another.
@@ -48,6 +57,8 @@ class Step:
     """The rows whose logits are wanted; None: all."""
     max_query: int = 0
     """The most tokens of one request, or more; 0: not known. A captured step with max_query 1 serves decoding alone."""
+    spans: tuple[Span, ...] = ()
+    """Of the requests with several rows, in order, where the host knows them: not in a captured step."""
     num_tokens: torch.Tensor | None = None
     """A device scalar; rows from there on are padding. None: no padding."""
     drafts: Drafts | None = None

@@ -45,6 +45,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         ("window longer than context", [(5, 8), (1, 3)], 64, 2, 1, 8),
         ("padding rows and an empty request", [(2, 6), (0, 0), (1, 1)], 0, 2, 1, 8),
         ("narrow values", [(3, 9), (1, 5), (1, 12)], 0, 4, 2, 16),
+        ("narrow values, long keys", [(9, 19)], 0, 2, 2, 192),
         ("pages of 128", [(3, 150), (1, 5), (2, 128)], 0, 4, 2, 64),
         ("pages of 128, window", [(4, 140), (1, 300)], 9, 2, 1, 64),
         ("sinks", [(7, 7), (1, 5), (3, 9), (1, 1)], 0, 4, 2, 16),
@@ -71,7 +72,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         call = AttentionCall(
             q_THD=torch.randn(tokens, heads, dim, generator=generator).to(dtype),
             k_PSGD=cache[0],
-            v_PSGE=cache[1, ..., : dim // 2].contiguous() if label.startswith("narrow") else cache[1],
+            v_PSGE=cache[1, ..., : dim * 2 // 3] if label.startswith("narrow") else cache[1],
             page_table_RM=table,
             query_start_R=torch.tensor(start, dtype=torch.int32),
             context_len_R=torch.tensor([length for _, length in requests], dtype=torch.int32),

@@ -142,9 +142,8 @@ def test_meaning(case: str, tiles: str, pages: str, monkeypatch: pytest.MonkeyPa
 
 @interpreter
 def test_samples() -> None:
-    for label, arguments in ops.attention.samples(torch.float16, torch.Generator().manual_seed(0)):
-        if label != "narrow values":
-            judge(arguments["call"]._asdict())
+    for _, arguments in ops.attention.samples(torch.float16, torch.Generator().manual_seed(0)):
+        judge(arguments["call"]._asdict())
 
 
 @everywhere
@@ -572,6 +571,30 @@ def test_sinks_compile_ahead_of_time(model: str, case: tuple[int, int], monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens", [300, 8192])
+@pytest.mark.parametrize(("heads", "dim", "narrow"), [(16, 192, 128), (20, 256, 256)], ids=["v2-lite", "glm-4.7-flash"])
+def test_expanded_heads_compile_ahead_of_time(
+    heads: int, dim: int, narrow: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As latent attention has them: keys and values are slices of one tensor."""
+    monkeypatch.setattr(kernel, "machine_of", lambda device: MACHINES["sm_90"])
+    monkeypatch.setattr(kernel, "dependent_launch", lambda device: True)
+    q_THD = torch.empty(tokens, heads, dim, dtype=torch.bfloat16, device="meta")
+    kv_PSHX = torch.empty(512, 16, heads, dim + narrow, dtype=torch.bfloat16, device="meta")
+    integers = [torch.empty(*size, dtype=torch.int32, device="meta") for size in ((1, 512), (2,), (1,))]
+    call = AttentionCall(q_THD, *kv_PSHX.tensor_split([dim], -1), *integers, 0.1, max_query=tokens)
+    assert kernel.accepts(call)
+    with recorded(kernel, *LAUNCHES) as launches:
+        assert kernel.attention(call).shape == (tokens, heads, narrow)
+    (launch,) = launches
+    compiled = compile_for("sm_90", launch)
+    assert compiled.metadata.shared <= MACHINES["sm_90"].shared_bytes
+    assert compiled.asm["ptx"].count("wgmma.mma_async") and compiled.asm["ptx"].count("cp.async.cg") >= 8
+    used = ahead_of_time.resources(compiled)
+    assert used["STACK"] == used["LOCAL"] == 0, "registers are spilled"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", "gemma, sliding"])
 def test_hopper_kernel_compiles_ahead_of_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -616,3 +639,5 @@ def test_chosen_tiles_fit(target: str) -> None:
             tiles += [attention_tiles.choose_prefill(rows, dim, dtype, machine) for rows in (16, 10**6)]
             for tile in tiles:
                 assert tile.stages == 1 or attention_tiles.fits(tile, dim, dtype, machine)
+        narrow = attention_tiles.choose_prefill(10**6, 192, dtype, machine, 0, 128)
+        assert narrow.stages == 1 or attention_tiles.fits(narrow, 192, dtype, machine, 0, 128)

@@ -165,6 +165,9 @@ def _prefill(q_QHD: torch.Tensor, call: AttentionCall, r: int, length: int) -> t
     k_GLD, v_GLE = k_LGD.transpose(0, 1), v_LGE.transpose(0, 1)
     if call.sink_H is not None:
         k_GLD, v_GLE, mask = _with_sink(k_GLD, v_GLE, mask, call.sink_H[:, None, None])
+    D, E = k_GLD.shape[2], v_GLE.shape[2]
+    if D > E:  # where they are not the same, all scores would be in memory
+        v_GLE = F.pad(v_GLE, (0, D - E))
     out = F.scaled_dot_product_attention(
         q_QHD.transpose(0, 1)[None],
         k_GLD[None],
@@ -174,4 +177,4 @@ def _prefill(q_QHD: torch.Tensor, call: AttentionCall, r: int, length: int) -> t
         scale=call.scale,
         enable_gqa=True,
     )
-    return out[0].transpose(0, 1)
+    return out[0, ..., :E].transpose(0, 1)

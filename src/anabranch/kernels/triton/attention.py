@@ -1,12 +1,12 @@
 """Paged attention on GPUs: which kernels run for a call, and how many programs they get.
 
-T token rows, R requests, H query heads, G key-value heads (HG = H / G heads share one), D head dim, P pages, S slots in
-a page, M page-table width, W pieces of work.
+T token rows, R requests, H query heads, G key-value heads (HG = H / G heads share one), D head dim, E that of values, P
+pages, S slots in a page, M page-table width, W pieces of work.
 
 A decode step (every request has one new token) is attention_decode alone. Otherwise attention_prefill (or its twin
 attention_hopper) does the requests with several new tokens, and attention_decode those with one in the same batch: what
-is fast for one is not for the other. The device tells them apart. The host knows sizes only, never lengths, so that
-a captured call stays right while contexts grow.
+is fast for one is not for the other. Where E is not D, attention_prefill does all. The device tells them apart. The
+host knows sizes only, never lengths, so that a captured call stays right while contexts grow.
 """
 
 import functools
@@ -55,9 +55,9 @@ def accepts(call: AttentionCall) -> bool:
         and v_PSGE.dtype == k_PSGD.dtype
         and q_THD.dtype in FLOATS
         and q_THD.stride(2) == k_PSGD.stride(3) == 1
-        and k_PSGD.shape == v_PSGE.shape
+        and k_PSGD.shape[:3] == v_PSGE.shape[:3]
         and k_PSGD.stride() == v_PSGE.stride()
-        and q_THD.shape[2] <= MAX_DIM
+        and max(q_THD.shape[2], v_PSGE.shape[3]) <= MAX_DIM
         and page_table_RM.shape[0] < SINGLE_REQUESTS[-1]
         and page_table_RM.stride(1) == 1
         and all(tensor.dtype == torch.int32 for tensor in integers)
@@ -69,26 +69,26 @@ def accepts(call: AttentionCall) -> bool:
 
 @ops.attention.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
 def attention(call: AttentionCall) -> torch.Tensor:
-    q_THD, k_PSGD, v_PSGD, page_table_RM, window = call.q_THD, call.k_PSGD, call.v_PSGE, call.page_table_RM, call.window
+    q_THD, k_PSGD, v_PSGE, page_table_RM, window = call.q_THD, call.k_PSGD, call.v_PSGE, call.page_table_RM, call.window
     T, H, D = q_THD.shape
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    (_, S, G, E), (R, M), device = v_PSGE.shape, page_table_RM.shape, q_THD.device
+    out_THE = torch.empty(T, H, E, dtype=q_THD.dtype, device=device)
     if T == 0:
-        return out_THD
-    (_, S, G, _), (R, M), device = k_PSGD.shape, page_table_RM.shape, q_THD.device
-    whole = k_PSGD.is_contiguous() and (k_PSGD.data_ptr() | v_PSGD.data_ptr()) % 16 == 0
+        return out_THE
+    whole = k_PSGD.is_contiguous() and (k_PSGD.data_ptr() | v_PSGE.data_ptr()) % 16 == 0
     fp8 = k_PSGD.dtype == FP8
-    shape = Shape(T, R, M, H, G, D, S, q_THD.dtype, window, call.max_query, whole, fp8, call.sink_H is not None)
+    shape = Shape(T, R, M, H, G, D, E, S, q_THD.dtype, window, call.max_query, whole, fp8, call.sink_H is not None)
     v_scale = call.v_scale if fp8 else None
     overrides = attention_tiles.prefill_override, attention_tiles.decode_override
     plan = make_plan(shape, machine_of(device), dependent_launch(device), *overrides)
-    tensors = q_THD, k_PSGD, v_PSGD, page_table_RM, call.query_start_R, call.context_len_R, out_THD
+    tensors = q_THD, k_PSGD, v_PSGE, page_table_RM, call.query_start_R, call.context_len_R, out_THE
     strides = *q_THD.stride()[:2], *k_PSGD.stride()[:3], page_table_RM.stride(0)
     numbers = R, call.scale * math.log2(math.e), window, *strides
     if plan.many is not None:
         attend_many(plan.many, v_scale, call.sink_H, *tensors, T, *numbers, plan.many.trigger, plan.alone)
     if plan.single is not None:
         attend_single(plan.single, shape, tensors, T if plan.pad else 0, numbers, v_scale, call.sink_H)
-    return out_THD
+    return out_THE
 
 
 class Shape(NamedTuple):
@@ -100,6 +100,7 @@ class Shape(NamedTuple):
     H: int
     G: int
     D: int
+    E: int
     S: int
     dtype: torch.dtype
     window: int
@@ -149,12 +150,13 @@ def make_plan(
     decode_tile: DecodeTile | None = None,
 ) -> AttentionPlan:
     """The tiles: those instead of what would be chosen. A plan takes longer than the launches, hence the cache."""
-    apart = shape.padded_heads() * shape.padded_dim() <= MAX_QUERIES
+    apart = shape.padded_heads() * shape.padded_dim() <= MAX_QUERIES and shape.D == shape.E
     decoding = apart and shape.R > 0 and (shape.max_query == 1 or shape.T == 1)
     many = None
     if not decoding:
         page = shape.S if shape.whole and not shape.fp8 and not shape.sinks else 0
-        tile = prefill_tile or attention_tiles.choose_prefill(shape.T * shape.H, shape.D, shape.dtype, machine, page)
+        sizes = shape.T * shape.H, shape.D, shape.dtype, machine, page, shape.E
+        tile = prefill_tile or attention_tiles.choose_prefill(*sizes)
         many = plan_many(shape, machine, dependent, tile)
     if not decoding and (shape.R < 2 or not apart):
         return AttentionPlan(many, None, alone=1)
@@ -165,11 +167,13 @@ def make_plan(
 
 def plan_many(shape: Shape, machine: Machine, dependent: bool, tile: PrefillTile | HopperTile) -> Launch:
     blocks = shape.T * (shape.H // shape.G) // tile.rows + shape.R + 1
+    options = compiled_for(shape, shape.R + 1, MANY_REQUESTS, tile.keys, dependent)
     if isinstance(tile, HopperTile):
-        options = {"STAGES": tile.stages, "num_warps": 4}
+        options |= {"STAGES": tile.stages, "num_warps": 4}
     else:
-        options = {"BM": tile.rows, "num_warps": tile.warps, "num_stages": tile.stages}
-    options |= compiled_for(shape, shape.R + 1, MANY_REQUESTS, tile.keys, dependent)
+        main, tail = attention_tiles.parts(shape.D)
+        options |= {"DP": main, "DT": tail, "E": shape.E, "EP": sum(attention_tiles.parts(shape.E, 0))}
+        options |= {"BM": tile.rows, "num_warps": tile.warps, "num_stages": tile.stages}
     return Launch((shape.G, blocks), options, few_programs(machine, shape.G * blocks))
 
 

@@ -1,7 +1,8 @@
 """Paged attention for requests with several new tokens: blocks of rows, each against all keys that it sees.
 
-T token rows, R requests, H query heads, G key-value heads (HG = H / G heads share one), D head dim, S slots in a page,
-M page-table width; BM rows of a program, BN keys in a block. RP and DP are R + 1 and D rounded up.
+T token rows, R requests, H query heads, G key-value heads (HG = H / G heads share one), D head dim, E that of values, S
+slots in a page, M page-table width; BM rows of a program, BN keys in a block. RP, DP and EP are R + 1, D and E rounded
+up; a D of 192 is DP = 128 and DT = 64 instead.
 
 A row is a token and one of the HG heads that share keys: row i of a request is head i % HG of its token i // HG, so
 that a program reads keys once for all of them. The rows of a request are split into blocks of BM. The host knows only
@@ -38,11 +39,12 @@ def find_rows(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests", "scale", "window", "table_stride", "trigger", "alone"])
 def attend_rows(
-    q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD,
+    q_THD, k_PSGD, v_PSGE, page_table_RM, query_start_R, context_len_R, out_THE,
     num_tokens, num_requests, scale, window,
     q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone, v_scale, sink_H,
-    HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RP: tl.constexpr, WINDOWED: tl.constexpr, DEPENDENT: tl.constexpr,
+    HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DT: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr, WINDOWED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Scores times `scale` are base-2 logarithms. Requests with one new token are skipped unless `alone`. With
     a `v_scale`, pages are FP8, and values are this times what they hold. With `sink_H`, every row has one more score,
@@ -57,14 +59,18 @@ def attend_rows(
     if (r < num_requests) & (num_queries == 1) & (alone == 0):
         return
 
-    row, d = first_row + tl.arange(0, BM), tl.arange(0, DP)
+    row, d, e = first_row + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, EP)
     token, head = (begin + row // HG).to(tl.int64), g * HG + row % HG
-    is_row = (row < num_rows)[:, None] & (d < D)[None, :]
+    is_row = (row < num_rows)[:, None]
     if r == num_requests:
-        out_ptr = out_THD + (token * num_heads + head)[:, None] * D + d[None, :]
-        tl.store(out_ptr, tl.zeros([BM, DP], out_THD.dtype.element_ty), mask=is_row)
+        out_ptr = out_THE + (token * num_heads + head)[:, None] * E + e[None, :]
+        tl.store(out_ptr, tl.zeros([BM, EP], out_THE.dtype.element_ty), mask=is_row & (e < E)[None, :])
         return
-    q = tl.load(q_THD + (token * q_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_row, other=0.0)
+    q_ptr = q_THD + (token * q_stride + head * q_head_stride)[:, None]
+    q = tl.load(q_ptr + d[None, :], mask=is_row & (d < D)[None, :], other=0.0)
+    if DT:
+        tail = DP + tl.arange(0, DT)
+        q_tail = tl.load(q_ptr + tail[None, :], mask=is_row, other=0.0)
     position = length - num_queries + row // HG
     first_position = length - num_queries + first_row // HG
     last_position = tl.minimum(length - num_queries + (first_row + BM - 1) // HG, length - 1)
@@ -72,13 +78,13 @@ def attend_rows(
     first_block = first_key // BN
     table = page_table_RM + r * table_stride
     k_ptr = k_PSGD + g * head_stride + d[None, :]
-    v_ptr = v_PSGD + g * head_stride + d[None, :]
+    v_ptr = v_PSGE + g * head_stride + e[None, :]
     # Slots without a key of the request may contain anything: a key that some row sees is read instead.
     inside = tl.minimum(tl.maximum(first_block * BN + tl.arange(0, BN), first_key), last_position)
     page = tl.load(table + inside // S, mask=inside >= 0, other=0)
     peak = tl.full([BM], LOWEST, tl.float32)
     total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, DP], tl.float32)
+    acc = tl.zeros([BM, EP], tl.float32)
     if sink_H is not None:
         peak = tl.load(sink_H + head, mask=row < num_rows, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
@@ -90,6 +96,9 @@ def attend_rows(
         page = tl.load(table + tl.minimum(key + BN, last_position) // S)
         k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0).to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if DT:
+            k_tail = tl.load(k_PSGD + g * head_stride + tail[None, :] + offset).to(q.dtype)
+            score = tl.dot(q_tail, tl.trans(k_tail), score, input_precision="ieee")
         cut = block * BN + BN - 1 > first_position
         if WINDOWED:
             cut |= block * BN <= last_position - window
@@ -103,7 +112,7 @@ def attend_rows(
         fade = tl.exp2(peak - higher)
         total = total * fade + tl.sum(p, 1)
         acc *= fade[:, None]
-        v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + offset, mask=(e < E)[None, :], other=0.0).to(q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         peak = higher
 
@@ -113,5 +122,5 @@ def attend_rows(
     # Computed again from a value that is loaded again: kept, it would take registers from the loop.
     row = (b - r - tl.load(query_start_R + r, volatile=True) * HG // BM) * BM + tl.arange(0, BM)
     token, head = (begin + row // HG).to(tl.int64), g * HG + row % HG
-    out_ptr = out_THD + (token * num_heads + head)[:, None] * D + d[None, :]
-    tl.store(out_ptr, acc.to(out_THD.dtype.element_ty), mask=(row < num_rows)[:, None] & (d < D)[None, :])
+    out_ptr = out_THE + (token * num_heads + head)[:, None] * E + e[None, :]
+    tl.store(out_ptr, acc.to(out_THE.dtype.element_ty), mask=(row < num_rows)[:, None] & (e < E)[None, :])

@@ -1,6 +1,6 @@
 """Tiles of the attention kernels, and the rule that chooses them for a shape. Nothing here uses a device.
 
-D head dim; BN keys in a block, BM rows (tokens × heads that share keys) of a program.
+D head dim, E that of values; BN keys in a block, BM rows (tokens × heads that share keys) of a program.
 
 `decode_override` and `prefill_override` replace the choice for all calls, for benchmarks/attention_sweep.py.
 """
@@ -76,30 +76,41 @@ def choose_decode(num_pairs: int, D: int, dtype: torch.dtype, machine: Machine, 
     return fit(tile, D, dtype, machine)
 
 
+def parts(D: int, tail: int = 64) -> tuple[int, int]:
+    """The powers of two that a head dim is read in: 192 as 128 and 64, others as one, rounded up."""
+    main = max(16, 1 << (D - 1).bit_length())
+    return (main // 2, tail) if 0 < tail < main // 2 == D - tail else (main, 0)
+
+
 def choose_prefill(
-    num_rows: int, D: int, dtype: torch.dtype, machine: Machine, page: int = 16
+    num_rows: int, D: int, dtype: torch.dtype, machine: Machine, page: int = 16, E: int = 0
 ) -> PrefillTile | HopperTile:
-    """`num_rows`: tokens × query heads of the step; `page`: see `fits`."""
+    """`num_rows`: tokens × query heads of the step; `page` and `E`: see `fits`."""
     hopper = HopperTile(128, 2)
-    if D <= 128 and 0 < HOPPER_ROWS <= num_rows and fits(hopper, D, dtype, machine, page):
+    if D <= 128 and E in (0, D) and 0 < HOPPER_ROWS <= num_rows and fits(hopper, D, dtype, machine, page):
         return hopper
     few = num_rows < 128 * machine.processors  # with blocks of 128 rows some multiprocessors would have none
     if dtype == torch.float32:
         tile = PrefillTile(32, 32, 4, 2) if D <= 128 else PrefillTile(16, 16, 4, 2)
-    elif D <= 128:
+    elif D <= 128 or (D <= 192 and 0 < E <= 128):
         tile = PrefillTile(64, 64, 4, 3) if few else PrefillTile(128, 128 if D <= 64 else 64, 8, 3)
     elif D <= 256:
         tile = PrefillTile(64, 32, 4, 3) if few else PrefillTile(128, 64, 8, 2)
     else:
         tile = PrefillTile(64, 32, 8, 2)
-    return fit(tile, D, dtype, machine)
+    return fit(tile, D, dtype, machine, E)
 
 
 def fits(
-    tile: DecodeTile | PrefillTile | HopperTile, D: int, dtype: torch.dtype, machine: Machine, page: int = 16
+    tile: DecodeTile | PrefillTile | HopperTile,
+    D: int,
+    dtype: torch.dtype,
+    machine: Machine,
+    page: int = 16,
+    E: int = 0,
 ) -> bool:
     """Whether there is enough shared memory (queries, keys and values of each stage, and a little more), and pages are
-    as it needs them. `page`: slots of a page, 0 where they are not contiguous."""
+    as it needs them. `page`: slots of a page, 0 where they are not contiguous; `E`: 0 where it is D."""
     if isinstance(tile, HopperTile):
         num_bytes = (128 + 2 * tile.stages * tile.keys + 64) * D * dtype.itemsize + 512
         usable = machine.hopper and D in (64, 128, 256) and dtype.itemsize == 2
@@ -111,16 +122,17 @@ def fits(
         rows, direct = 48, tile.swap
     # Hopper's matrix unit reads a stage while the next ones are filled; others copy it to registers before.
     buffers = tile.stages if machine.wgmma and direct else tile.stages - 1
-    width = max(16, 1 << (D - 1).bit_length())
-    return (2 * buffers * tile.keys + rows) * width * dtype.itemsize + (4 << 10) <= machine.shared_bytes
+    width = sum(parts(D, 64 if E else 0))
+    both = width + sum(parts(E or D, 0))
+    return (buffers * tile.keys * both + rows * width) * dtype.itemsize + (4 << 10) <= machine.shared_bytes
 
 
 T = TypeVar("T", DecodeTile, PrefillTile)
 
 
-def fit(tile: T, D: int, dtype: torch.dtype, machine: Machine) -> T:
+def fit(tile: T, D: int, dtype: torch.dtype, machine: Machine, E: int = 0) -> T:
     """Fewer stages, then fewer keys, then fewer rows, until it fits."""
-    while not fits(tile, D, dtype, machine):
+    while not fits(tile, D, dtype, machine, E=E):
         if tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
         elif tile.keys > 16:
