@@ -110,6 +110,7 @@ class TorchRunner(Runner):
             progress=progress,
             moe_combine=config.moe_combine,
             shared_expert=config.shared_expert,
+            deterministic=config.deterministic,
             group=group,
             expert_parallel=config.expert_parallel,
             expert_slots=config.expert_slots(num_experts) if config.expert_copies or config.rebalance_interval else 0,

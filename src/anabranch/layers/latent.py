@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
         key_HNL, value_HVL = weight_HXL.split([config.plain_dim, config.value_dim], 1)
         plain_THN, turned_THF = written.tensor_split([config.plain_dim], -1)
         call = ops.LatentAttentionCall(
-            torch.bmm(plain_THN.transpose(0, 1), key_HNL).transpose(0, 1),
+            ops.linear_heads(plain_THN, key_HNL),
             turned_THF,
             cache[0],
             step.page_tables[self.cache_group],
@@ -80,11 +80,7 @@ class LatentAttention(nn.Module):
             config.scale,
             step.max_query,
         )
-        mixed_THL = ops.latent_attention(call)
-        mixed_THV = written.new_empty(*written.shape[:2], config.value_dim)
-        # Into rows of tokens, as the next projection reads them.
-        torch.bmm(mixed_THL.transpose(0, 1), value_HVL.transpose(1, 2), out=mixed_THV.transpose(0, 1))
-        return mixed_THV
+        return ops.linear_heads(ops.latent_attention(call), value_HVL.mT)
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(self.o_proj(mixed.flatten(1)))
