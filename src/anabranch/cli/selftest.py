@@ -21,10 +21,10 @@ def run(options: argparse.Namespace) -> int:
     platform, begin, wrong = platforms.current(), time.perf_counter(), 0
     print(f"{options.model or 'the bundled model'} on {platform.name}: {platform.describe()}\n")
     for result in check_determinism(options.model, **engine_fields(options)):
-        print(f"  {result.name:<30} {result.what:<30} {'same bits' if result.passed else 'DIFFERS'}", flush=True)
+        print(f"  {result.name:<30} {result.what:<30} {'same bits' if result.passed else 'FAILED'}", flush=True)
         for fault in result.faults:
             print(f"      {fault}")
         wrong += not result.passed
-    verdict = "deterministic" if not wrong else f"not deterministic: {wrong} of the above differ"
+    verdict = "deterministic" if not wrong else f"not proven: {wrong} of the above failed"
     print(f"\n{verdict} ({time.perf_counter() - begin:.0f} s)")
     return 1 if wrong else 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from anabranch.conformance import Result
+from anabranch.engine.plan import held_pages
 from anabranch.llm import LLM, RequestOutput, SamplingParams
 
 LENGTHS = (1, 90, 7, 201, 33, 64)
@@ -28,7 +29,8 @@ def check_determinism(model: str | None, **options: Any) -> Iterator[Result]:
         return Result("determinism", what, f"{occurred} {of}", tuple(faults))
 
     with LLM(model, prefix_cache=False, **options) as llm:
-        prompts += make_prompts(llm)
+        config = llm.engine.runner.model.config  # type: ignore[attr-defined]
+        prompts += make_prompts(config.vocab_size, llm.engine.config.max_model_len - ANSWER)
         greedy = SamplingParams(temperature=0, logprobs=5, prompt_logprobs=0, max_tokens=ANSWER, ignore_eos=True)
         few = (1, 2, 3)  # tokens to choose from, so that answers repeat themselves and there are drafts
         params += [
@@ -51,7 +53,8 @@ def check_determinism(model: str | None, **options: Any) -> Iterator[Result]:
         found = llm.generate(prompts, params)
         yield compared("whole prompts from the cache", found, sum(one.num_cached for one in found), "tokens from it")
     longest = -(-(max(map(len, prompts)) + ANSWER) // 4) * 4
-    few_pages = {"page_size": 4, "num_pages": longest // 4 + 1, "max_model_len": longest}
+    num_pages = max(held_pages(config, longest, 4)) + 1
+    few_pages = {"page_size": 4, "num_pages": num_pages, "max_model_len": longest}
     with LLM(model, **{**options, **few_pages}) as llm:
         found = llm.generate(prompts, params)
         yield compared("few pages", found, llm.engine.scheduler.num_preemptions, "preemptions")
@@ -60,9 +63,8 @@ def check_determinism(model: str | None, **options: Any) -> Iterator[Result]:
         yield compared("drafts", found, llm.engine.metrics.draft_tokens, "drafts verified")
 
 
-def make_prompts(llm: LLM) -> list[list[int]]:
-    rng, longest = random.Random(0), llm.engine.config.max_model_len - ANSWER
-    vocabulary = llm.engine.runner.model.config.vocab_size  # type: ignore[attr-defined]
+def make_prompts(vocabulary: int, longest: int) -> list[list[int]]:
+    rng = random.Random(0)
     made = []
     for length in LENGTHS:
         length = max(1, length * min(longest, max(LENGTHS)) // max(LENGTHS))

@@ -44,6 +44,13 @@ def bind(platform: Platform, deterministic: bool = False) -> None:
     ops.bind(platform, choice, tuple(providers))
 
 
+def deterministic_bound() -> bool:
+    """Whether ops are bound so that rows do not depend on each other: the last `bind` of the process counts."""
+    from anabranch import ops
+
+    return any(kernel.provider in INVARIANT for kernel in ops.linear.bound)
+
+
 def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
     """Compile what `work` launches, on all cores, instead of one by one at the first launch. `work` is run, but its
     compiled kernels do nothing. Does nothing where no op is bound to a kernel that is compiled."""
