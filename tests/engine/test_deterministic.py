@@ -54,7 +54,7 @@ def test_differences_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_is_not_covered_is_refused(tmp_path: Path) -> None:
     tiny.write("gemma4_text", tmp_path)
-    with pytest.raises(ValueError, match="deterministic: not yet with the capped logits of gemma4"):
+    with pytest.raises(ValueError, match="deterministic: not yet with gemma4_text"):
         LLM(tmp_path, deterministic=True)
     with pytest.raises(ValueError, match="deterministic: not yet with 2 ranks"):
         LLM(deterministic=True, tensor_parallel_size=2)
