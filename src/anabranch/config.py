@@ -83,6 +83,9 @@ class EngineConfig:
     shared_expert: str = "auto"
     """stream: at the same time as the routed experts, on a second stream, in steps of up to 256 tokens; inline: after
     them. Auto: stream where the platform has streams."""
+    deterministic: bool = False
+    """What a request gets does not depend, to the bit, on what is computed with it: other requests, chunks of prompts,
+    cached prefixes, drafts. On a CPU, without ranks; see kernels/invariant."""
     tune: str = "fast"
     """Where no table of measured tiles fits model and GPU, measure at start: for 15 seconds, or in full; off: never."""
     quantization: str = "none"

@@ -13,7 +13,16 @@ from anabranch.config import AT_LEAST, AUTO, CHOICES, DTYPES, EngineConfig
 
 Number = TypeVar("Number", int, float)
 
-FLAGS = ("graphs", "moe_combine", "shared_expert", "tune", "quantization", "kv_cache_dtype", "state_dtype")
+FLAGS = (
+    "graphs",
+    "deterministic",
+    "moe_combine",
+    "shared_expert",
+    "tune",
+    "quantization",
+    "kv_cache_dtype",
+    "state_dtype",
+)
 """Fields of EngineConfig that are options of every command that runs an engine."""
 SPECULATION = ("speculative", "speculative_tokens")
 """Those of the commands that generate answers."""
@@ -36,6 +45,7 @@ HELP = {
     "graphs": "how steps are captured as graphs; see docs/tuning.md",
     "moe_combine": "how experts' rows are summed; ordered: the same bits every time",
     "shared_expert": "where a shared expert runs",
+    "deterministic": "the same bits for a request, whatever is computed with it",
     "tune": "measure the experts' tiles at start if no table fits",
     "quantization": "quantise the weights of a plain checkpoint while loading it",
     "speculative": "verify several next tokens in one step, guessed. ngram: from repetitions in prompt and answer; "

@@ -20,7 +20,7 @@ from anabranch.ops.op import Op
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-LIBRARIES = {"torch": "torch", "triton": "triton", "torch_npu": "torch_npu"}
+LIBRARIES = {"torch": "torch", "invariant": "torch", "triton": "triton", "torch_npu": "torch_npu"}
 """What a provider's kernels are made with; without it they cannot be imported, and with it they must."""
 
 
@@ -28,7 +28,7 @@ def import_providers() -> dict[str, ImportError | None]:
     """Register the kernels of every built-in platform: providers, and why one cannot be imported here."""
     found: dict[str, ImportError | None] = {}
     for platform in map(platforms.load, platforms.BUILT_IN):
-        for provider, module in platform.providers.items():
+        for provider, module in (platform.providers | kernels.INVARIANT).items():
             if provider in found:
                 continue
             try:
@@ -73,7 +73,7 @@ def test_kernel_agrees_with_reference(name: str, provider: str, platform: platfo
     op = ops.OPS[name]
     function, accepts = op.reference, None
     if provider != "reference":
-        kernel = next((k for k in op.usable(platform) if k.provider == provider), None)
+        kernel = next(iter(op.usable(platform, [provider])), None)
         if kernel is None:
             on = op.kernels[provider].on
             runs_here = on is None or platform.name in on

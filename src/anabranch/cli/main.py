@@ -31,6 +31,7 @@ COMMANDS = {
     "quantize": "write a model again with quantised weights",
     "doctor": "show this machine: versions, platforms, each op's kernel",
     "conformance": "test whether a platform computes correctly",
+    "selftest": "prove on this machine: determinism of a model's answers",
     "completion": "print a script that completes words in bash, zsh or fish",
     "bench offline": "measure start, first token, decode and throughput",
     "bench serve": "measure latencies and throughput of a server under load",

@@ -110,6 +110,7 @@ class TorchRunner(Runner):
             progress=progress,
             moe_combine=config.moe_combine,
             shared_expert=config.shared_expert,
+            deterministic=config.deterministic,
             group=group,
             expert_parallel=config.expert_parallel,
             expert_slots=config.expert_slots(num_experts) if config.expert_copies or config.rebalance_interval else 0,
@@ -296,6 +297,8 @@ class TorchRunner(Runner):
 
     def launch(self, shares: list[Share], pages: Pages) -> Launched:
         """Enqueue one step, its shares of one token first; nothing here waits for the device."""
+        if self.config.deterministic and not kernels.deterministic_bound():
+            raise ValueError("deterministic: this process has started another engine without it; use another process")
         num_tokens = sum(end - begin for _, begin, end, _ in shares)
         with torch.inference_mode(), self.platform.step(num_tokens * self.num_active):
             return self._launch(shares, pages)

@@ -24,17 +24,31 @@ COMPILED = "triton"
 """The provider whose kernels are compiled at their first launch."""
 
 
-def bind(platform: Platform) -> None:
-    """Register the platform's kernels and choose one for each op. ANABRANCH_KERNELS overrides the choice."""
+INVARIANT = {"invariant": "anabranch.kernels.invariant"}
+"""The provider whose kernels compute each row by itself."""
+
+
+def bind(platform: Platform, deterministic: bool = False) -> None:
+    """Register the platform's kernels and choose one for each op. ANABRANCH_KERNELS overrides the choice, unless it
+    must be `deterministic`: then what a row gives does not depend on the others, to the bit."""
     from anabranch import ops
 
-    for provider, module in platform.providers.items():
+    providers = {**platform.providers, **(INVARIANT if deterministic else {})}
+    for provider, module in providers.items():
         try:
             with stage("import"):
                 importlib.import_module(module)
         except ImportError as error:
             log.warning("kernels of provider %r are not used: %s", provider, error)
-    ops.bind(platform, os.environ.get("ANABRANCH_KERNELS", ""))
+    choice = ",".join(INVARIANT) if deterministic else os.environ.get("ANABRANCH_KERNELS", "")
+    ops.bind(platform, choice, tuple(providers))
+
+
+def deterministic_bound() -> bool:
+    """Whether ops are bound so that rows do not depend on each other: the last `bind` of the process counts."""
+    from anabranch import ops
+
+    return any(kernel.provider in INVARIANT for kernel in ops.linear.bound)
 
 
 def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:

@@ -127,7 +127,7 @@ class Attention(nn.Module):
             None if self.sinks is None else self.sinks.data,
         )
         mixed_THD = ops.attention(call)
-        return mixed_THD * torch.sigmoid(written[:, num_heads:]) if self.config.gated else mixed_THD
+        return ops.multiply_gated(mixed_THD, written[:, num_heads:]) if self.config.gated else mixed_THD
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(self.o_proj(mixed.flatten(1)))

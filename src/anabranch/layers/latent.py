@@ -95,14 +95,10 @@ class LatentAttention(nn.Module):
         weight_HXL = self.kv_b_proj.weight.dense().unflatten(0, (config.num_heads, -1))
         key_HNL, value_HVL = weight_HXL.split([config.plain_dim, config.value_dim], 1)
         plain_THN, turned_THF = q_THD.tensor_split([config.plain_dim], -1)
-        q_THL = torch.bmm(plain_THN.transpose(0, 1), key_HNL).transpose(0, 1)
         requests = table_RM, step.query_start_R, step.context_len_R
+        q_THL = ops.linear_heads(plain_THN, key_HNL)
         call = ops.LatentAttentionCall(q_THL, turned_THF, cache[0], *requests, config.scale, step.max_query)
-        mixed_THL = ops.latent_attention(call)
-        mixed_THV = q_THD.new_empty(*q_THD.shape[:2], config.value_dim)
-        # Into rows of tokens, as the next projection reads them.
-        torch.bmm(mixed_THL.transpose(0, 1), value_HVL.transpose(1, 2), out=mixed_THV.transpose(0, 1))
-        return mixed_THV
+        return ops.linear_heads(ops.latent_attention(call), value_HVL.mT)
 
     def _expanded(self, q_THD: torch.Tensor, context: int, table_M: torch.Tensor, cache: Cache) -> torch.Tensor:
         """Of one request, by keys and values of its tokens, of as many heads at once as there is memory for."""

@@ -53,6 +53,7 @@ def load_model(
     progress: Progress | None = None,
     moe_combine: str = "fastest",
     shared_expert: str = "auto",
+    deterministic: bool = False,
     quantization: str = "none",
     kv_cache_dtype: str = "auto",
     state_dtype: str = "float32",
@@ -79,7 +80,7 @@ def load_model(
         if config.tie_embeddings and checkpoint is not None:
             config = _untie(config, checkpoint)
         platform = platform or platforms.current()
-        kernels.bind(platform)
+        kernels.bind(platform, deterministic)
         config = _divide(config, group, expert_parallel, exchange)
         moe = make_setup(platform, combine=moe_combine, shared_expert=shared_expert)
         moe = replace(moe, group=group, expert_parallel=expert_parallel, expert_slots=expert_slots, exchange=exchange)

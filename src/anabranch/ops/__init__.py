@@ -3,7 +3,7 @@
 Never imports `kernels`: kernels register on ops. Shapes are in the names; each file starts with its legend.
 """
 
-from anabranch.ops.activation import add_gated, gated_activation
+from anabranch.ops.activation import add_gated, gated_activation, multiply_gated
 from anabranch.ops.attention import AttentionCall, attention
 from anabranch.ops.count_experts import count_experts
 from anabranch.ops.decode_inputs import decode_inputs, decode_pages
@@ -18,7 +18,7 @@ from anabranch.ops.gated_delta import (
 )
 from anabranch.ops.latent_attention import LatentAttentionCall, latent_attention
 from anabranch.ops.latent_store import LatentStoreCall, latent_store
-from anabranch.ops.linear import linear
+from anabranch.ops.linear import linear, linear_heads
 from anabranch.ops.logprobs import logprobs
 from anabranch.ops.mask_logits import mask_logits
 from anabranch.ops.norm import add_rms_norm, norm_add, rms_norm, sum_add_rms_norm
@@ -56,8 +56,10 @@ __all__ = [
     "latent_attention",
     "latent_store",
     "linear",
+    "linear_heads",
     "logprobs",
     "mask_logits",
+    "multiply_gated",
     "norm_add",
     "penalize",
     "rms_norm",

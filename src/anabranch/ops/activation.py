@@ -39,6 +39,18 @@ def add_gated_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples
         yield f"T{tokens} D{width}", {"x_TD": x_TD, "gated_TD": gated_TD, "gate_T1": gate_T1}
 
 
+def multiply_gated_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
+    for shape in ((1, 4, 16), (5, 3, 7), (0, 2, 8)):
+        x, gate = (3 * torch.randn(2, *shape, generator=generator)).to(dtype)
+        yield "x".join(map(str, shape)), {"x": x, "gate": gate}
+
+
+@op(samples=multiply_gated_samples)
+def multiply_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x · sigmoid(gate), each rounded to x's dtype."""
+    return x * torch.sigmoid(gate)
+
+
 @op(samples=add_gated_samples)
 def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
     """x + sigmoid(gate) · gated, each of the three rounded to x's dtype. Writes over no input."""

@@ -47,3 +47,19 @@ def linear(
     if dtype == x_TD.dtype and weight_FD.format is PLAIN:  # as it is: this is what most products on a CPU are
         return F.linear(x_TD, weight_FD.data, bias_F)
     return F.linear(x_TD.to(dtype), weight_FD.dense(dtype), None if bias_F is None else bias_F.to(dtype))
+
+
+def heads_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
+    for tokens, heads, width, out in ((1, 2, 16, 24), (5, 3, 24, 8), (0, 2, 8, 8)):
+        x_THD, weight_HDF = (
+            torch.randn(*shape, generator=generator) for shape in ((tokens, heads, width), (heads, width, out))
+        )
+        yield f"T{tokens} H{heads} D{width} F{out}", {"x_THD": x_THD.to(dtype), "weight_HDF": weight_HDF.to(dtype)}
+
+
+@op(samples=heads_samples)
+def linear_heads(x_THD: torch.Tensor, weight_HDF: torch.Tensor) -> torch.Tensor:
+    """y_THF = x · weight, of each head by its own matrix; rows of a token lie together."""
+    y_THF = x_THD.new_empty(*x_THD.shape[:2], weight_HDF.shape[2])
+    torch.bmm(x_THD.transpose(0, 1), weight_HDF, out=y_THF.transpose(0, 1))
+    return y_THF

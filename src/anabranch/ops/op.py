@@ -14,7 +14,7 @@ has a kernel), or `OP=PROVIDER,OP=reference,...`. Forcing a provider that is not
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -121,9 +121,9 @@ class Op(Generic[P, R]):
                 f"reference's parameters ({', '.join(map(str, expected))})"
             )
 
-    def usable(self, platform: Platform) -> tuple[Kernel[P, R], ...]:
-        """The kernels to try on this platform, best provider first."""
-        known = [self.kernels[provider] for provider in platform.providers if provider in self.kernels]
+    def usable(self, platform: Platform, providers: Iterable[str] = ()) -> tuple[Kernel[P, R], ...]:
+        """The kernels to try on this platform, best provider first; `providers`: instead of the platform's."""
+        known = [self.kernels[provider] for provider in providers or platform.providers if provider in self.kernels]
         return tuple(
             kernel
             for kernel in known
@@ -148,10 +148,10 @@ def op(
     return lambda reference: Op(reference, samples, tolerance, mutates, fake)
 
 
-def bind(platform: Platform, kernels: str = "") -> None:
-    """Bind every op to a platform; `kernels` as in ANABRANCH_KERNELS."""
+def bind(platform: Platform, kernels: str = "", providers: Iterable[str] = ()) -> None:
+    """Bind every op to a platform; `kernels` as in ANABRANCH_KERNELS; `providers`: instead of the platform's."""
     everywhere, by_op = _parse_choice(kernels)
-    usable = {name: operator.usable(platform) for name, operator in OPS.items()}
+    usable = {name: operator.usable(platform, providers) for name, operator in OPS.items()}
     has_it = {name for name, found in usable.items() if any(kernel.provider == everywhere for kernel in found)}
     if everywhere not in (None, "reference") and not has_it:
         raise ValueError(f"ANABRANCH_KERNELS: {everywhere!r} has no kernel that runs on platform {platform.name!r}")

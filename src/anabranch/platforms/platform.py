@@ -111,6 +111,8 @@ class Platform(abc.ABC):
     """Whether keys and values can be kept in FP8."""
     verifies_drafts: ClassVar[bool] = True
     """Whether the Runner takes shares that sample several tokens."""
+    deterministic: ClassVar[bool] = False
+    """Whether `kernels/invariant` covers it."""
     divides_models: ClassVar[bool] = True
     """Whether models can be divided among ranks."""
     proven: ClassVar[str] = ""
@@ -188,6 +190,7 @@ class HostPlatform(Platform):
 
     collective_backend = "gloo"
     providers = {"torch": "anabranch.kernels.torch"}
+    deterministic = True
 
     @property
     def device(self) -> torch.device:

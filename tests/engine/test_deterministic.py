@@ -1,0 +1,90 @@
+"""`deterministic`: what a request gets does not depend, to the bit, on what is computed with it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch import kernels, ops, platforms
+from anabranch.conformance import determinism, tiny
+from anabranch.kernels.invariant import blocks, elementwise, linear
+from anabranch.llm import LLM
+from anabranch.ops.weight import Weight
+
+FAMILIES = ("qwen2_moe", "qwen3_5_moe", "deepseek_v2", "gpt_oss")
+DTYPES = ("float32", "bfloat16")
+CASES = [pytest.param(family, dtype, marks=pytest.mark.slow) for family in FAMILIES for dtype in DTYPES]
+
+
+def wrong(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, **options: bool) -> dict[str, tuple[str, ...]]:
+    monkeypatch.setattr(determinism, "LENGTHS", (1, 40, 7, 19))
+    monkeypatch.setattr(determinism, "ANSWER", 16)
+    results = list(determinism.check_determinism(str(folder), dtype=dtype, **options))
+    assert len(results) == 8
+    return {f"{result.name}, {result.what}": result.faults for result in results if not result.passed}
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+def test_same_bits_in_any_company(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write(family, tmp_path)
+    assert wrong(tmp_path, dtype, monkeypatch) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+def test_same_bits_on_a_gpu_or_a_refusal(
+    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.write(family, tmp_path)
+    if platforms.current().deterministic:
+        assert wrong(tmp_path, dtype, monkeypatch) == {}
+        return
+    with pytest.raises(ValueError, match=r"deterministic: not yet .*platform"):
+        LLM(tmp_path, deterministic=True)
+
+
+@pytest.mark.slow
+def test_differences_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the option a batch gives other bits than its requests alone."""
+    tiny.write("qwen2_moe", tmp_path)
+    found = wrong(tmp_path, "float32", monkeypatch, deterministic=False)
+    assert any(name.startswith("in one batch") for name in found)
+    assert not any(name.startswith("again") for name in found)
+
+
+def test_what_is_not_covered_is_refused(tmp_path: Path) -> None:
+    tiny.write("gemma4_text", tmp_path)
+    with pytest.raises(ValueError, match="deterministic: not yet with gemma4_text"):
+        LLM(tmp_path, deterministic=True)
+    with pytest.raises(ValueError, match="deterministic: not yet with 2 ranks"):
+        LLM(deterministic=True, tensor_parallel_size=2)
+
+
+def test_rows_of_products_do_not_depend_on_their_number() -> None:
+    kernels.bind(platforms.make("cpu"), deterministic=True)
+    generator = torch.Generator().manual_seed(1)
+    for outputs, inputs in ((33, 48), (256, 640)):  # of these sums some libraries change the order with the rows
+        weight_FD = Weight.of(torch.randn(outputs, inputs, generator=generator))
+        x_TD = torch.randn(300, inputs, generator=generator)
+        expected = ops.linear(x_TD, weight_FD)
+        for rows in (1, 2, 3, 5, 17, 40, 255):
+            assert torch.equal(ops.linear(x_TD[7 : 7 + rows], weight_FD), expected[7 : 7 + rows]), (inputs, rows)
+    kernels.bind(platforms.current())
+
+
+def test_elements_do_not_depend_on_their_number() -> None:
+    x_TD = 3 * torch.randn(700, 50, generator=torch.Generator().manual_seed(2))
+    for function in (torch.nn.functional.silu, torch.sigmoid):
+        expected = torch.cat([elementwise.in_vectors(function, row) for row in x_TD.split(1)])
+        assert torch.equal(elementwise.in_vectors(function, x_TD), expected)
+
+
+def test_sizes_that_do_not_agree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks.agreeing(lambda size: size != 2, (1, 2, 16), 16) == (1, 16)
+    assert blocks.agreeing(lambda size: torch.get_num_threads() == 1, (1, 16), 16) in ((), (1, 16))
+    assert blocks.cover(300, (16, 256)) == ((0, 256, 256), (256, 16, 16), (272, 16, 16), (288, 12, 16))
+    assert blocks.cover(0, (16,)) == ()
+    monkeypatch.setattr(linear, "_agreeing", lambda weight: ())
+    monkeypatch.setattr(linear, "_known", {})
+    x_TD, weight_DF = torch.randn(5, 8), torch.randn(8, 3)
+    torch.testing.assert_close(linear.product(x_TD, weight_DF), x_TD @ weight_DF)
