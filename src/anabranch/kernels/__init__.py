@@ -1,4 +1,4 @@
-"""Fast implementations of ops: one package per provider (`triton`, `torch`, `vendor`), files named as in `ops/`.
+"""Fast implementations of ops: one package per provider (`triton`, `c`, `torch`, `vendor`), files named as in `ops/`.
 
 `compiling` compiles kernels before their first launch, `tuning` chooses and measures their tiles. Importing a
 provider's package registers its kernels; `bind` imports those that a platform names. Importing this package imports
