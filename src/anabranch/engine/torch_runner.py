@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from anabranch import kernels
+from anabranch import kernels, ops
 from anabranch.compile.capture import BySize, Captured
 from anabranch.compile.compiled import CompiledDecoder
 from anabranch.compile.compiler import PieceCompiler
 from anabranch.compile.pieces import Buffers, PiecesStep
 from anabranch.compile.prompt import PromptStep
+from anabranch.compile.recorded import RecordedSteps
 from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, prefill_sizes, prompt_sizes
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
@@ -132,6 +133,8 @@ class TorchRunner(Runner):
         """Captured steps of other shapes, in pieces."""
         self.compiled: CompiledDecoder | None = None
         """For steps of more tokens than any captured one has, where pieces are compiled."""
+        self.recorded: RecordedSteps | None = None
+        """Steps of single tokens where kernels are called from the host, on a CPU."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,6 +196,8 @@ class TorchRunner(Runner):
         self.experts = ExpertCounter(self.model, self.platform, config.expert_load_interval)
         self.slots = Slots(self.sampler, self.model.config.eos_ids)
         self._plan_graphs()
+        if ops.linear.bound and ops.linear.bound[0].provider == "c" and self.exchange is None:
+            self.recorded = RecordedSteps(self.model, self.kv, self.steps.width)
 
     def warm_up(self) -> None:
         """Compile and capture the steps that most requests will meet."""
@@ -353,12 +358,18 @@ class TorchRunner(Runner):
             step = self.steps.sampling(prompt.step, rows.logit_rows) if rows.logit_rows else prompt.step
             return step, hidden_TD, prompt.experts
         step = self.steps.unpack_rows(rows)
+        if self.config.deterministic:  # what is done otherwise with many tokens would depend on the chunk
+            step = replace(step, spans=())
         captured = None if self.prefills is None else self.prefills.find("any", num_rows)
         if captured is not None:
             return step, captured.run(step), captured.experts
         if self.compiled is not None:
             parts, recorded = self.compiled.start(step.token_T, step.position_T, step.num_tokens)
             return step, self.model.run(parts, step, self.kv), recorded
+        if self.recorded is not None:
+            found = self.recorded.run(step, partial(self.experts.record, True))
+            if found is not None:
+                return step, found.hidden_RD, found.experts
         recorded = self.experts.record(record)
         return step, self.model(step, self.kv), recorded
 

@@ -1,4 +1,4 @@
-"""Fast implementations of ops: one package per provider (`triton`, `torch`, `vendor`), files named as in `ops/`.
+"""Fast implementations of ops: one package per provider (`triton`, `c`, `torch`, `vendor`), files named as in `ops/`.
 
 `compiling` compiles kernels before their first launch, `tuning` chooses and measures their tiles. Importing a
 provider's package registers its kernels; `bind` imports those that a platform names. Importing this package imports
@@ -33,7 +33,10 @@ def bind(platform: Platform, deterministic: bool = False) -> None:
     must be `deterministic`: then what a row gives does not depend on the others, to the bit."""
     from anabranch import ops
 
-    providers = {**platform.providers, **(INVARIANT if deterministic else {})}
+    providers = dict(platform.providers)
+    if deterministic:
+        providers.pop("c", None)  # whose kernels do steps of few rows only
+        providers |= INVARIANT
     for provider, module in providers.items():
         try:
             with stage("import"):

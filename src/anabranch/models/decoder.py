@@ -153,9 +153,15 @@ class Decoder(nn.Module):
         num_tokens: torch.Tensor | None,
         num_layers: int | None = None,
     ) -> Parts:
-        """The only layer loop. It knows no more of a step than its tokens; rows from `num_tokens` on are padding."""
-        x: Any = self._embed(token_T)
-        ropes = [rotary(position_T) for rotary in self.rotaries]
+        """The layer loop of a step. It knows no more of it than its tokens; rows from `num_tokens` on are padding."""
+        return self.loop(*self.inputs(token_T, position_T), num_tokens, num_layers)
+
+    def inputs(self, token_T: torch.Tensor, position_T: torch.Tensor) -> tuple[torch.Tensor, list[Rope]]:
+        """What the layer loop begins with: embeddings, and tables for each kind of rope."""
+        return self._embed(token_T), [rotary(position_T) for rotary in self.rotaries]
+
+    def loop(self, x: Any, ropes: list[Rope], num_tokens: torch.Tensor | None, num_layers: int | None = None) -> Parts:
+        """The only layer loop."""
         residual_TD = None
         layer_id, num_layers = 0, len(self.layers) if num_layers is None else num_layers
         while layer_id < num_layers:  # torch 2.11 cannot trace a `for` loop with `yield` in it

@@ -55,6 +55,7 @@ def _text(file: Path) -> str:
 
 class CpuPlatform(HostPlatform):
     name = "cpu"
+    providers = {"c": "anabranch.kernels.c", "torch": "anabranch.kernels.torch"}
     memory_fraction = 0.5
     proven = "every test runs here, on x86-64 and aarch64 Linux"
     unproven = "macOS"

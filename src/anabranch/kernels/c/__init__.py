@@ -1,0 +1,16 @@
+"""Kernels in C for decode steps on a CPU: each replaces several small calls of torch. fp32, few rows.
+
+They are compiled when this is imported for the first time on a machine. Where that is not possible nothing is
+registered, and torch's kernels remain.
+"""
+
+import logging
+
+from anabranch.kernels.c.library import problem
+
+if problem:
+    logging.getLogger(__name__).info("kernels in C are not used: %s", problem)
+else:
+    from anabranch.kernels.c import activation, attention, experts, linear, norm, rope_store, route
+
+    __all__ = ["activation", "attention", "experts", "linear", "norm", "rope_store", "route"]

@@ -1,0 +1,501 @@
+/* Kernels of the CPU for decode steps: few rows, fp32, row-major and contiguous unless a stride is given.
+
+   A result depends on its own row alone, to the bit: every product of a row with a weight's row is summed in the same
+   order however many rows there are and however many threads compute them.
+
+   T tokens, D inputs, F outputs, K experts per token, E experts, I expert width, R requests, H query heads, G key-value
+   heads, N pairs of a token and an expert. */
+
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#if defined(__AVX__) && !defined(__AVX512F__)
+#define COLUMNS 2 /* rows of x in a tile: 16 registers hold no more */
+#else
+#define COLUMNS 4
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+
+INLINE vec load(const float *p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+INLINE vec all(float x) { return x - (vec){0}; }
+INLINE vec choose(ivec yes, vec a, vec b) { return (vec)((yes & (ivec)a) | (~yes & (ivec)b)); }
+INLINE float total(vec v) {
+    float part[LANES];
+    memcpy(part, &v, sizeof v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+
+/* -- threads ------------------------------------------------------------------------------------------------------- */
+
+/* Chunks of a job are claimed one by one, by the caller too: a worker that the system does not run delays nobody. */
+
+typedef void (*Work)(void *job, long chunk);
+
+#define MAX_WORKERS 63
+#define SPINS 4000 /* about 50 us: the next job of a step comes sooner than a sleeping thread wakes up */
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    atomic_flag busy;
+    atomic_uint number; /* of the job */
+    atomic_ullong next; /* (number << 32) + the next chunk */
+    atomic_long done;
+    Work work;
+    void *job;
+    long chunks;
+    int workers;
+    pid_t owner;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .busy = ATOMIC_FLAG_INIT};
+
+INLINE void pause_briefly(void) {
+#if defined(__aarch64__)
+    __asm__ volatile("isb");
+#elif defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+static void run_chunks(unsigned number, Work work, void *job, long chunks) {
+    unsigned long long first = (unsigned long long)number << 32;
+    for (;;) {
+        unsigned long long mine = atomic_load(&pool.next);
+        if (mine - first >= (unsigned long long)chunks) return; /* no more, or another job's */
+        if (!atomic_compare_exchange_weak(&pool.next, &mine, mine + 1)) continue;
+        work(job, (long)(mine - first));
+        atomic_fetch_add(&pool.done, 1);
+    }
+}
+
+static void *worker(void *unused) {
+    unsigned seen = 0;
+    (void)unused;
+    for (;;) {
+        for (int i = 0; i < SPINS && atomic_load(&pool.number) == seen; i++) pause_briefly();
+        pthread_mutex_lock(&pool.lock);
+        while (atomic_load(&pool.number) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+        seen = atomic_load(&pool.number);
+        Work work = pool.work;
+        void *job = pool.job;
+        long chunks = pool.chunks;
+        pthread_mutex_unlock(&pool.lock);
+        run_chunks(seen, work, job, chunks);
+    }
+    return NULL;
+}
+
+static void start_workers(int wanted) {
+    if (pool.owner != getpid()) { /* the first call, or a forked process, which has no workers */
+        pthread_mutex_init(&pool.lock, NULL);
+        pthread_cond_init(&pool.wake, NULL);
+        pool.workers = 0;
+        pool.owner = getpid();
+    }
+    for (; pool.workers < wanted && pool.workers < MAX_WORKERS; pool.workers++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, worker, NULL)) return;
+        pthread_detach(thread);
+    }
+}
+
+static void parallel(Work work, void *job, long chunks, int threads) {
+    if (threads <= 1 || chunks <= 1 || atomic_flag_test_and_set(&pool.busy)) {
+        for (long chunk = 0; chunk < chunks; chunk++) work(job, chunk);
+        return;
+    }
+    start_workers(threads - 1);
+    pthread_mutex_lock(&pool.lock);
+    unsigned number = atomic_load(&pool.number) + 1;
+    pool.work = work, pool.job = job, pool.chunks = chunks;
+    atomic_store(&pool.done, 0);
+    atomic_store(&pool.next, (unsigned long long)number << 32);
+    atomic_store(&pool.number, number);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    run_chunks(number, work, job, chunks);
+    for (int i = 0; atomic_load(&pool.done) < chunks; i++) i < SPINS ? pause_briefly() : (void)sched_yield();
+    atomic_flag_clear(&pool.busy);
+}
+
+/* -- products ------------------------------------------------------------------------------------------------------ */
+
+INLINE void tile(int rows, int columns, const float *w, const float *const *x, float *const *y, const float *bias,
+                 long f, long D) {
+    vec sum[8][4];
+    long d = 0;
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) sum[r][c] = (vec){0};
+    for (; d + LANES <= D; d += LANES) {
+        vec part[4];
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) part[c] = load(x[c] + d);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vec row = load(w + (f + r) * D + d);
+            if (columns == 1) __builtin_prefetch(w + (f + r + rows) * D + d); /* of the next tile */
+#pragma GCC unroll 4
+            for (int c = 0; c < columns; c++) sum[r][c] += row * part[c];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) {
+            float s = total(sum[r][c]);
+            for (long i = d; i < D; i++) s += w[(f + r) * D + i] * x[c][i];
+            y[c][f + r] = bias ? s + bias[f + r] : s;
+        }
+}
+
+/* y[t][f] = w[f] . x[t] + bias[f] for f from begin to end. */
+static void products(const float *w, const float *bias, const float *const *x, float *const *y, long T, long begin,
+                     long end, long D) {
+    long f = begin;
+    if (T == 1)
+        for (; f + 8 <= end; f += 8) tile(8, 1, w, x, y, bias, f, D);
+    for (; f + 4 <= end; f += 4) {
+        long t = 0;
+        for (; t + COLUMNS <= T; t += COLUMNS) tile(4, COLUMNS, w, x + t, y + t, bias, f, D);
+        for (; t < T; t++) tile(4, 1, w, x + t, y + t, bias, f, D);
+    }
+    for (; f < end; f++)
+        for (long t = 0; t < T; t++) tile(1, 1, w, x + t, y + t, bias, f, D);
+}
+
+#define FEW 200000 /* products that are not worth a second thread */
+
+/* Outputs of a chunk, and how many chunks. */
+static long chunk_size(long T, long F, long D, int threads) {
+    if (threads <= 1 || T * F * D < FEW) return F;
+    long size = (F / (4 * threads) + 7) / 8 * 8;
+    return size ? size : 8;
+}
+
+typedef struct {
+    const float *w, *bias, *const *x;
+    float *const *y;
+    long T, F, D, size;
+} Linear;
+
+static void linear_chunk(void *job, long chunk) {
+    Linear *j = job;
+    long begin = chunk * j->size, end = begin + j->size;
+    products(j->w, j->bias, j->x, j->y, j->T, begin, end < j->F ? end : j->F, j->D);
+}
+
+void linear(float *y, const float *x, const float *w, const float *bias, long T, long F, long D, int threads) {
+    const float *rows[T];
+    float *results[T];
+    for (long t = 0; t < T; t++) rows[t] = x + t * D, results[t] = y + t * F;
+    Linear job = {w, bias, rows, results, T, F, D, chunk_size(T, F, D, threads)};
+    parallel(linear_chunk, &job, (F + job.size - 1) / job.size, threads);
+}
+
+/* -- rows by themselves -------------------------------------------------------------------------------------------- */
+
+INLINE vec exponential(vec x) {
+    x = choose(x > 88.0f, all(88.0f), choose(x < -87.0f, all(-87.0f), x)); /* NaN stays */
+    vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;                /* rounded */
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec y = all(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
+    return y * (vec)power;
+}
+
+INLINE void silu_times(float *y, const float *gate, const float *up, long width) {
+    long i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        vec g = load(gate + i);
+        store(y + i, g / (1.0f + exponential(-g)) * load(up + i));
+    }
+    for (; i < width; i++) y[i] = gate[i] / (1.0f + total(exponential(all(-gate[i]))) / LANES) * up[i];
+}
+
+void gated_silu(float *y, const float *x, long T, long I) {
+    for (long t = 0; t < T; t++) silu_times(y + t * I, x + 2 * t * I, x + (2 * t + 1) * I, I);
+}
+
+void add_gated(float *y, const float *x, const float *gated, const float *gate, long T, long D) {
+    for (long t = 0; t < T; t++) {
+        float factor = 1.0f / (1.0f + expf(-gate[t]));
+        for (long d = t * D; d < (t + 1) * D; d++) y[d] = x[d] + factor * gated[d];
+    }
+}
+
+INLINE float norm_factor(const float *x, long D, float eps) {
+    vec sum = {0};
+    long d = 0;
+    for (; d + LANES <= D; d += LANES) sum += load(x + d) * load(x + d);
+    float s = total(sum);
+    for (; d < D; d++) s += x[d] * x[d];
+    return 1.0f / sqrtf(s / D + eps);
+}
+
+INLINE void normalize(float *y, const float *x, const float *weight, long D, float eps) {
+    float factor = norm_factor(x, D, eps);
+    if (weight)
+        for (long d = 0; d < D; d++) y[d] = x[d] * factor * weight[d];
+    else
+        for (long d = 0; d < D; d++) y[d] = x[d] * factor;
+}
+
+/* Without a residual the sum is x and is not written. */
+void add_rms_norm(float *y, float *sum, const float *x, const float *residual, const float *weight, long T, long D,
+                  float eps) {
+    for (long t = 0; t < T; t++) {
+        const float *row = x + t * D;
+        if (residual) {
+            for (long d = 0; d < D; d++) sum[t * D + d] = row[d] + residual[t * D + d];
+            row = sum + t * D;
+        }
+        normalize(y + t * D, row, weight, D, eps);
+    }
+}
+
+/* -- attention ----------------------------------------------------------------------------------------------------- */
+
+INLINE void rotated(float *y, const float *x, const float *weight, const float *cos, const float *sin, long pairs,
+                    long D, float eps) {
+    float normed[D];
+    if (weight) {
+        normalize(normed, x, weight, D, eps);
+        x = normed;
+    }
+    for (long i = 0; i < pairs; i++) {
+        float a = x[i], b = x[i + pairs];
+        y[i] = a * cos[i] - b * sin[i];
+        y[i + pairs] = b * cos[i] + a * sin[i];
+    }
+    for (long i = 2 * pairs; i < D; i++) y[i] = x[i];
+}
+
+void rope_store(float *y, const float *q, const float *k, const float *v, const float *cos, const float *sin,
+                const float *q_weight, const float *k_weight, float *k_pages, float *v_pages, const int64_t *slot,
+                long T, long H, long G, long D, long pairs, long q_stride, long k_stride, long v_stride, float eps) {
+    for (long t = 0; t < T; t++) {
+        const float *c = cos + t * pairs, *s = sin + t * pairs;
+        for (long h = 0; h < H; h++)
+            rotated(y + (t * H + h) * D, q + t * q_stride + h * D, q_weight, c, s, pairs, D, eps);
+        if (slot[t] < 0) continue;
+        for (long g = 0; g < G; g++)
+            rotated(k_pages + (slot[t] * G + g) * D, k + t * k_stride + g * D, k_weight, c, s, pairs, D, eps);
+        memcpy(v_pages + slot[t] * G * D, v + t * v_stride, sizeof(float) * G * D);
+    }
+}
+
+typedef struct {
+    float *out;
+    const float *q, *k, *v, *sink;
+    const int32_t *table, *length;
+    long H, G, D, E, page_size, width, q_stride, window;
+    float scale, v_scale;
+} Attention;
+
+/* One request's row, the query heads of one key head. */
+static void attention_chunk(void *job, long chunk) {
+    Attention *j = job;
+    long r = chunk / j->G, g = chunk % j->G, D = j->D, E = j->E, num_heads = j->H / j->G;
+    long end = j->length[r], begin = j->window && end > j->window ? end - j->window : 0, count = end - begin;
+    const float *q = j->q + r * j->q_stride + g * num_heads * D;
+    float *out = j->out + (r * j->H + g * num_heads) * E, *score = malloc(sizeof(float) * num_heads * (count + LANES));
+    long step = count + LANES; /* scores of a head, with room for whole vectors */
+    for (long i = 0; i < num_heads * E; i++) out[i] = 0.0f;
+    for (long i = 0; i < count; i++) {
+        long key = begin + i, page = j->table[r * j->width + key / j->page_size];
+        const float *k = j->k + ((page * j->page_size + key % j->page_size) * j->G + g) * D;
+        for (long h = 0; h < num_heads; h++) {
+            vec a = {0}, b = {0};
+            long d = 0;
+            for (; d + 2 * LANES <= D; d += 2 * LANES) {
+                a += load(q + h * D + d) * load(k + d);
+                b += load(q + h * D + d + LANES) * load(k + d + LANES);
+            }
+            float s = total(a + b);
+            for (; d < D; d++) s += q[h * D + d] * k[d];
+            score[h * step + i] = s * j->scale;
+        }
+    }
+    for (long h = 0; h < num_heads && count; h++) {
+        float *s = score + h * step, *sink = j->sink ? (float *)j->sink + g * num_heads + h : NULL;
+        float peak = sink ? *sink : -INFINITY;
+        for (long i = 0; i < count; i++) peak = s[i] > peak ? s[i] : peak;
+        vec sum = {0};
+        for (long i = count; i < count + LANES; i++) s[i] = -INFINITY;
+        for (long i = 0; i < count; i += LANES) {
+            vec weight = load(s + i);
+            weight = choose(weight == -INFINITY, all(0.0f), exponential(weight - peak));
+            store(s + i, weight);
+            sum += weight;
+        }
+        float whole = total(sum) + (sink ? expf(*sink - peak) : 0.0f), factor = j->v_scale / whole;
+        for (long i = 0; i < count; i++) s[i] *= factor;
+    }
+    for (long i = 0; i < count; i++) {
+        long key = begin + i, page = j->table[r * j->width + key / j->page_size];
+        const float *v = j->v + ((page * j->page_size + key % j->page_size) * j->G + g) * E;
+        for (long h = 0; h < num_heads; h++) {
+            float weight = score[h * step + i];
+            for (long e = 0; e < E; e++) out[h * E + e] += weight * v[e];
+        }
+    }
+    free(score);
+}
+
+void attention(float *out, const float *q, const float *k, const float *v, const int32_t *table,
+               const int32_t *length, const float *sink, long R, long H, long G, long D, long E, long page_size,
+               long width, long q_stride, long window, float scale, float v_scale, int threads) {
+    Attention job = {out, q, k, v, sink, table, length, H, G, D, E, page_size, width, q_stride, window, scale, v_scale};
+    long keys = 0;
+    for (long r = 0; r < R; r++) keys += window && length[r] > window ? window : length[r];
+    parallel(attention_chunk, &job, R * G, keys * H * (D + E) < FEW ? 1 : threads);
+}
+
+/* -- experts ------------------------------------------------------------------------------------------------------- */
+
+void route(float *weight, int32_t *expert, const float *logits, long T, long E, long K, int renormalize,
+           float scaling) {
+    for (long t = 0; t < T; t++) {
+        const float *l = logits + t * E;
+        char taken[E];
+        memset(taken, 0, E);
+        float sum = 0.0f, peak = 0.0f;
+        for (long k = 0; k < K; k++) {
+            long best = -1;
+            for (long e = 0; e < E; e++) /* the first of equals */
+                if (!taken[e] && (best < 0 || l[e] > l[best])) best = e;
+            taken[best] = 1;
+            if (!k) peak = l[best] == -INFINITY ? 0.0f : l[best];
+            expert[t * K + k] = best;
+            weight[t * K + k] = expf(l[best] - peak);
+            sum += weight[t * K + k];
+        }
+        if (!renormalize) {
+            sum = 0.0f;
+            for (long e = 0; e < E; e++) sum += expf(l[e] - peak);
+        }
+        for (long k = 0; k < K; k++) weight[t * K + k] = sum == 0.0f ? 0.0f : weight[t * K + k] / sum * scaling;
+    }
+}
+
+typedef struct {
+    const float *w, *const *x;
+    float *const *y;
+    const long *expert, *begin; /* of those that are hit: their number, and their first pair */
+    long F, D, size, parts;
+} Grouped;
+
+static void grouped_chunk(void *job, long chunk) {
+    Grouped *j = job;
+    long hit = chunk / j->parts, f = chunk % j->parts * j->size, end = f + j->size, n = j->begin[hit];
+    const float *w = j->w + j->expert[hit] * j->F * j->D;
+    products(w, NULL, j->x + n, j->y + n, j->begin[hit + 1] - n, f, end < j->F ? end : j->F, j->D);
+}
+
+/* Pairs sorted by expert; the sum over a token's experts is in the order of k. */
+void experts(float *y, const float *x, const float *weight, const int32_t *expert, const float *gate_up,
+             const float *down, long T, long K, long E, long D, long I, float scaling, int threads) {
+    long N = T * K, count[E + 1], hit[E], begin[E + 1], hits = 0, pairs = 0, place[N];
+    memset(count, 0, sizeof count);
+    for (long n = 0; n < N; n++)
+        if (expert[n] >= 0) count[expert[n]]++;
+    for (long e = 0; e < E; e++) {
+        long own = count[e];
+        count[e] = pairs; /* from here on: where its next pair goes */
+        if (own) hit[hits] = e, begin[hits++] = pairs;
+        pairs += own;
+    }
+    begin[hits] = pairs;
+    float *h = malloc(sizeof(float) * (N * (2 * I + D) + 1)), *rows = h + N * 2 * I;
+    const float *in[N + 1];
+    float *mid[N + 1], *out[N + 1];
+    for (long n = 0; n < N; n++) {
+        place[n] = expert[n] < 0 ? -1 : count[expert[n]]++;
+        if (place[n] >= 0) in[place[n]] = x + n / K * D;
+    }
+    for (long n = 0; n < pairs; n++) mid[n] = h + n * 2 * I, out[n] = rows + n * D;
+    threads = pairs * 3 * I * D < FEW ? 1 : threads;
+    long size = threads > 1 && hits < 4 * threads ? chunk_size(FEW, 2 * I, D, threads) : 2 * I;
+    Grouped job = {gate_up, in, mid, hit, begin, 2 * I, D, size, (2 * I + size - 1) / size};
+    parallel(grouped_chunk, &job, hits * job.parts, threads);
+    for (long n = 0; n < pairs; n++) silu_times(mid[n], mid[n], mid[n] + I, I);
+    size = threads > 1 && hits < 4 * threads ? chunk_size(FEW, D, I, threads) : D;
+    job = (Grouped){down, (const float *const *)mid, out, hit, begin, D, I, size, (D + size - 1) / size};
+    parallel(grouped_chunk, &job, hits * job.parts, threads);
+    memset(y, 0, sizeof(float) * T * D);
+    for (long n = 0; n < N; n++) {
+        if (place[n] < 0) continue;
+        const float *row = rows + place[n] * D, factor = weight[n] * scaling;
+        for (long d = 0; d < D; d++) y[n / K * D + d] += factor * row[d];
+    }
+    free(h);
+}
+
+/* -- recorded calls ------------------------------------------------------------------------------------------------ */
+
+typedef union {
+    void *p;
+    long n;
+    double f;
+} Argument;
+
+typedef struct {
+    long kernel;
+    Argument a[20];
+} Call;
+
+/* The numbers of kernels are their places in library.py's ARGUMENTS. */
+void replay(const Call *calls, long count) {
+    for (const Call *call = calls; call < calls + count; call++) {
+        const Argument *a = call->a;
+        switch (call->kernel) {
+        case 0: linear(a[0].p, a[1].p, a[2].p, a[3].p, a[4].n, a[5].n, a[6].n, a[7].n); break;
+        case 1: gated_silu(a[0].p, a[1].p, a[2].n, a[3].n); break;
+        case 2: add_gated(a[0].p, a[1].p, a[2].p, a[3].p, a[4].n, a[5].n); break;
+        case 3: add_rms_norm(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].f); break;
+        case 4:
+            rope_store(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p,
+                       a[11].n, a[12].n, a[13].n, a[14].n, a[15].n, a[16].n, a[17].n, a[18].n, a[19].f);
+            break;
+        case 5:
+            attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].n, a[8].n, a[9].n, a[10].n,
+                      a[11].n, a[12].n, a[13].n, a[14].n, a[15].n, a[16].f, a[17].f, a[18].n);
+            break;
+        case 6: route(a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n, a[6].n, a[7].f); break;
+        case 7:
+            experts(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].n, a[7].n, a[8].n, a[9].n, a[10].n, a[11].f,
+                    a[12].n);
+            break;
+        }
+    }
+}
