@@ -1,7 +1,7 @@
 """What the scripts of Python's clients share: the server to talk to, cases to run, and their results as JSON.
 
-A script is run by the Python of its client's own environment, with one argument (see test_clients.py). It imports
-nothing of ours.
+A script is run by the Python of its client's own environment, with one argument (see tests/server/test_clients.py). It
+imports nothing of ours.
 """
 
 from __future__ import annotations

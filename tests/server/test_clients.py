@@ -1,7 +1,8 @@
 """Real clients of PyPI and npm against one real server with the bundled model; docs/clients.md says what they can do.
 
 `make test-clients` installs them, each into an environment of its own under .venv-clients, and runs this. A script
-runs its client's cases and prints how each ended (harness.py, harness.mjs); here that is compared with the table.
+runs its client's cases and prints how each ended (tests/clients/harness.py, harness.mjs); here that is
+compared with the table.
 """
 
 from __future__ import annotations
