@@ -17,6 +17,7 @@ from anabranch.bench import op_cases
 from anabranch.bench import ops as bench
 from anabranch.bench.op_cases import CASES, Case, Setting, shape
 from anabranch.bench.records import TARGETS
+from anabranch.kernels.c.library import problem
 from anabranch.kernels.tuning import timing
 from anabranch.ops.experts import COMBINES
 from anabranch.ops.op import Kernel
@@ -36,6 +37,8 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[platforms.Platform]:
         ops.OPS[name].bound, ops.OPS[name].forced = bound, forced
 
 
+FIRST = "torch" if problem else "c"
+"""Of the providers on a CPU."""
 TINY = shape("tiny")
 
 
@@ -62,7 +65,7 @@ def test_every_op_is_timed_and_judged(tmp_path: Path, capsys: pytest.CaptureFixt
         assert row["label"] in printed
     judged = {row["op"] for row in found["rows"] if row["error"] is not None}
     assert judged == set(CASES), "something of every op is compared with its reference"
-    assert {row["kernel"] for row in found["rows"] if row["op"] == "experts"} == {"torch"}
+    assert {row["kernel"] for row in found["rows"] if row["op"] == "experts"} == {FIRST}
 
 
 def test_short_names_and_mistakes() -> None:
@@ -99,8 +102,8 @@ def test_zipf_routing_is_skewed() -> None:
 def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = ops.gated_activation.reference
     assert run("activation", "--tokens", "4") == 0
-    wrong = Kernel("torch", lambda x_T2I, kind: right(x_T2I, kind) * 1.1, None, None, None)
-    monkeypatch.setitem(ops.gated_activation.kernels, "torch", wrong)
+    wrong = Kernel(FIRST, lambda x_T2I, kind: right(x_T2I, kind) * 1.1, None, None, None)
+    monkeypatch.setitem(ops.gated_activation.kernels, FIRST, wrong)
     assert run("activation", "--tokens", "4") == 1
     assert "WRONG" in capsys.readouterr().out
     assert run("activation", "--tokens", "4", "--no-check") == 0

@@ -24,7 +24,10 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def test_the_host_when_there_is_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_host_when_there_is_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANABRANCH_KERNELS", "torch")  # the profiler does not see kernels in C
     tiny_model.write(tmp_path / "tiny")
     file = tmp_path / "step.json"
     arguments = ("--batch", "3", "--context", "20", "--steps", "3", "--bandwidth", "0.02", "--json", str(file))

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from anabranch import kernels, ops, platforms
 from anabranch.engine.batch import StepMaker
 from anabranch.engine.scheduler import Sequence, Share
-from anabranch.layers.step import Step
+from anabranch.layers.step import Span, Step
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 
@@ -99,6 +100,11 @@ def spelled_out(shares: list[Share], pages: dict[str, list[list[int]]], last_tok
         slots=tuple(torch.tensor(slot) for slot in slots),
         logit_row=None if every_row else torch.tensor(logit_rows, dtype=torch.int32),
         max_query=max(share.end - share.begin for share in shares),
+        spans=tuple(
+            Span(request, start, end, share.end)
+            for request, (share, (start, end)) in enumerate(zip(shares, pairwise(starts), strict=True))
+            if end - start > 1
+        ),
     )
 
 

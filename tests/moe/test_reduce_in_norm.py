@@ -38,6 +38,7 @@ def test_a_model_gives_the_same_logits(name: str, tmp_path: Path, monkeypatch: p
     case = CASES[name]
     model = load_model(tiny.save(case, tmp_path / "model"), dtype="float32", moe_combine="unfused")
     monkeypatch.setattr(ops.add_rms_norm, "bound", ())  # torch's differs in the last bits
+    monkeypatch.setattr(ops.experts, "bound", tuple(one for one in ops.experts.bound if one.provider == "torch"))
     seen: list[UnreducedRows] = []
     take = UnreducedRows.take
     monkeypatch.setattr(UnreducedRows, "take", lambda self: [seen.append(self), take(self)][1])

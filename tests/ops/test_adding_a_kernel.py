@@ -41,5 +41,5 @@ def test_the_page_works(tmp_path: Path) -> None:
         said.append(done.stdout)
     _, doctor, judged = said
     bound, alone = (line.split(maxsplit=1)[1] for line in doctor.splitlines())
-    assert (bound, alone) == ("torch if it accepts → reference", "reference")
+    assert bound.endswith("torch if it accepts → reference") and alone == "reference"
     assert re.search(r"\b[1-9]\d* passed", judged) and "failed" not in judged
