@@ -130,7 +130,9 @@ PARAMS = SamplingParams(
     grammar=Grammar(choice=("yes", "no")),
     return_routed_experts=True,
 )
-REQUEST = Request(id="é", prompt_ids=(0, 2**31), params=PARAMS, priority=-3, cache_salt="s", arrival=12.5)
+REQUEST = Request(
+    id="é", prompt_ids=(0, 2**31), params=PARAMS, priority=-3, cache_salt="s", arrival=12.5, pooling="mean"
+)
 LOGPROBS = TokenLogprobs(7, float("-inf"), 3, ((7, -0.1), (8, float("nan"))))
 UPDATE = Update(
     id="é",
@@ -142,6 +144,7 @@ UPDATE = Update(
     stop_token=2,
     error="why",
     routed_experts=[[[1, 2]], [[0, 3]]],
+    embedding=b"\0\xff",
 )
 CONFIG = EngineConfig(model="m", memory_fraction=0.5, prefix_cache=False, seed=3)
 
