@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.server.serving import QUICK, Running, Unharmed, running
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
-PATHS += ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
+PATHS += ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/embeddings"]
 PATHS += ["/api/chat", "/api/generate", "/api/show"]
 NO_BODY = {"/debug/experts"}
 
