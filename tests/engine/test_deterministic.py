@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from anabranch import kernels, ops, platforms
+from anabranch.cli.main import main
 from anabranch.conformance import determinism, tiny
 from anabranch.kernels.invariant import blocks, elementwise, linear
 from anabranch.llm import LLM
@@ -28,6 +29,14 @@ def wrong(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, **options: 
 def test_same_bits_in_any_company(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.write(family, tmp_path)
     assert wrong(tmp_path, dtype, monkeypatch) == {}
+
+
+@pytest.mark.slow
+def test_the_command_with_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is given out, prompts included: preemptions and drafts must occur."""
+    assert main(["selftest", "determinism"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("same bits") == 8 and "\ndeterministic (" in said
 
 
 @pytest.mark.gpu
