@@ -279,7 +279,7 @@ def gated_delta_drafts(call: DeltaDraftsCall) -> torch.Tensor:
 @op(samples=accept_samples, mutates=("conv_MPLC", "state_MPHKV"))
 def gated_delta_accept(call: DeltaAcceptCall) -> None:
     """Updates the pages with rows that gated_delta_drafts has kept, as gated_delta would have done."""
-    one_V = torch.ones(call.state_MPHKV.shape[4])
+    one_V = call.state_MPHKV.new_ones(call.state_MPHKV.shape[4])
     for m, kept_NX in enumerate(call.kept_MNX):
         for page, row, count, start in zip(
             *(x.tolist() for x in (call.page_R, call.row_R, call.count_R, call.start_R))

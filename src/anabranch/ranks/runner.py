@@ -50,8 +50,11 @@ ANSWERED = ("step", "stats")
 """Calls of a rank that has started whose result the driver waits for."""
 END_SECONDS = 5.0
 """For a follower to end by itself."""
-VERDICT_SECONDS = 1.5
-"""For `watch` to find out which rank has made a collective fail."""
+VERDICT_SECONDS = 5.0
+"""For `watch` to find out which rank has made a collective fail; one that another follower has started is named by that
+one first, and on a busy machine each needs a second or more."""
+LINGER_SECONDS = 1.5
+"""After the first rank of a node has ended: the others have the same reason to end."""
 
 
 class RanksRunner(TorchRunner):
@@ -366,7 +369,7 @@ def follow_ranks(place: nodes.Place, environments: dict[int, list[Environment]])
             with contextlib.suppress(EOFError, OSError):
                 ends.append(nodes.connect(place, pipe.recv(), rank, "node"))
     wait(ends)
-    time.sleep(VERDICT_SECONDS)  # the others have the same reason to end
+    time.sleep(LINGER_SECONDS)
     for process in ranks:
         process.kill()
         process.join()

@@ -293,8 +293,8 @@ def test_keys_that_are_all_alike(device: str) -> None:
         call.x_TX[:, 4 * K] = 30.0
         call.decay_log_H.fill_(-30.0)
         # What fp16 rounds by grows with the chunk (in the interpreter always 64), and is an eighth of bf16's.
-        long = K == 64 or device == "cpu"
-        judge(call, device, 0.1 if dtype == torch.bfloat16 else 0.1 / 8 if dtype == torch.float16 and long else None)
+        chunk = 64 if K == 64 or device == "cpu" else 16
+        judge(call, device, {torch.bfloat16: 0.1, torch.float16: 0.1 / 8 * chunk / 64}.get(dtype))
 
 
 @interpreter
