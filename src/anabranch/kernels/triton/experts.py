@@ -3,7 +3,7 @@
 T tokens, D hidden width, K experts per token, E experts, I expert width (`inner`), N = T · K pairs.
 
 A few tokens: experts_small. More: experts_grouped, or on Hopper experts_hopper, for block FP8 experts_hopper_fp8, and
-for INT4 experts_hopper_packed (not chosen yet: see machine_for); all after experts_plan.
+for INT4 experts_hopper_packed; all after experts_plan.
 
 Three ways to bring rows back to their token (`combine`):
 
@@ -52,6 +52,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     Tiles,
     adapt,
     choose,
+    is_packed,
     padded_tokens,
 )
 from anabranch.ops.experts import COMBINES, ExpertsCall, new_result
@@ -295,9 +296,10 @@ def machine_for(call: ExpertsCall) -> Machine:
     copied = (x_TD, call.gate_up_EFD.data, call.down_EDI.data)
     # What D and I must be multiples of.
     multiples = (64, 16) if format is PLAIN else (GROUP, GROUP)
+    packed = is_packed(format) and x_TD.dtype == torch.bfloat16 and call.down_EDI.format == format
     usable = (
         machine.hopper
-        and (format is PLAIN or format.is_block_fp8)  # experts_hopper_packed waits for its tests on a GPU
+        and (format is PLAIN or format.is_block_fp8 or packed)
         and x_TD.dtype.itemsize == 2
         and call.gate_up_bias_EF is None
         and call.down_bias_ED is None
