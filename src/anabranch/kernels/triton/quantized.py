@@ -5,7 +5,8 @@ together where two numbers share a byte, OUTPUTS and INPUTS those that share a s
 
 A tile of weights is loaded as bytes. Where a byte holds two numbers, its lower half belongs to input `inputs_of(byte)`
 and its upper half to the input SPAN / 2 later. Numbers are exact in every dtype that a kernel multiplies in; scales are
-applied to sums in fp32.
+applied to sums in fp32. Scales of MXFP4 are powers of two: matrix products take numbers that are scaled already, which
+bf16 holds as exactly, so that a step in depth may have several groups.
 """
 
 import torch
@@ -234,6 +235,76 @@ def int4_to_bf16(data, HALF: tl.constexpr):
 
 
 @triton.jit
+def fp4_to_bf16(data, scale, HALF: tl.constexpr):
+    """One half of each byte, times a scale in bf16. A number's bits are moved to where bf16 has them, times 2⁻¹²⁶."""
+    if HALF == 0:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, c, d, up, none;
+            mov.b32 up, 0x7E807E80;
+            mov.b32 none, 0x80008000;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shl.b32 a, a, 4;
+            shl.b32 b, b, 4;
+            shr.b32 c, a, 6;
+            shr.b32 d, b, 6;
+            and.b32 c, c, 0x01C001C0;
+            and.b32 d, d, 0x01C001C0;
+            lop3.b32 a, a, none, c, 0xEA;
+            lop3.b32 b, b, none, d, 0xEA;
+            fma.rn.bf16x2 a, a, up, none;
+            fma.rn.bf16x2 b, b, up, none;
+            fma.rn.bf16x2 $0, a, $3, none;
+            fma.rn.bf16x2 $1, b, $4, none;
+            }
+            """,
+            "=&r,=&r,r,r,r",
+            [data, scale],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, c, d, up, none;
+            mov.b32 up, 0x7E807E80;
+            mov.b32 none, 0x80008000;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shr.b32 c, a, 6;
+            shr.b32 d, b, 6;
+            and.b32 c, c, 0x01C001C0;
+            and.b32 d, d, 0x01C001C0;
+            lop3.b32 a, a, none, c, 0xEA;
+            lop3.b32 b, b, none, d, 0xEA;
+            fma.rn.bf16x2 a, a, up, none;
+            fma.rn.bf16x2 b, b, up, none;
+            fma.rn.bf16x2 $0, a, $3, none;
+            fma.rn.bf16x2 $1, b, $4, none;
+            }
+            """,
+            "=&r,=&r,r,r,r",
+            [data, scale],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def fp4_operand(data, scale, HALF: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
+    """One half of each byte, times a scale in bf16: an operand of the matrix units."""
+    if dtype == tl.bfloat16 and PTX:
+        return fp4_to_bf16(data, scale, HALF)
+    else:
+        return (decode(data, "fp4", HALF, 0) * scale.to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def to_operand(data, zero, KIND: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
     """The numbers of bytes, or of one half of each, minus their zero points: an operand of the matrix units."""
     if KIND == "fp8" and dtype == tl.bfloat16 and PTX:
@@ -264,12 +335,17 @@ def scaled_product(
     KIND: tl.constexpr, INPUTS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Like experts_grouped.product, with quantised b. A step of BK inputs has one scale for each row: BK divides
-    INPUTS, and where numbers have 4 bits it is SPAN."""
+    INPUTS, and where numbers have 4 bits it is SPAN. Where numbers are scaled before they are multiplied, SPAN is
+    INPUTS, which divides BK, and BK divides the depth."""
     PACKED: tl.constexpr = KIND == "int4" or KIND == "fp4"
+    SCALED: tl.constexpr = (
+        KIND == "fp4" and scale.dtype.element_ty == tl.uint8 and a_ptr.dtype.scalar.element_ty != tl.float16
+    )
     STEP: tl.constexpr = BK // 2 if PACKED else BK
+    HALF_SPAN: tl.constexpr = INPUTS // 2 if SCALED else STEP
     side: tl.constexpr = 1 if SWAP else 0
     d = tl.arange(0, STEP)
-    a_ptr += d[None, :]
+    a_ptr += (d // HALF_SPAN * (2 * HALF_SPAN) + d % HALF_SPAN if SCALED else d)[None, :]
     b_ptr += d[None, :]
     acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
     nothing = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
@@ -281,17 +357,26 @@ def scaled_product(
             inside = (begin + d < depth)[None, :]
             a = tl.load(a_ptr, mask=a_real[:, None] & inside, other=0.0)
             b = tl.load(b_ptr, mask=inside, other=0.0)
-        z = None
-        if zero is not None:
-            z = tl.load(zero + zero_row + (begin // INPUTS if INPUTS else 0)).to(tl.float32)[:, None]
-        part = dot(a, to_operand(b, z, KIND, 0, a.dtype, PTX), nothing, SWAP)
         if PACKED:
-            upper = tl.load(a_ptr + STEP, mask=a_real[:, None], other=0.0)
-            part = dot(upper, to_operand(b, z, KIND, 1, a.dtype, PTX), part, SWAP)
-        if INPUTS:
-            acc += part * tl.expand_dims(load_scale(scale, scale_row + begin // INPUTS, None), side)
+            upper = tl.load(a_ptr + HALF_SPAN, mask=a_real[:, None], other=0.0)
+        if SCALED:
+            groups = begin // INPUTS + tl.arange(0, BK // INPUTS)
+            # Its bits are those of an exponent; 0, which is 2⁻¹²⁷, becomes 0.
+            s = (tl.load(scale + scale_row[:, None] + groups[None, :]).to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+            s = tl.broadcast_to(s[:, :, None], (BN, BK // INPUTS, HALF_SPAN)).reshape(BN, STEP)
+            acc = dot(a, fp4_operand(b, s, 0, a.dtype, PTX), acc, SWAP)
+            acc = dot(upper, fp4_operand(b, s, 1, a.dtype, PTX), acc, SWAP)
         else:
-            acc += part
+            z = None
+            if zero is not None:
+                z = tl.load(zero + zero_row + (begin // INPUTS if INPUTS else 0)).to(tl.float32)[:, None]
+            part = dot(a, to_operand(b, z, KIND, 0, a.dtype, PTX), nothing, SWAP)
+            if PACKED:
+                part = dot(upper, to_operand(b, z, KIND, 1, a.dtype, PTX), part, SWAP)
+            if INPUTS:
+                acc += part * tl.expand_dims(load_scale(scale, scale_row + begin // INPUTS, None), side)
+            else:
+                acc += part
         a_ptr += BK
         b_ptr += STEP
     if not INPUTS:

@@ -222,10 +222,13 @@ def choose_grouped(num_tokens: int, rows_per_expert: float, dtype: torch.dtype, 
 
 
 def choose_quantized(num_tokens: int, rows_per_expert: float, shape: Shape, format: Grouped) -> GroupedTiles:
-    """A step in depth has one scale for each row, or one span of packed numbers."""
+    """A step in depth has one scale for each row, or one span of packed numbers; of MXFP4, several."""
+    scaled = format.numbers == "fp4" and format.scale == "uint8" and shape.dtype != torch.float16
 
     def one(columns: int, inputs: int, warps: int = 4) -> Tile:
         depth = format.span(inputs) if format.bits == 4 else math.gcd(128, format.group or 128)
+        if scaled:
+            depth = math.gcd(64, inputs)
         if shape.dtype == torch.float32:
             columns, depth = 32, depth if format.bits == 4 else min(depth, 32)
         return Tile(columns, depth, warps, 4, group=8 if rows_per_expert > 96 else MANY)
