@@ -30,6 +30,7 @@ from anabranch.kernels.compiling.precompile import precompile, recording
 from anabranch.kernels.triton import decode_inputs, logprobs, mask_logits, penalize, sample
 from anabranch.kernels.tuning.timing import microseconds
 from anabranch.ops import SampleCall
+from anabranch.ops.penalize import PenalizeCall
 from tests.ops.sampling_rows import sampling_rows
 
 TINY = not torch.cuda.is_available()
@@ -220,7 +221,9 @@ def time_others(platform: platforms.Platform) -> list[dict[str, Any]]:
         calls = {
             "logprobs, top 0": lambda: logprobs.logprobs(logits, token, 0),  # noqa: B023
             "logprobs, top 20": lambda: logprobs.logprobs(logits, token, 20),  # noqa: B023
-            "penalize": lambda: penalize.penalize(logits, row, count, count != 0, row, *amounts),  # noqa: B023
+            "penalize": lambda: penalize.penalize(
+                PenalizeCall(logits, row, count, count != 0, row, *amounts)  # noqa: B023
+            ),
             "mask_logits": lambda: mask_logits.mask_logits(logits, row, words),  # noqa: B023
             "decode_inputs": lambda: decode_inputs.decode_inputs(packed, token),  # noqa: B023
             "decode_pages": lambda: decode_inputs.decode_pages(packed, table, 16, 1024),  # noqa: B023

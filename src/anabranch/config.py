@@ -6,6 +6,7 @@ else changes a resolved config.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 AUTO = 0  # of a number: to be resolved
 AUTO_NUMBERS = ("max_model_len", "max_num_batched_tokens", "page_size", "num_pages")
@@ -136,6 +137,11 @@ class EngineConfig:
             raise ValueError(f"seed must be an integer of 64 bits, not {self.seed!r}")
         if not 0 <= self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction!r}")
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """Those that say what the model keeps and has: for `read_config` and `load_model`."""
+        return {name: getattr(self, name) for name in ("kv_cache_dtype", "state_dtype", "speculative")}
 
     @property
     def num_ranks(self) -> int:

@@ -19,8 +19,8 @@ def test_a_recorded_step_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
     # Requests end one after another, so that steps have 3, 2 and 1 rows; pages change on the way.
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (8, 24, 40)]
     recorded = [output.token_ids for output in llm.generate(prompts, params)]
-    assert sorted(runner.recorded.by_rows) == [1, 2, 3]  # type: ignore[attr-defined]
-    monkeypatch.setattr(runner, "recorded", None)
+    assert sorted(runner.forward.recorded.by_rows) == [1, 2, 3]  # type: ignore[attr-defined]
+    monkeypatch.setattr(runner.forward, "recorded", None)
     assert [output.token_ids for output in llm.generate(prompts, params)] == recorded
     alone = [llm.generate([prompt], [one])[0].token_ids for prompt, one in zip(prompts, params, strict=True)]
     assert alone == recorded

@@ -16,7 +16,7 @@ from anabranch.compile import capture, prompt
 from anabranch.compile.compiled import CompiledDecoder
 from anabranch.config import CHOICES, EngineConfig
 from anabranch.engine import engine as engine_module
-from anabranch.engine import torch_runner
+from anabranch.engine import forward
 from anabranch.engine.engine import Engine, make_engine
 from anabranch.layers.norm import UnreducedRows
 from anabranch.llm import LLM
@@ -140,8 +140,11 @@ def test_captured_is_uncaptured(family: str, tmp_path: Path, fake: FakePlatform,
     graphs = CHOICES["graphs"] if thorough or family in EVERY_KIND else ("none", "full")
     engine = compare(folder, fake, requests(every_kind, 0), graphs)
     runner = engine.runner
-    assert runner.decodes is not None and {kind for kind, _ in runner.decodes.made} == {"greedy", "drawn"}
-    assert runner.prefills is not None and len(runner.prefills.made) > 1
+    assert runner.forward.decodes is not None and {kind for kind, _ in runner.forward.decodes.made} == {
+        "greedy",
+        "drawn",
+    }
+    assert runner.forward.prefills is not None and len(runner.forward.prefills.made) > 1
 
 
 def test_captured_is_uncaptured_when_preempted(tmp_path: Path, fake: FakePlatform) -> None:
@@ -211,7 +214,7 @@ def test_steps_larger_than_any_captured_one(
     tmp_path: Path, fake: FakePlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With compiled pieces they take the pieces as they are; smaller ones are padded to the captured one."""
-    monkeypatch.setattr(torch_runner, "LARGEST_PREFILL", 16)
+    monkeypatch.setattr(forward, "LARGEST_PREFILL", 16)
     folder = tiny.save(FAMILIES["qwen2_moe"], tmp_path)
     sizes: list[int] = []
     start = CompiledDecoder.start
@@ -240,10 +243,10 @@ def test_every_graph_is_captured_before_ready_or_when_nobody_waits(tmp_path: Pat
     folder = tiny.save(FAMILIES["qwen2_moe"], tmp_path)
     engine = make_engine(EngineConfig(model=str(folder), **(DEFAULTS | {"max_num_seqs": 40})))
     assert engine.config.graphs == "full" and fake.log.count("pool") == 1
-    decodes = engine.runner.decodes
+    decodes = engine.runner.forward.decodes
     assert decodes is not None
     assert [size for kind, size in decodes.made if kind == "greedy"] == [40, 32, 16, 8, 4, 2, 1]
-    prompts = engine.runner.prompts
+    prompts = engine.runner.forward.prompts
     assert prompts is not None and [size for _, size in prompts.made] == [128, 64, 32, 16], (
         "as long as a request can be"
     )
@@ -268,7 +271,7 @@ def test_a_batch_makes_one_size_that_earlier_ones_missed(
     folder = tiny.save(FAMILIES["llama"], tmp_path)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(str(folder), **(DEFAULTS | {"max_num_seqs": 40})) as llm:
-        decodes = llm.engine.runner.decodes
+        decodes = llm.engine.runner.forward.decodes
         assert decodes is not None
 
         def generate(num_prompts: int) -> set[int]:
@@ -286,12 +289,12 @@ def test_captured_steps_have_memory_beside_the_pages(tmp_path: Path, monkeypatch
     folder = tiny.save(FAMILIES["mixtral"], tmp_path)
     platform = FakePlatform(memory=24 << 20)
     monkeypatch.setattr(platforms, "current", lambda: platform)
-    monkeypatch.setattr(torch_runner, "LARGEST_PREFILL", 256)
+    monkeypatch.setattr(forward, "LARGEST_PREFILL", 256)
     options = DEFAULTS | {"num_pages": 0, "max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 512}
     tokens, pages = [], []
     for modes in ({"graphs": "none"}, {"graphs": "decode"}, {"graphs": "pieces"}, {}):
         engine = make_engine(EngineConfig(model=str(folder), **(options | modes)))
-        tokens.append(engine.runner.captured_tokens)
+        tokens.append(forward.captured_tokens(engine.config, platform))
         pages.append(engine.runner.num_pages()[0])
         engine.close()
     assert tokens == [0, 64, 256, 512]

@@ -181,7 +181,7 @@ def test_graphs_leave_checkpoints_as_they_are(engine, monkeypatch: pytest.Monkey
     expected = one_by_one(engine(prefix_cache=False), prompts)
     monkeypatch.setattr(platforms, "current", FakePlatform)
     one = engine(graphs="full", num_pages=128)
-    ((group, states),) = one.runner.states.items()
+    ((group, states),) = one.runner.states.by_group.items()
     for turn in range(3):
         found = one_by_one(one, prompts)
         for updates, others in zip(found, expected, strict=True):

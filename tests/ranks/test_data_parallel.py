@@ -20,7 +20,7 @@ from anabranch.ranks.data_parallel import DataParallelEngine
 from anabranch.request import Request
 from anabranch.sampling_params import Grammar
 from tests.models import tiny
-from tests.ranks.test_engine import CASES, DRAWN, GREEDY, HYBRID, PENALTY, PROMPTS, gone
+from tests.ranks.test_engine import CASES, DRAWN, GREEDY, HYBRID, KINDS, PENALTY, PROMPTS, gone
 
 MANY = [[(5 * i + j * j + i * j) % tiny.VOCAB_SIZE for j in range(40)] for i in range(30)]
 """More rows than go to all ranks."""
@@ -266,15 +266,7 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
         LLM(str(folder), data_parallel_size=2, expert_parallel=True)
 
 
-CAPTURED = """
-import json, sys
-from anabranch.llm import LLM, SamplingParams
-if __name__ == "__main__":
-    prompts = json.loads(sys.argv[2])
-    more = [{}, {"temperature": 1.0, "seed": 3}, {"frequency_penalty": 0.5, "prompt_logprobs": 1}]
-    usual = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-    params = [SamplingParams(**usual | more[i % 3]) for i in range(6)]
-    for options in json.loads(sys.argv[3]):
+CAPTURED = f"""{KINDS}    for options in json.loads(sys.argv[3]):
         with LLM(sys.argv[1], dtype="float32", max_num_seqs=8, **options) as llm:
             before = str(llm.stats()["expert_ranks"])
             batches = [prompts, prompts[:1], prompts[:3]]

@@ -159,7 +159,7 @@ def test_what_cannot_be_divided_is_refused(folders: dict[str, Path]) -> None:
         LLM(str(folders["qwen3_moe_published"]), tensor_parallel_size=0)
 
 
-CAPTURED = """
+KINDS = """
 import json, sys
 from anabranch.llm import LLM, SamplingParams
 if __name__ == "__main__":
@@ -167,14 +167,16 @@ if __name__ == "__main__":
     more = [{}, {"temperature": 1.0, "seed": 3}, {"frequency_penalty": 0.5, "prompt_logprobs": 1}]
     usual = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     params = [SamplingParams(**usual | more[i % 3]) for i in range(6)]
-    for num_ranks in (1, 2):
+"""
+"""The beginning of a program: prompts, and parameters of three kinds for them."""
+CAPTURED = f"""{KINDS}    for num_ranks in (1, 2):
         options = dict(tensor_parallel_size=num_ranks, max_num_seqs=8, graphs=sys.argv[3])
         with LLM(sys.argv[1], dtype="float32", **options) as llm:
             found = [[output.token_ids for output in llm.generate(prompts, params)] for _ in range(2)]
             runner = llm.engine.runner
             one_shot = getattr(runner.model.group, "one_shot", None)
             calls = (one_shot.num_calls, one_shot.buffer.nbytes) if one_shot else None
-            made = [len(captured.made) for captured in (runner.decodes, runner.prefills) if captured is not None]
+            made = [len(one.made) for one in (runner.forward.decodes, runner.forward.prefills) if one is not None]
             print(json.dumps([runner.platform.name, found, made, calls]), flush=True)
 """
 

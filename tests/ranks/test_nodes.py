@@ -77,6 +77,16 @@ def node(command: list[str], number: int, port: int, torchrun: bool) -> subproce
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+def start_both(
+    start: Start, folder: Path, tmp_path: Path, options: dict[str, Any], torchrun: bool, *more: str
+) -> list[subprocess.Popen[str]]:
+    """PROGRAM on both nodes."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command, port = [str(script), str(folder), json.dumps(options), json.dumps(PROMPTS), *more], free_port()
+    return [start(command, number, port, torchrun) for number in (0, 1)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options, torchrun",
@@ -94,10 +104,7 @@ def test_two_nodes_answer_as_one_process(
     with LLM(str(folder), dtype="float32") as llm:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         expected = [output.token_ids for output in llm.generate(PROMPTS, params)]
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    command, port = [str(script), str(folder), json.dumps(options), json.dumps(PROMPTS)], free_port()
-    both = [start(command, number, port, torchrun) for number in (0, 1)]
+    both = start_both(start, folder, tmp_path, options, torchrun)
     found = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], found
     lines = [line for output, _ in found for line in output.splitlines() if line.startswith("ANSWERS")]
@@ -108,13 +115,7 @@ def test_two_nodes_answer_as_one_process(
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_node_that_ends_ends_the_other(folder: Path, tmp_path: Path, start: Start, killed: int) -> None:
     psutil = pytest.importorskip("psutil")
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    command, port = (
-        [str(script), str(folder), json.dumps({"tensor_parallel_size": 2}), json.dumps(PROMPTS), "forever"],
-        free_port(),
-    )
-    both = [start(command, number, port, False) for number in (0, 1)]
+    both = start_both(start, folder, tmp_path, {"tensor_parallel_size": 2}, False, "forever")
     assert both[0].stdout is not None and both[0].stdout.readline().startswith("ANSWERS")
     began = time.monotonic()
     ranks = ranks_of(psutil, both[1].pid)
@@ -132,13 +133,7 @@ def test_a_node_that_ends_ends_the_other(folder: Path, tmp_path: Path, start: St
 def test_a_rank_of_another_node_that_is_stopped_in_a_step(folder: Path, tmp_path: Path, start: Start) -> None:
     """Its own node ends it, which ends the collective in which rank 0 waits."""
     psutil = pytest.importorskip("psutil")
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    command, port = (
-        [str(script), str(folder), json.dumps({"tensor_parallel_size": 2}), json.dumps(PROMPTS), "forever"],
-        free_port(),
-    )
-    both = [start(command, number, port, False) for number in (0, 1)]
+    both = start_both(start, folder, tmp_path, {"tensor_parallel_size": 2}, False, "forever")
     assert both[0].stdout is not None and both[0].stdout.readline().startswith("ANSWERS")
     (rank,) = ranks_of(psutil, both[1].pid)
     began = time.monotonic()

@@ -57,22 +57,21 @@ class HostStep(NamedTuple):
         return [*self.slots, *[-1] * padding, *self.tokens, *zeros, *self.ends, *zeros]
 
 
-class Order(NamedTuple):
-    """A step for a rank that follows; see ranks/runner."""
+Tried = tuple[int, int, int, int]
+"""Of a request in a step with drafts: its slot, its first row, how many rows count, and the tokens before them."""
 
-    rows: HostStep
-    mode: str
-    """How a captured decode step samples; "": the step is not to be looked for among these."""
-    tables: list[tuple[int, list[array[int]]]]
-    """Changes of the flat page tables: where they begin, and for each cache group the entries."""
-    prompt_rows: list[tuple[int, int]]
-    """(first row, count) of rows whose logits the driver needs for the log-probabilities of a prompt."""
-    slots: list[int]
-    """Of the rows that sample."""
-    known_next: list[tuple[int, int]]
-    """For a draft layer; see engine/layer_drafts."""
-    most: int = 0
-    """See moe.dispatch.Exchange."""
+
+def tried_rows(shares: list[Share], counts: list[int]) -> list[Tried]:
+    """The arguments are Runner.settle's."""
+    # Where every row samples, all of them were tried (HostStep.separate); else those of shares with drafts.
+    all_tried = all(end - begin == num_samples for _, begin, end, num_samples in shares)
+    tried: list[Tried] = []
+    row = 0
+    for (sequence, begin, end, num_samples), count in zip(shares, counts, strict=True):
+        if all_tried or num_samples > 1:
+            tried.append((sequence.slot, row, count, begin))
+        row += end - begin
+    return tried
 
 
 class StepMaker:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from anabranch.compile.sizes import decode_sizes, prefill_sizes
+from anabranch.engine.forward import largest_captured
 from anabranch.engine.sampler import Sampler
 from anabranch.layers.step import Step
 from anabranch.request import Request
@@ -33,7 +34,7 @@ UNCHANGED = SamplingParams(temperature=1.0, top_p=0.5, seed=0, logprobs=1, max_t
 
 def dry_run(runner: Any) -> None:
     """Called by a TorchRunner with itself while launches are recorded; see `kernels.compile_ahead`."""
-    config, model, steps = runner.config, runner.model, runner.steps
+    config, model, steps, forward = runner.config, runner.model, runner.steps, runner.forward
     layers = model.config.layers
     kv = runner.kv[: max(layers.index(layer) for layer in layers) + 2]  # the first layer has no residual
 
@@ -46,14 +47,14 @@ def dry_run(runner: Any) -> None:
                 model.draft(step.token_T, hidden_TD, replace(step, num_tokens=num_tokens), runner.layer_drafts.cache)
 
     largest = config.max_num_batched_tokens
-    captured = 0 if runner.prefills is None else runner.largest_captured
+    captured = 0 if forward.prefills is None else largest_captured(config)
 
     sizes = prefill_sizes(largest)
     if captured < sizes[0]:
         sizes = sorted({*sizes, *(size for size in FEW_ROWS if size < largest)})
     for size in reversed(sizes):  # the smaller ones fit into memory that the first has taken
         launch(steps.dry_run(size, padded=size <= captured))
-    for size in reversed([] if runner.prompts is None else runner.prompts.sizes):
+    for size in reversed([] if forward.prompts is None else forward.prompts.sizes):
         if size > captured:
             launch(steps.dry_run(size, padded=True))
     for num_requests in {min(MIXED_REQUESTS, config.max_num_seqs), config.max_num_seqs}:
@@ -61,14 +62,14 @@ def dry_run(runner: Any) -> None:
             if num_requests < size <= largest:
                 launch(steps.dry_run(size, num_requests, padded=size <= captured))
     for size in reversed(decode_sizes(config.max_samples)):
-        if runner.decodes is not None:
-            runner.decode("greedy", steps.padding(size), kv)
+        if forward.decodes is not None:
+            runner.outputs.decode("greedy", steps.padding(size), kv)
         else:
             launch(steps.dry_run(size, size, padded=size <= captured))
     for size in FEW_ROWS:
         hidden_TD = torch.zeros(size, model.config.hidden_size, dtype=runner.dtype, device=runner.platform.device)
         draft(steps.unpack(steps.padding(size), steps.width, padded=True), hidden_TD)
-    if runner.draft_states:
+    if runner.states.kept:
         launch(steps.unpack(steps.padding(2), steps.width, padded=True, drafts=True))
         runner.settle_rows([(0, 0, 0, 0)])
     one_TK = torch.zeros(1, 1, dtype=torch.int32, device=runner.platform.device)

@@ -473,13 +473,7 @@ def make_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     with stage("config"):
         folder = locate(config.model, weights=config.load_format != "dummy")
         platform = platforms.current()
-        model = read_config(
-            folder,
-            quantized=platform.reads_quantized,
-            kv_cache_dtype=config.kv_cache_dtype,
-            state_dtype=config.state_dtype,
-            speculative=config.speculative,
-        )
+        model = read_config(folder, quantized=platform.reads_quantized, **config.model_options)
         read_sampling_defaults(folder, config.generation_config)  # refused before weights are read
         config = resolve(replace(config, model=str(folder)), model, platform)
         model = model.divide(0, config.tensor_parallel_size, config.expert_parallel)

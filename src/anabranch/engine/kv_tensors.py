@@ -1,4 +1,5 @@
-"""The pages themselves: the tensors of every layer, shaped as its CacheSpec says.
+"""The pages themselves: the tensors of every layer, shaped as its CacheSpec says; and what becomes of states between
+steps.
 
 P pages, S tokens in a page, L layers of a group.
 """
@@ -6,12 +7,16 @@ P pages, S tokens in a page, L layers of a group.
 import math
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from anabranch.engine.batch import StepMaker, Tried
+from anabranch.engine.runner import StateCopy
 from anabranch.layers.cache import CacheSpec
 from anabranch.layers.mixer import Cache
 from anabranch.models.config import ModelConfig
+from anabranch.models.decoder import Decoder
 
 
 def allocate(
@@ -64,3 +69,40 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         return torch.zeros(shape, dtype=dtype, device=device)
     # Host memory that the system zeroes when it is first touched: torch would touch all of it now, which takes seconds.
     return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def draft_bytes(config: ModelConfig, num_rows: int, dtype: torch.dtype) -> int:
+    """Of what mixers keep of a step of `num_rows` rows."""
+    kept = [layer.mixer for layer in config.layers if not layer.mixer.cache.policy.per_token]
+    return num_rows * sum(mixer.values_per_row for mixer in kept) * dtype.itemsize
+
+
+class States:
+    """The states of requests. There may be no layer that has any."""
+
+    def __init__(self, model: Decoder, kv: list[Cache], num_rows: int, dtype: torch.dtype) -> None:
+        """`kv`, the caches of all layers, also gets what mixers keep of steps of up to `num_rows` rows with drafts; 0:
+        there are no drafts."""
+        self.by_group = stack_states(model.config, kv)
+        self.kept: dict[int, Any] = {}
+        """Of each group with states, if there may be drafts: what its mixers keep until `settle`."""
+        for group, states in self.by_group.items() if num_rows else ():
+            layers = model.config.cache_groups[group].layers
+            mixers: list[Any] = [model.layers[layer_id].mixer for layer_id in layers]
+            self.kept[group] = mixers[0].draft_states(mixers, states, num_rows, dtype)
+            for layer_id, kept_NX in zip(layers, self.kept[group].kept_MNX, strict=True):
+                kv[layer_id] = *kv[layer_id], kept_NX
+
+    @torch.inference_mode()
+    def copy(self, copies: list[StateCopy]) -> None:
+        for group, source, target in copies:
+            for state_LP in self.by_group[group]:
+                state_LP[:, target].copy_(state_LP[:, source])
+
+    @torch.inference_mode()
+    def settle(self, tried: list[Tried], steps: StepMaker) -> None:
+        tried = tried + [(0, 0, 0, 0)] * (-len(tried) % 4)  # kernels are compiled apart for other addresses
+        slots, *rest = map(list, zip(*tried, strict=True))
+        for group, kept in self.kept.items():
+            pages = [steps.host_tables[group][slot * steps.width] for slot in slots]
+            kept.accept(*steps.upload_rows([pages, *rest]))

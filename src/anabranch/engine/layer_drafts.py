@@ -33,11 +33,14 @@ class LayerDrafts:
         rows: HostStep,
         known: list[tuple[int, int]],
         token_R: torch.Tensor | None,
-        step: Step,
-        hidden_TD: torch.Tensor,
+        step: Step | None,
+        hidden_TD: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Run the layer on all rows of a step, each with the token that follows it: sampled (`token_R`; None: no row
-        samples), `known`, or that of the next row. Returns the drafts."""
+        samples), `known`, or that of the next row. Returns the drafts. `step` None: `hidden_TD` has padding."""
+        assert hidden_TD is not None
+        if step is None:
+            step, hidden_TD = self.steps.unpack_rows(rows), hidden_TD[: len(rows.slots)]
         sampling = [end - 1 for end in rows.starts[1:]] if rows.logit_rows is None else rows.logit_rows
         row_N, token_N = self.steps.upload_pairs([*((row, 0) for row in sampling), *known])
         if token_R is not None:

@@ -49,6 +49,7 @@ from anabranch.engine.sampling_plan import (
     token_logprobs,
 )
 from anabranch.ops.mask_logits import pack_mask
+from anabranch.ops.penalize import PenalizeCall
 from anabranch.ops.sample import SampleCall, or_reason
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
@@ -272,7 +273,8 @@ class Sampler:
             for part in chunks(penalty.row_N.shape[0], self.vocab_size):
                 row_N, table_row_N = penalty.row_N[part], penalty.table_row_N[part]
                 amounts = [amount_N[part] for amount_N in penalty.amounts]
-                ops.penalize(logits_RV, row_N, table.count_PV, table.prompt_PV, table_row_N, *amounts)
+                tables = table.count_PV, table.prompt_PV, table_row_N
+                ops.penalize(PenalizeCall(logits_RV, row_N, *tables, *amounts))
 
     def _mask(self, logits_RV: torch.Tensor, row_N: torch.Tensor, allowed_NM: torch.Tensor) -> None:
         for part in chunks(row_N.shape[0], self.vocab_size):

@@ -11,13 +11,7 @@ from anabranch.parallel.group import ALONE, Group
 
 class MLP(nn.Module):
     def __init__(
-        self,
-        width: int,
-        inner: int,
-        activation: str,
-        bias: bool = False,
-        group: Group = ALONE,
-        partial: bool = False,
+        self, width: int, inner: int, activation: str, bias: bool = False, group: Group = ALONE, partial: bool = False
     ) -> None:
         """`partial`: the result is this rank's term of the sum over the group."""
         super().__init__()

@@ -27,20 +27,14 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
 
 
 def fake(
-    x_TD: torch.Tensor,
-    weight_FD: Weight,
-    bias_F: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     return x_TD.new_empty(*x_TD.shape[:-1], weight_FD.shape[0], dtype=out_dtype or x_TD.dtype)
 
 
 @op(samples=samples, fake=fake)
 def linear(
-    x_TD: torch.Tensor,
-    weight_FD: Weight,
-    bias_F: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """x · weightᵀ + bias, in x's dtype; with `out_dtype` the sum is not rounded to x's dtype on its way there."""
     dtype = out_dtype or x_TD.dtype

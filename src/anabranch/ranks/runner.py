@@ -29,11 +29,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store as TorchStore
 
 from anabranch import platforms
-from anabranch.engine.batch import Order
 from anabranch.engine.runner import DATA_PARALLEL, find
-from anabranch.engine.torch_runner import TorchRunner
 from anabranch.parallel.group import PRESENCE, STEP_SECONDS, Group, TorchGroup
 from anabranch.ranks import nodes
+from anabranch.ranks.rank_runner import Order, RankRunner
 from anabranch.ranks.watch import NESTED_SETTLE_SECONDS, Follower, Pulse, Watch
 
 if TYPE_CHECKING:
@@ -57,8 +56,8 @@ LINGER_SECONDS = 1.5
 """After the first rank of a node has ended: the others have the same reason to end."""
 
 
-class RanksRunner(TorchRunner):
-    """The driver's runner: TorchRunner on rank 0, which tells the others.
+class RanksRunner(RankRunner):
+    """The driver's runner: RankRunner on rank 0, which tells the others.
 
     Where ranks have requests of their own, the driver tells the first rank of each other engine, and that one those
     with the same tokens, with a runner such as this (see data_parallel).
@@ -138,7 +137,7 @@ class RanksRunner(TorchRunner):
 
     def idle(self, waiting: bool = False) -> None:
         """Captures contain collectives: all ranks capture at the same time."""
-        if any(captured is not None and captured.missed for captured in self.captured):
+        if any(captured.missed for captured in self.forward.captured):
             self.watch.warm = False
             with self._watched("idle"):
                 self._tell(self.same, "idle", waiting)
@@ -419,7 +418,7 @@ def follow(
             multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
             runner = find(f"{DATA_PARALLEL}:DataParallelRank")(config, platform, rank, found, environments)
         else:
-            runner = TorchRunner(config, platform, None, join(rank, size, platform, found))
+            runner = RankRunner(config, platform, None, join(rank, size, platform, found))
 
     if not (reply(lambda: None) and reply(load)):
         return

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import logprobs, mask_logits, penalize
 from anabranch.ops.mask_logits import pack_mask
+from anabranch.ops.penalize import PenalizeCall
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import everywhere
@@ -74,28 +75,28 @@ def test_what_logprobs_does_not_accept() -> None:
 # -- Penalties and masks -----------------------------------------------------------------------------------------------
 
 
-def penalties(rows: int, vocabulary: int) -> dict[str, Any]:
+def penalties(rows: int, vocabulary: int) -> PenalizeCall:
     table = torch.randperm(rows + 3)[:rows]
-    return {
-        "logits_RV": 5 * torch.randn(rows + 1, vocabulary),
-        "row_N": torch.randperm(rows + 1)[:rows],
-        "count_PV": torch.randint(-4, 5, (rows + 3, vocabulary), dtype=torch.int32).clamp(min=0),
-        "prompt_PV": torch.rand(rows + 3, vocabulary) < 0.2,
-        "table_row_N": table,
-        "presence_N": torch.randn(rows),
-        "frequency_N": torch.randn(rows),
-        "repetition_N": 0.5 + torch.rand(rows),
-    }
+    return PenalizeCall(
+        logits_RV=5 * torch.randn(rows + 1, vocabulary),
+        row_N=torch.randperm(rows + 1)[:rows],
+        count_PV=torch.randint(-4, 5, (rows + 3, vocabulary), dtype=torch.int32).clamp(min=0),
+        prompt_PV=torch.rand(rows + 3, vocabulary) < 0.2,
+        table_row_N=table,
+        presence_N=torch.randn(rows),
+        frequency_N=torch.randn(rows),
+        repetition_N=0.5 + torch.rand(rows),
+    )
 
 
 @everywhere
 def test_penalties_have_the_reference_s_bits(device: str) -> None:
     for rows, vocabulary in ((3, 2500),) if device == "cpu" else ((3, 2500), (64, 151936)):
-        arguments = penalties(rows, vocabulary)
+        arguments = {"call": penalties(rows, vocabulary)}
         found, expected = copy(arguments, torch.device(device)), copy(arguments)
         penalize.penalize(**found)
         ops.penalize.reference(**expected)
-        assert torch.equal(found["logits_RV"].cpu(), expected["logits_RV"])
+        assert torch.equal(found["call"].logits_RV.cpu(), expected["call"].logits_RV)
 
 
 @everywhere
@@ -122,7 +123,7 @@ def test_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) ->
         logprobs.logprobs(logits, token, 20)
         logprobs.logprobs(logits, token, 0)
     with recorded(penalize, "penalize_kernel") as more:
-        penalize.penalize(**penalties(2, 151936))
+        penalize.penalize(penalties(2, 151936))
     with recorded(mask_logits, "mask_kernel") as masks:
         mask_logits.mask_logits(logits, token[:1], torch.zeros(1, 4748, dtype=torch.int32))
     assert len([*launches, *more, *masks]) == 6

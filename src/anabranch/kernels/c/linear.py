@@ -11,10 +11,7 @@ compute = function("linear")
 
 
 def accepts(
-    x_TD: torch.Tensor,
-    weight_FD: Weight,
-    bias_F: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> bool:
     few = x_TD.dim() == 2 and 0 < x_TD.shape[0] <= MAX_ROWS and out_dtype in (None, torch.float32)
     return few and weight_FD.format is PLAIN and is_plain(x_TD, weight_FD.data, bias_F)
@@ -22,10 +19,7 @@ def accepts(
 
 @ops.linear.kernel("c", on=("cpu",), accepts=accepts)
 def linear(
-    x_TD: torch.Tensor,
-    weight_FD: Weight,
-    bias_F: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     weight = weight_FD.data
     (tokens, width), outputs = x_TD.shape, weight.shape[0]

@@ -60,10 +60,7 @@ def _agreeing(weight_XDF: torch.Tensor) -> tuple[int, ...]:
 
 @ops.linear.kernel("invariant", on=("cpu", "fake"))
 def linear(
-    x_TD: torch.Tensor,
-    weight_FD: Weight,
-    bias_F: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dtype = out_dtype or x_TD.dtype
     y_TF = product(x_TD.to(dtype), weight_FD.dense(dtype).mT)

@@ -11,6 +11,7 @@ import triton.language as tl
 from anabranch import ops
 from anabranch.kernels.triton.exact import EXACT
 from anabranch.kernels.triton.launch import cdiv, launch_options, wait_for_predecessor
+from anabranch.ops.penalize import PenalizeCall
 
 BLOCK = 1024
 PARTS = ["row_N", "table_row_N", "presence_N", "frequency_N", "repetition_N"]
@@ -38,41 +39,20 @@ def penalize_kernel(
     tl.store(place, logit, mask=there)
 
 
-def accepts(
-    logits_RV: torch.Tensor,
-    row_N: torch.Tensor,
-    count_PV: torch.Tensor,
-    prompt_PV: torch.Tensor,
-    table_row_N: torch.Tensor,
-    presence_N: torch.Tensor,
-    frequency_N: torch.Tensor,
-    repetition_N: torch.Tensor,
-) -> bool:
-    vectors = row_N, count_PV, prompt_PV, table_row_N, presence_N, frequency_N, repetition_N
-    return (
-        logits_RV.dtype == torch.float32
-        and logits_RV.stride(1) == 1
-        and count_PV.dtype == torch.int32
-        and all(x.is_contiguous() for x in vectors)
-    )
+def accepts(call: PenalizeCall) -> bool:
+    logits_RV, *others = call
+    good = logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1 and call.count_PV.dtype == torch.int32
+    return good and all(x.is_contiguous() for x in others)
 
 
 @ops.penalize.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts)
-def penalize(
-    logits_RV: torch.Tensor,
-    row_N: torch.Tensor,
-    count_PV: torch.Tensor,
-    prompt_PV: torch.Tensor,
-    table_row_N: torch.Tensor,
-    presence_N: torch.Tensor,
-    frequency_N: torch.Tensor,
-    repetition_N: torch.Tensor,
-) -> None:
+def penalize(call: PenalizeCall) -> None:
+    logits_RV, row_N, count_PV, prompt_PV, *others = call
     num_rows, vocabulary = row_N.shape[0], logits_RV.shape[1]
     if num_rows == 0:
         return
     penalize_kernel[(num_rows, cdiv(vocabulary, BLOCK))](
-        logits_RV, row_N, count_PV, prompt_PV.view(torch.int8), table_row_N, presence_N, frequency_N, repetition_N,
+        logits_RV, row_N, count_PV, prompt_PV.view(torch.int8), *others,
         vocabulary, logits_RV.stride(0), count_PV.stride(0),
         BLOCK=BLOCK, num_warps=4, **EXACT, **launch_options(logits_RV.device),
     )  # fmt: skip
