@@ -65,6 +65,7 @@ test-all: lint system-tools tritons $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched $(LM_
 	ANABRANCH_TEST_ALL=1 $(PYTEST)
 	ANABRANCH_TEST_ALL=1 $(MAKE) test-interpreter
 	$(MAKE) test-mlx test-npu
+	ANABRANCH_TEST_ALL=1 $(MAKE) test-clients
 
 JOBS ?= 8
 test-gpu:  ## the GPU tests, with the machine's own python3 and no .venv, by JOBS processes
