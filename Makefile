@@ -65,6 +65,7 @@ test-all: lint system-tools tritons $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched $(LM_
 	ANABRANCH_TEST_ALL=1 $(PYTEST)
 	ANABRANCH_TEST_ALL=1 $(MAKE) test-interpreter
 	$(MAKE) test-mlx test-npu
+	ANABRANCH_TEST_ALL=1 $(MAKE) test-clients
 
 JOBS ?= 8
 test-gpu:  ## the GPU tests, with the machine's own python3 and no .venv, by JOBS processes
@@ -107,7 +108,7 @@ $(CLIENTS)/npm/.installed: tests/clients/package.json tests/clients/package-lock
 	@touch $@
 
 test-clients: $(CLIENTS)/.installed $(if $(shell command -v npm),$(CLIENTS)/npm/.installed)  ## real clients of PyPI and npm against a server with the bundled model
-	ANABRANCH_TEST_CLIENTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/test_clients.py
+	ANABRANCH_TEST_CLIENTS=1 $(PYTEST) tests/server/test_clients.py
 
 # Triton versions beside the pinned one: every kernel must compile with the oldest and the newest supported.
 TRITONS := $(if $(LINUX),$(patsubst %,.cache/triton/%/.installed,3.6.0 3.9.0))

@@ -1,7 +1,7 @@
 // The package @anthropic-ai/sdk of npm.
 import assert from "node:assert/strict";
 import Anthropic from "@anthropic-ai/sdk";
-import { ENDLESS, LONG, SCHEMA, SERVER, TOOL, checkAbort, checkCall, checkPerson, run } from "./harness.mjs";
+import { LONG, MANY_TOKENS, SCHEMA, SERVER, TOOL, checkAbort, checkCall, checkPerson, run } from "./harness.mjs";
 
 const client = new Anthropic({ baseURL: SERVER.url, apiKey: "none", maxRetries: 0 });
 const user = [{ role: "user", content: SERVER.prompt }];
@@ -53,8 +53,8 @@ const messages = {
   },
   async abort() {
     await checkAbort(async () => {
-      const asked = [{ role: "user", content: ENDLESS }];
-      const stream = client.messages.stream({ ...some, messages: asked, max_tokens: 900 });
+      const endless = client.withOptions({ baseURL: SERVER.endless });
+      const stream = endless.messages.stream({ ...some, max_tokens: MANY_TOKENS });
       stream.on("text", () => stream.abort());
       await assert.rejects(stream.done(), Anthropic.APIUserAbortError);
     });

@@ -61,7 +61,7 @@ def errors() -> None:
 
 def abort() -> None:
     def leave() -> None:
-        answer = model(max_tokens=900).stream(harness.ENDLESS)
+        answer = model(base_url=harness.ENDLESS, max_tokens=harness.MANY_TOKENS).stream(PROMPT)
         next(chunk for chunk in answer if chunk.text)
         answer.close()  # type: ignore[attr-defined]
 

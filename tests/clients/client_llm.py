@@ -25,8 +25,8 @@ ENTRY = """\
   supports_tools: true
   can_stream: true
 """
-names = {"demo": MODEL, "wrong": "no-such-model"}
-entries = [ENTRY.format(id=id, name=name, url=URL) for id, name in names.items()]
+models = {"demo": (MODEL, URL), "wrong": ("no-such-model", URL), "endless": (MODEL, harness.ENDLESS)}
+entries = [ENTRY.format(id=id, name=name, url=url) for id, (name, url) in models.items()]
 (FOLDER / "extra-openai-models.yaml").write_text("".join(entries))
 OPTIONS = {"temperature": 0, "max_tokens": NUM_TOKENS}
 
@@ -66,9 +66,8 @@ def errors() -> None:
 
 def abort() -> None:
     def leave() -> None:
-        pieces = iter(ask(harness.ENDLESS, max_tokens=900))
-        next(piece for piece in pieces if piece)
-        del pieces
+        pieces = iter(ask(model="endless", max_tokens=harness.MANY_TOKENS))
+        next(piece for piece in pieces if piece)  # it has no close
 
     harness.check_abort(leave)
 

@@ -57,7 +57,8 @@ def errors() -> None:
 
 def abort() -> None:
     def leave() -> None:
-        parts = ask(harness.ENDLESS, 900, stream=True)
+        options = {"temperature": 0, "num_predict": harness.MANY_TOKENS}
+        parts = ollama.Client(host=harness.ENDLESS).chat(model=MODEL, messages=[USER], options=options, stream=True)
         next(parts)
         parts.close()
 

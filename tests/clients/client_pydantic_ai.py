@@ -27,8 +27,8 @@ class Person(BaseModel):
 
 
 def cases(make: Any) -> dict[str, harness.Case]:
-    def agent(name: str = MODEL, max_tokens: int = NUM_TOKENS, **options: Any) -> Agent[None, Any]:
-        model: Model = make(name)
+    def agent(name: str = MODEL, max_tokens: int = NUM_TOKENS, url: str = URL, **options: Any) -> Agent[None, Any]:
+        model: Model = make(name, url)
         return Agent(model, retries=0, model_settings={"temperature": 0, "max_tokens": max_tokens}, **options)
 
     def chat() -> None:
@@ -58,7 +58,7 @@ def cases(make: Any) -> dict[str, harness.Case]:
         assert isinstance(error, ModelHTTPError) and error.status_code == 400, error
 
     async def left() -> None:
-        async with agent(max_tokens=900).run_stream(harness.ENDLESS) as answer:
+        async with agent(max_tokens=harness.MANY_TOKENS, url=harness.ENDLESS).run_stream(PROMPT) as answer:
             async for _ in answer.stream_text(delta=True, debounce_by=None):
                 await answer.cancel()
                 break
@@ -76,15 +76,21 @@ def cases(make: Any) -> dict[str, harness.Case]:
     return harness.named(chat, stream, tools, structured, errors, abort, usage)
 
 
-openai = OpenAIProvider(base_url=f"{URL}/v1", api_key="none")
-anthropic = AnthropicProvider(base_url=URL, api_key="none")
-messages = cases(lambda name: AnthropicModel(name, provider=anthropic))
+def openai(url: str) -> OpenAIProvider:
+    return OpenAIProvider(base_url=f"{url}/v1", api_key="none")
+
+
+def anthropic(url: str) -> AnthropicProvider:
+    return AnthropicProvider(base_url=url, api_key="none")
+
+
+messages = cases(lambda name, url: AnthropicModel(name, provider=anthropic(url)))
 del messages["structured"]  # it knows by their names which models can, and asks the others by a tool
 harness.run(
     "pydantic-ai-slim",
     {
-        "pydantic-ai, chat": cases(lambda name: OpenAIChatModel(name, provider=openai)),
-        "pydantic-ai, responses": cases(lambda name: OpenAIResponsesModel(name, provider=openai)),
+        "pydantic-ai, chat": cases(lambda name, url: OpenAIChatModel(name, provider=openai(url))),
+        "pydantic-ai, responses": cases(lambda name, url: OpenAIResponsesModel(name, provider=openai(url))),
         "pydantic-ai, Anthropic": messages,
     },
 )

@@ -3,9 +3,10 @@ import assert from "node:assert/strict";
 import OpenAI from "openai";
 import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
-import { ENDLESS, LONG, SERVER, TOOL, checkAbort, checkCall, run } from "./harness.mjs";
+import { LONG, SERVER, TOOL, checkAbort, checkCall, run } from "./harness.mjs";
 
 const client = new OpenAI({ baseURL: `${SERVER.url}/v1`, apiKey: "none", maxRetries: 0 });
+const endless = client.withOptions({ baseURL: `${SERVER.endless}/v1` });
 const Person = z.object({ name: z.string().max(8), age: z.number().int().min(0).max(99) });
 const user = [{ role: "user", content: SERVER.prompt }];
 const some = { model: SERVER.model, temperature: 0 };
@@ -66,8 +67,7 @@ const chats = {
   },
   async abort() {
     await checkAbort(async () => {
-      const messages = [{ role: "user", content: ENDLESS }];
-      const stream = await client.chat.completions.create({ ...some, messages, stream: true });
+      const stream = await endless.chat.completions.create({ ...some, messages: user, stream: true });
       for await (const _ of stream) break;
     });
   },
@@ -121,7 +121,7 @@ const responses = {
   async abort() {
     await checkAbort(async () => {
       const leaving = new AbortController();
-      const stream = await client.responses.create({ ...some, input: ENDLESS, stream: true }, { signal: leaving.signal });
+      const stream = await endless.responses.create({ ...some, input: user, stream: true }, { signal: leaving.signal });
       try {
         for await (const event of stream) if (event.type === "response.output_text.delta") leaving.abort();
       } catch (error) {

@@ -3,13 +3,15 @@ import assert from "node:assert/strict";
 import { APICallError, Output, generateText, jsonSchema, streamText, tool } from "ai";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { ENDLESS, LONG, SCHEMA, SERVER, TOOL, checkAbort, checkCall, checkPerson, run } from "./harness.mjs";
+import { LONG, SCHEMA, SERVER, TOOL, checkAbort, checkCall, checkPerson, run } from "./harness.mjs";
 
-const openai = createOpenAI({ baseURL: `${SERVER.url}/v1`, apiKey: "none" });
-const options = { supportsStructuredOutputs: true, includeUsage: true };
-const compatible = createOpenAICompatible({ name: "anabranch", baseURL: `${SERVER.url}/v1`, ...options });
+const openai = (url) => createOpenAI({ baseURL: `${url}/v1`, apiKey: "none" });
+const options = { name: "anabranch", supportsStructuredOutputs: true, includeUsage: true };
+const compatible = (url) => createOpenAICompatible({ ...options, baseURL: `${url}/v1` });
 
-function cases(model) {
+// `provider`: what makes models, of a server's address.
+function cases(provider) {
+  const model = provider(SERVER.url);
   const some = { model: model(SERVER.model), temperature: 0, maxRetries: 0 };
   const short = { ...some, prompt: SERVER.prompt, maxOutputTokens: SERVER.num_tokens };
   return {
@@ -62,7 +64,8 @@ function cases(model) {
     async abort() {
       await checkAbort(async () => {
         const leaving = new AbortController();
-        const answer = streamText({ ...some, prompt: ENDLESS, abortSignal: leaving.signal });
+        const endless = provider(SERVER.endless)(SERVER.model);
+        const answer = streamText({ ...some, model: endless, prompt: SERVER.prompt, abortSignal: leaving.signal });
         for await (const _ of answer.textStream) leaving.abort();
       });
     },
@@ -74,7 +77,7 @@ function cases(model) {
 }
 
 await run("ai", {
-  "ai (npm) with @ai-sdk/openai, chat": cases(openai.chat),
-  "ai (npm) with @ai-sdk/openai, responses": cases(openai.responses),
+  "ai (npm) with @ai-sdk/openai, chat": cases((url) => openai(url).chat),
+  "ai (npm) with @ai-sdk/openai, responses": cases((url) => openai(url).responses),
   "ai (npm) with @ai-sdk/openai-compatible": cases(compatible),
 });

@@ -1,4 +1,4 @@
-"""Real clients of PyPI and npm against one real server with the bundled model; docs/clients.md says what they can do.
+"""Real clients of PyPI and npm against a real server with the bundled model; docs/clients.md says what they can do.
 
 `make test-clients` installs them, each into an environment of its own under .venv-clients, and runs this. A script
 runs its client's cases and prints how each ended (tests/clients/harness.py, harness.mjs); here that is
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from anabranch import bundled
 from tests.conftest import missing_tool
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ NPM = {"@anthropic-ai/sdk": "anthropic.mjs", "ai": "vercel.mjs", "openai": "open
 OLDEST_NODE = 20
 PROMPT, NUM_TOKENS = "Tell me a story.", 12
 SLOW = 300.0  # seconds that no script takes, on however busy a machine
+ENDLESS_CONTEXT = 32768  # tokens of an answer that no client waits for: minutes on a CPU
 
 Row = dict[str, Any]
 
@@ -76,24 +78,37 @@ def test_the_lock_file_names_no_registry() -> None:
     assert lock["packages"][""]["dependencies"] == json.loads((HERE / "package.json").read_text())["dependencies"]
 
 
+def write_endless(folder: Path) -> Path:
+    """The bundled model with a longer context and no token that ends an answer: a client has time to leave, however
+    quick the machine."""
+    shutil.copytree(bundled.folder(), folder)
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"max_position_embeddings": ENDLESS_CONTEXT, "eos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, Any]]:
-    """What scripts are given: the server's address, and what it answers."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What scripts are given: the server's address, what it answers, and another whose answers do not end."""
     from tests.server.serving import running
 
-    with running(None, "--chat-template", str(HERE / "tools.jinja")) as one:
+    model = write_endless(tmp_path_factory.mktemp("endless") / bundled.NAME)
+    with running(None, "--chat-template", str(HERE / "tools.jinja")) as one, running(model) as endless:
         name = one.get("/v1/models").json()["data"][0]["id"]
         body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": NUM_TOKENS, "temperature": 0}
         answer = one.post("/v1/chat/completions", body).json()
         yield {
             "url": one.url,
+            "endless": endless.url,
             "model": name,
             "prompt": PROMPT,
             "expected": answer["choices"][0]["message"]["content"],
             "num_tokens": NUM_TOKENS,
             "num_prompt_tokens": answer["usage"]["prompt_tokens"],
         }
-        assert "Traceback" not in one.log()
+        assert "Traceback" not in one.log() + endless.log()
 
 
 def check(package: str, command: list[str | Path], server: dict[str, Any]) -> None:
@@ -127,13 +142,13 @@ def test_python_client(package: str, server: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(not IS_ASKED, reason="runs in `make test-clients`")
 @pytest.mark.parametrize("package", NPM)
-def test_npm_client(package: str, server: dict[str, Any]) -> None:
+def test_npm_client(package: str, server: dict[str, Any], tmp_path: Path) -> None:
     if not (shutil.which("node") and shutil.which("npm")):
         missing_tool("needs node and npm (Debian: nodejs npm)")
     found = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout
     if int(found.lstrip("v").partition(".")[0]) < OLDEST_NODE:
         missing_tool(f"needs Node {OLDEST_NODE} or newer, not {found.strip()}")
-    folder = INSTALLED / "npm"
+    (tmp_path / "node_modules").symlink_to(INSTALLED / "npm" / "node_modules")
     for script in HERE.glob("*.mjs"):  # a module looks for packages beside itself
-        shutil.copy(script, folder)
-    check(package, ["node", folder / NPM[package]], server)
+        shutil.copy(script, tmp_path)
+    check(package, ["node", tmp_path / NPM[package]], server)
