@@ -99,8 +99,10 @@ def compare(
     fake: FakePlatform,
     arrivals: list[tuple[int, Request]],
     kinds: Collection[str] = CHOICES["graphs"],
+    made: dict[str, list[tuple[str, int]]] | None = None,
     **options: Any,
 ) -> Engine:
+    """`made`: gets the kinds and sizes that the last engine has captured."""
     aborted = {"1": 12, "4": 25}
     found = []
     for modes in [modes for modes in MODES if modes["graphs"] in kinds]:
@@ -109,6 +111,9 @@ def compare(
         found.append(serve(engine, arrivals, aborted))
         assert ("replay" in fake.log) == (modes is not MODES[0])
         load = engine.runner.expert_load()
+        if made is not None:
+            for name in ("decodes", "prefills"):
+                made[name] = list(getattr(getattr(engine.runner.forward, name), "made", ()))
         engine.close()
         assert engine.kv.usage() == 0
     for other in found[1:]:
@@ -138,13 +143,21 @@ def test_captured_is_uncaptured(family: str, tmp_path: Path, fake: FakePlatform,
     folder = tiny.save(FAMILIES[family], tmp_path)
     every_kind = [*range(len(PARAMS)), 0, 2, 3, 0]
     graphs = CHOICES["graphs"] if thorough or family in EVERY_KIND else ("none", "full")
-    engine = compare(folder, fake, requests(every_kind, 0), graphs)
-    runner = engine.runner
-    assert runner.forward.decodes is not None and {kind for kind, _ in runner.forward.decodes.made} == {
-        "greedy",
-        "drawn",
-    }
-    assert runner.forward.prefills is not None and len(runner.forward.prefills.made) > 1
+    made: dict[str, list[tuple[str, int]]] = {}
+    compare(folder, fake, requests(every_kind, 0), graphs, made)
+    assert {kind for kind, _ in made["decodes"]} == {"greedy", "drawn"} and len(made["prefills"]) > 1
+
+
+def test_graphs_end_with_the_engine(tmp_path: Path, fake: FakePlatform) -> None:
+    """Those of a device would make the end of the group wait, whose collectives they hold."""
+    engine = make_engine(EngineConfig(model=str(tiny.save(FAMILIES["qwen3_moe"], tmp_path)), **DEFAULTS))
+    serve(engine, requests([0, 1], 0), {})
+    forward = engine.runner.forward  # type: ignore[attr-defined]
+    made = [weakref.ref(one) for kind in forward.captured for one in kind.made.values()]
+    assert made
+    del forward
+    engine.close()
+    assert not [one for one in made if one() is not None]
 
 
 def test_captured_is_uncaptured_when_preempted(tmp_path: Path, fake: FakePlatform) -> None:

@@ -22,7 +22,7 @@ from anabranch.llm import LLM, SamplingParams
 from anabranch.parallel.group import BUFFER_VARIABLE, ONE_SHOT_BYTES, TorchGroup
 from anabranch.platforms.symmetric import SymmetricMemory
 from tests.models import tiny
-from tests.ranks.test_watch import fails_soon
+from tests.ranks.ending import fails_soon
 
 pytestmark = [
     pytest.mark.gpu,

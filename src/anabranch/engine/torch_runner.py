@@ -3,6 +3,7 @@
 A step: shares → rows (batch) → hidden rows (forward) → tokens and more, on their way to the host (outputs).
 """
 
+import gc
 from dataclasses import replace
 from functools import partial
 
@@ -194,3 +195,10 @@ class TorchRunner(Runner):
 
     def expert_load(self, settled: bool = False) -> list[list[int]]:
         return self.experts.load(settled)
+
+    def close(self) -> None:
+        """Captured graphs go before the group whose collectives they hold: NCCL would wait for them for ever."""
+        if "forward" in vars(self):
+            for captured in self.forward.captured:
+                captured.made.clear()
+        gc.collect()

@@ -33,7 +33,7 @@ from anabranch.engine.runner import DATA_PARALLEL, find
 from anabranch.parallel.group import PRESENCE, STEP_SECONDS, Group, TorchGroup
 from anabranch.ranks import nodes
 from anabranch.ranks.rank_runner import Order, RankRunner
-from anabranch.ranks.watch import NESTED_SETTLE_SECONDS, Follower, Pulse, Watch
+from anabranch.ranks.watch import NESTED_SETTLE_SECONDS, SETTLE_SECONDS, Follower, Pulse, Watch
 
 if TYPE_CHECKING:
     from anabranch.config import EngineConfig
@@ -49,11 +49,11 @@ ANSWERED = ("step", "stats")
 """Calls of a rank that has started whose result the driver waits for."""
 END_SECONDS = 5.0
 """For a follower to end by itself."""
-VERDICT_SECONDS = 5.0
-"""For `watch` to find out which rank has made a collective fail; one that another follower has started is named by that
-one first, and on a busy machine each needs a second or more."""
-LINGER_SECONDS = 1.5
-"""After the first rank of a node has ended: the others have the same reason to end."""
+VERDICT_SECONDS = 1.5
+"""For `watch` to find out which rank has made a collective fail."""
+NESTED_VERDICT_SECONDS = 5.0
+"""The same, where other ranks have followers of their own, and name them: on a busy machine each needs a second or
+more."""
 
 
 class RanksRunner(RankRunner):
@@ -204,6 +204,8 @@ class RanksRunner(RankRunner):
                 follower.node.close()
         self.followers.clear()
         if dist.is_initialized():
+            if dist.get_backend() != "gloo":  # whose collectives no device waits for
+                super().close()
             dist.destroy_process_group()
         if self.store is not None:
             self.store.close()
@@ -235,7 +237,8 @@ class RanksRunner(RankRunner):
         try:
             yield
         except (OSError, EOFError, RuntimeError) as error:
-            if self.watch.failed.wait(VERDICT_SECONDS):
+            nested = self.watch.settle_seconds > SETTLE_SECONDS
+            if self.watch.failed.wait(NESTED_VERDICT_SECONDS if nested else VERDICT_SECONDS):
                 raise RuntimeError(f"{self.failure} during {what}") from error
             raise
         if self.failure:  # collectives that were aborted give no numbers
@@ -368,7 +371,7 @@ def follow_ranks(place: nodes.Place, environments: dict[int, list[Environment]])
             with contextlib.suppress(EOFError, OSError):
                 ends.append(nodes.connect(place, pipe.recv(), rank, "node"))
     wait(ends)
-    time.sleep(LINGER_SECONDS)
+    time.sleep(VERDICT_SECONDS)  # the others have the same reason to end
     for process in ranks:
         process.kill()
         process.join()
