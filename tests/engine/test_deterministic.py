@@ -10,9 +10,10 @@ from anabranch.cli.main import main
 from anabranch.conformance import determinism, tiny
 from anabranch.kernels.invariant import blocks, elementwise, linear
 from anabranch.llm import LLM
+from anabranch.ops.activation import ACTIVATIONS
 from anabranch.ops.weight import Weight
 
-FAMILIES = ("qwen2_moe", "qwen3_5_moe", "deepseek_v2", "gpt_oss")
+FAMILIES = ("qwen2_moe", "qwen3_5_moe", "deepseek_v2", "gpt_oss", "gemma4_text")
 DTYPES = ("float32", "bfloat16")
 CASES = [pytest.param(family, dtype, marks=pytest.mark.slow) for family in FAMILIES for dtype in DTYPES]
 
@@ -61,10 +62,7 @@ def test_differences_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not any(name.startswith("again") for name in found)
 
 
-def test_what_is_not_covered_is_refused(tmp_path: Path) -> None:
-    tiny.write("gemma4_text", tmp_path)
-    with pytest.raises(ValueError, match="deterministic: not yet with gemma4_text"):
-        LLM(tmp_path, deterministic=True)
+def test_what_is_not_covered_is_refused() -> None:
     with pytest.raises(ValueError, match="deterministic: not yet with 2 ranks"):
         LLM(deterministic=True, tensor_parallel_size=2)
 
@@ -83,9 +81,18 @@ def test_rows_of_products_do_not_depend_on_their_number() -> None:
 
 def test_elements_do_not_depend_on_their_number() -> None:
     x_TD = 3 * torch.randn(700, 50, generator=torch.Generator().manual_seed(2))
-    for function in (torch.nn.functional.silu, torch.sigmoid):
+    for function in (torch.nn.functional.silu, torch.sigmoid, torch.tanh):
         expected = torch.cat([elementwise.in_vectors(function, row) for row in x_TD.split(1)])
         assert torch.equal(elementwise.in_vectors(function, x_TD), expected)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gates_do_not_depend_on_the_number_of_rows(kind: str) -> None:
+    """A gate is a slice of its row: contiguous if there is one row, and not if there are more."""
+    for width in (50, 96, 704):
+        x_T2I = 3 * torch.randn(67, 2 * width, generator=torch.Generator().manual_seed(3))
+        expected = torch.cat([elementwise.gated_activation(row, kind) for row in x_T2I.split(1)])
+        assert torch.equal(elementwise.gated_activation(x_T2I, kind), expected), width
 
 
 def test_sizes_that_do_not_agree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """Functions of single elements, computed in whole vectors.
 
 torch's loops compute what is left after whole vectors, at the end of each thread's part, by other code, which may round
-otherwise. So rows are padded to whole vectors, and calls are too small to be divided among threads. Sums, products,
-quotients and roots need no such care: all code rounds them alike, unless it fuses two (`addcmul`).
+otherwise. So rows are padded to whole vectors, and calls are too small to be divided among threads. For some functions
+(gelu) torch has other code for contiguous tensors, such as one row of a slice is and several rows are not: so all are
+made contiguous. Sums, products, quotients and roots need no such care: all code rounds them alike, unless it fuses two
+(`addcmul`).
 
-T rows, I intermediate width, D width.
+T rows, I intermediate width, D width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -26,6 +28,7 @@ def in_vectors(function: Callable[[torch.Tensor], torch.Tensor], x_TD: torch.Ten
     width = x_TD.shape[-1]
     if missing := -width % (LINE // x_TD.element_size()):
         x_TD = F.pad(x_TD, (0, missing))
+    x_TD = x_TD.contiguous()
     rows = max(1, UNDIVIDED // x_TD[:1].numel()) if x_TD.numel() else 1
     y_TD = function(x_TD) if x_TD.shape[0] <= rows else torch.cat([function(part) for part in x_TD.split(rows)])
     return y_TD[..., :width] if missing else y_TD
@@ -54,6 +57,11 @@ def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor)
 @ops.multiply_gated.kernel("invariant", on=("cpu", "fake"))
 def multiply_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x * in_vectors(torch.sigmoid, gate)
+
+
+@ops.cap_logits.kernel("invariant", on=("cpu", "fake"))
+def cap_logits(logits_TV: torch.Tensor, cap: float) -> torch.Tensor:
+    return in_vectors(torch.tanh, logits_TV.float() / cap) * cap
 
 
 # In fp32 the usual kernel of the CPU has a fused product and sum.
