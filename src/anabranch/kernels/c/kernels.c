@@ -41,9 +41,12 @@ INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
 INLINE vec all(float x) { return x - (vec){0}; }
 INLINE vec choose(ivec yes, vec a, vec b) { return (vec)((yes & (ivec)a) | (~yes & (ivec)b)); }
 INLINE float total(vec v) {
-    float part[LANES];
-    memcpy(part, &v, sizeof v);
+    float part[LANES]; /* taken one by one: a copy of v's memory would keep the sums of a tile out of registers */
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) part[i] = v[i];
+#pragma GCC unroll 4
     for (int width = LANES / 2; width; width /= 2)
+#pragma GCC unroll 8
         for (int i = 0; i < width; i++) part[i] += part[i + width];
     return part[0];
 }
