@@ -196,7 +196,7 @@ class TorchRunner(Runner):
         self.experts = ExpertCounter(self.model, self.platform, config.expert_load_interval)
         self.slots = Slots(self.sampler, self.model.config.eos_ids)
         self._plan_graphs()
-        if ops.linear.bound and ops.linear.bound[0].provider == "c" and self.exchange is None:
+        if ops.linear.bound and ops.linear.bound[0].provider in ("c", "invariant") and self.exchange is None:
             self.recorded = RecordedSteps(self.model, self.kv, self.steps.width)
 
     def warm_up(self) -> None:

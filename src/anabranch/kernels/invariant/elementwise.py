@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from anabranch import ops
+from anabranch.kernels.invariant import in_c
 from anabranch.ops.activation import SWIGLU_LIMIT, SWIGLU_SLOPE
 
 LINE = 128
@@ -40,6 +41,8 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 
 @ops.gated_activation.kernel("invariant", on=("cpu", "fake"))
 def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
+    if (found := in_c.gated(x_T2I, kind)) is not None:
+        return found
     gate, up = x_T2I.chunk(2, dim=-1)
     if kind == "clamped_swiglu":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
@@ -51,7 +54,8 @@ def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
 
 @ops.add_gated.kernel("invariant", on=("cpu", "fake"))
 def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
-    return x_TD + in_vectors(torch.sigmoid, gate_T1) * gated_TD
+    found = in_c.add_gated(x_TD, gated_TD, gate_T1)
+    return x_TD + in_vectors(torch.sigmoid, gate_T1) * gated_TD if found is None else found
 
 
 @ops.multiply_gated.kernel("invariant", on=("cpu", "fake"))
@@ -62,7 +66,3 @@ def multiply_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 @ops.cap_logits.kernel("invariant", on=("cpu", "fake"))
 def cap_logits(logits_TV: torch.Tensor, cap: float) -> torch.Tensor:
     return in_vectors(torch.tanh, logits_TV.float() / cap) * cap
-
-
-# In fp32 the usual kernel of the CPU has a fused product and sum.
-ops.rope_store.kernel("invariant", on=("cpu", "fake"))(ops.rope_store.reference)
