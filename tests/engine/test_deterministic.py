@@ -5,14 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from anabranch import kernels, ops, platforms
+from anabranch import bundled, kernels, ops, platforms
 from anabranch.cli.main import main
 from anabranch.conformance import determinism, tiny
-from anabranch.kernels.invariant import blocks, elementwise, linear
-from anabranch.llm import LLM
+from anabranch.kernels.c import library
+from anabranch.kernels.invariant import attention, blocks, elementwise, experts, in_c, linear
+from anabranch.llm import LLM, SamplingParams
+from anabranch.ops.activation import ACTIVATIONS
+from anabranch.ops.attention import AttentionCall
 from anabranch.ops.weight import Weight
 
-FAMILIES = ("qwen2_moe", "qwen3_5_moe", "deepseek_v2", "gpt_oss")
+FAMILIES = ("qwen2_moe", "qwen3_5_moe", "deepseek_v2", "gpt_oss", "gemma4_text")
 DTYPES = ("float32", "bfloat16")
 CASES = [pytest.param(family, dtype, marks=pytest.mark.slow) for family in FAMILIES for dtype in DTYPES]
 
@@ -61,18 +64,85 @@ def test_differences_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not any(name.startswith("again") for name in found)
 
 
-def test_what_is_not_covered_is_refused(tmp_path: Path) -> None:
-    tiny.write("gemma4_text", tmp_path)
-    with pytest.raises(ValueError, match="deterministic: not yet with gemma4_text"):
-        LLM(tmp_path, deterministic=True)
+def test_what_is_not_covered_is_refused() -> None:
     with pytest.raises(ValueError, match="deterministic: not yet with 2 ranks"):
         LLM(deterministic=True, tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+def test_same_bits_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_c, "problem", "there is no C compiler")
+    tiny.write("qwen2_moe", tmp_path)
+    assert wrong(tmp_path, "float32", monkeypatch) == {}
+
+
+@pytest.mark.skipif(bool(library.problem), reason=library.problem)
+def test_decode_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANABRANCH_PLATFORM", "cpu")
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with LLM(bundled.folder(), dtype="float32", max_num_seqs=2, num_pages=16, deterministic=True) as llm:
+        llm.generate([[5, 6, 7], [300, 20]], params)
+        assert list(llm.engine.runner.recorded.by_rows) == [2]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("in_c_too", (True, False))
+def test_rows_of_attention_do_not_depend_on_their_number(in_c_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not in_c_too:
+        monkeypatch.setattr(in_c, "problem", "there is no C compiler")
+    generator, tokens = torch.Generator().manual_seed(4), 70
+    for heads, kv_heads, dim, window in ((4, 2, 64, 0), (3, 1, 24, 9), (7, 1, 40, 33)):
+        q_THD = torch.randn(tokens, heads + 1, dim, generator=generator)[:, :heads]
+        k_PSGD, v_PSGD = torch.randn(2, 18, 4, kv_heads, dim, generator=generator)
+        table_RM = torch.randperm(18, generator=generator)[None].int()
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            starts, length = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()
+            pages = k_PSGD, v_PSGD, table_RM  # noqa: B023
+            return attention.attention(
+                AttentionCall(q_THD[begin:end], *pages, starts, length, dim**-0.5, window, end - begin)  # noqa: B023
+            )
+
+        expected = rows(0, tokens)
+        for number in (1, 2, 3, 5, 8, 33):
+            assert torch.equal(rows(tokens - number, tokens), expected[-number:]), (heads, number)
+            assert torch.equal(rows(10, 10 + number), expected[10 : 10 + number]), (heads, number)
+
+
+@pytest.mark.parametrize("in_c_too", (True, False))
+def test_rows_of_slices_do_not_depend_on_their_number(in_c_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of a slice is contiguous, several are not; the kernels in C are called for all or for none."""
+    if not in_c_too:
+        monkeypatch.setattr(in_c, "problem", "there is no C compiler")
+    generator, (tokens, width, num_experts) = torch.Generator().manual_seed(5), (300, 50, 6)
+    x_TD, y_TD = torch.randn(2, tokens, 3 * width, generator=generator)[..., width : 2 * width]
+    norm_D, gate_T1 = torch.rand(width, generator=generator), torch.randn(tokens, 3, generator=generator)[:, 1:2]
+    gate_up_EFD = Weight.of(torch.randn(num_experts, 40, width, generator=generator))
+    down_EDI = Weight.of(torch.randn(num_experts, width, 20, generator=generator))
+    logits_TE = torch.randn(tokens, 2 * num_experts, generator=generator)[:, :num_experts]
+
+    def compute(rows: slice) -> list[torch.Tensor]:
+        weight_TK, expert_TK = in_c.choose(ops.RouteCall(logits_TE[rows], 2))
+        call = ops.ExpertsCall(x_TD[rows], weight_TK, expert_TK, gate_up_EFD, down_EDI, activation="silu")
+        return [
+            weight_TK,
+            experts.experts(call),
+            elementwise.gated_activation(x_TD[rows], "silu"),
+            elementwise.add_gated(x_TD[rows], y_TD[rows], gate_T1[rows]),
+            in_c.rms_norm(x_TD[rows], norm_D, 1e-6),
+            *in_c.add_rms_norm(x_TD[rows], y_TD[rows], norm_D, 1e-6),
+        ]
+
+    expected = compute(slice(0, tokens))
+    for number in (1, 2, 3, 5, 33, 100):
+        rows = slice(tokens - number, tokens)
+        assert [torch.equal(x, y[rows]) for x, y in zip(compute(rows), expected, strict=True)] == [True] * 7, number
 
 
 def test_rows_of_products_do_not_depend_on_their_number() -> None:
     kernels.bind(platforms.make("cpu"), deterministic=True)
     generator = torch.Generator().manual_seed(1)
-    for outputs, inputs in ((33, 48), (256, 640)):  # of these sums some libraries change the order with the rows
+    # Of these sums some libraries change the order with the rows.
+    for outputs, inputs in ((33, 48), (7, 41), (256, 640)):
         weight_FD = Weight.of(torch.randn(outputs, inputs, generator=generator))
         x_TD = torch.randn(300, inputs, generator=generator)
         expected = ops.linear(x_TD, weight_FD)
@@ -83,9 +153,18 @@ def test_rows_of_products_do_not_depend_on_their_number() -> None:
 
 def test_elements_do_not_depend_on_their_number() -> None:
     x_TD = 3 * torch.randn(700, 50, generator=torch.Generator().manual_seed(2))
-    for function in (torch.nn.functional.silu, torch.sigmoid):
+    for function in (torch.nn.functional.silu, torch.sigmoid, torch.tanh):
         expected = torch.cat([elementwise.in_vectors(function, row) for row in x_TD.split(1)])
         assert torch.equal(elementwise.in_vectors(function, x_TD), expected)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gates_do_not_depend_on_the_number_of_rows(kind: str) -> None:
+    """A gate is a slice of its row: contiguous if there is one row, and not if there are more."""
+    for width in (50, 96, 704):
+        x_T2I = 3 * torch.randn(67, 2 * width, generator=torch.Generator().manual_seed(3))
+        expected = torch.cat([elementwise.gated_activation(row, kind) for row in x_T2I.split(1)])
+        assert torch.equal(elementwise.gated_activation(x_T2I, kind), expected), width
 
 
 def test_sizes_that_do_not_agree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ class Forward:
                 lambda _, size: PromptStep(platform, pool, model, kv, steps.padding_of_one(size), unpack, start),
                 padded=largest,
             )
-        if ops.linear.bound and ops.linear.bound[0].provider == "c" and config.data_parallel_size == 1:
+        if ops.linear.bound and ops.linear.bound[0].provider in ("c", "invariant") and config.data_parallel_size == 1:
             self.recorded = RecordedSteps(model, kv, steps.width)
 
     def _start(

@@ -35,7 +35,7 @@ def bind(platform: Platform, deterministic: bool = False) -> None:
 
     providers = dict(platform.providers)
     if deterministic:
-        providers.pop("c", None)  # whose kernels do steps of few rows only
+        providers.pop("c", None)  # whose kernels are bound to steps of few rows; `invariant` calls them for all
         providers |= INVARIANT
     for provider, module in providers.items():
         try:

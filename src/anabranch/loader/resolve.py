@@ -43,8 +43,6 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
         where = f"{config.num_ranks} ranks" if config.num_ranks > 1 else f"platform {platform.name!r}"
         if config.num_ranks > 1 or not platform.deterministic:
             raise ValueError(f"deterministic: not yet with {where}, only on one CPU; leave it out")
-        if model.activation == "gelu_tanh" or model.logit_softcap:  # of Gemma 4, whose rows still depend on others
-            raise ValueError(f"deterministic: not yet with {model.model_type}; leave it out")
     if config.speculative != "none":
         refused = f"speculative {config.speculative}: not yet"
         with_states = (layer.mixer for layer in model.layers if not layer.mixer.cache.policy.per_token)

@@ -201,5 +201,5 @@ class Decoder(nn.Module):
         if logits.shape[1] != self.config.vocab_size:
             logits = self.group.all_gather(logits, dim=1)
         if self.config.logit_softcap:
-            logits = torch.tanh(logits.float() / self.config.logit_softcap) * self.config.logit_softcap
+            logits = ops.cap_logits(logits, self.config.logit_softcap)
         return logits

@@ -3,7 +3,7 @@
 Never imports `kernels`: kernels register on ops. Shapes are in the names; each file starts with its legend.
 """
 
-from anabranch.ops.activation import add_gated, gated_activation, multiply_gated
+from anabranch.ops.activation import add_gated, cap_logits, gated_activation, multiply_gated
 from anabranch.ops.attention import AttentionCall, attention
 from anabranch.ops.count_experts import count_experts
 from anabranch.ops.decode_inputs import decode_inputs, decode_pages
@@ -45,6 +45,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "bind",
+    "cap_logits",
     "count_experts",
     "decode_inputs",
     "decode_pages",

@@ -1,4 +1,7 @@
-"""Gates: of a feed-forward's values, and of a whole feed-forward. T rows, I intermediate width, D width."""
+"""Gates: of a feed-forward's values, and of a whole feed-forward. Bounds of logits.
+
+T rows, I intermediate width, D width, V vocabulary.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -55,3 +58,15 @@ def multiply_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
     """x + sigmoid(gate) · gated, each of the three rounded to x's dtype. Writes over no input."""
     return x_TD + torch.sigmoid(gate_T1) * gated_TD
+
+
+def cap_logits_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
+    for rows, vocabulary in ((1, 64), (5, 97), (0, 8)):
+        logits = (40 * torch.randn(rows, vocabulary, generator=generator)).to(dtype)
+        yield f"T{rows} V{vocabulary}", {"logits_TV": logits, "cap": 30.0}
+
+
+@op(samples=cap_logits_samples)
+def cap_logits(logits_TV: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap · tanh(logits / cap), in fp32."""
+    return torch.tanh(logits_TV.float() / cap) * cap

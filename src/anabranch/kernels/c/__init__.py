@@ -1,4 +1,5 @@
-"""Kernels in C for decode steps on a CPU: each replaces several small calls of torch. fp32, few rows.
+"""Kernels in C for decode steps on a CPU: each replaces several small calls of torch. fp32, few rows; with
+`deterministic` any number (`kernels/invariant/in_c`), because a row's sums have the same order in all of them.
 
 They are compiled when this is imported for the first time on a machine. Where that is not possible nothing is
 registered, and torch's kernels remain.

@@ -9,7 +9,11 @@ silu, add = function("gated_silu"), function("add_gated")
 
 
 def accepts_gated(x_T2I: torch.Tensor, kind: str) -> bool:
-    return kind == "silu" and x_T2I.dim() == 2 and x_T2I.shape[0] <= MAX_ROWS and is_plain(x_T2I)
+    return x_T2I.shape[0] <= MAX_ROWS and fits_gated(x_T2I, kind)
+
+
+def fits_gated(x_T2I: torch.Tensor, kind: str) -> bool:
+    return kind == "silu" and x_T2I.dim() == 2 and is_plain(x_T2I)
 
 
 @ops.gated_activation.kernel("c", on=("cpu",), accepts=accepts_gated)

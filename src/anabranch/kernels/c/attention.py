@@ -15,9 +15,13 @@ compute = function("attention")
 
 def accepts(call: AttentionCall) -> bool:
     q_THD, requests = call.q_THD, call.context_len_R.shape[0]
-    if call.max_query != 1 or q_THD.shape[0] != requests or q_THD.dtype != torch.float32:
-        return False
-    heads = q_THD.stride(2) == 1 and q_THD.stride(1) == q_THD.shape[2]
+    return call.max_query == 1 and q_THD.shape[0] == requests and fits(call)
+
+
+def fits(call: AttentionCall) -> bool:
+    """But for rows that share a request."""
+    q_THD = call.q_THD
+    heads = q_THD.dtype == torch.float32 and q_THD.stride(2) == 1 and q_THD.stride(1) == q_THD.shape[2]
     tables = call.page_table_RM.is_contiguous() and call.context_len_R.is_contiguous()
     return heads and tables and is_plain(call.k_PSGD, call.v_PSGE, call.sink_H)
 

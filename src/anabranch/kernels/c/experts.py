@@ -14,8 +14,13 @@ compute = function("experts")
 
 
 def accepts(call: ExpertsCall) -> bool:
-    gate_up, down, tokens = call.gate_up_EFD, call.down_EDI, call.x_TD.shape[0]
-    if not (0 < tokens <= MAX_ROWS and call.combined and call.activation == "silu"):
+    return 0 < call.x_TD.shape[0] <= MAX_ROWS and fits(call)
+
+
+def fits(call: ExpertsCall) -> bool:
+    """But for the number of tokens, which must be a few hundred at most: the kernel has tables of them on its stack."""
+    gate_up, down = call.gate_up_EFD, call.down_EDI
+    if not (call.combined and call.activation == "silu"):
         return False
     biased = call.gate_up_bias_EF is not None or call.down_bias_ED is not None
     plain = not biased and gate_up.format is PLAIN and down.format is PLAIN

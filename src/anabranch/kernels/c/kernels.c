@@ -40,10 +40,21 @@ INLINE vec load(const float *p) {
 INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
 INLINE vec all(float x) { return x - (vec){0}; }
 INLINE vec choose(ivec yes, vec a, vec b) { return (vec)((yes & (ivec)a) | (~yes & (ivec)b)); }
+/* Rounded once where the machine can: a compiler may do so in one copy of a loop and not in another. */
+INLINE float plus_product(float sum, float a, float b) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, sum);
+#else
+    return sum + a * b;
+#endif
+}
 INLINE float total(vec v) {
-    float part[LANES];
-    memcpy(part, &v, sizeof v);
+    float part[LANES]; /* taken one by one: a copy of v's memory would keep the sums of a tile out of registers */
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) part[i] = v[i];
+#pragma GCC unroll 4
     for (int width = LANES / 2; width; width /= 2)
+#pragma GCC unroll 8
         for (int i = 0; i < width; i++) part[i] += part[i + width];
     return part[0];
 }
@@ -167,7 +178,7 @@ INLINE void tile(int rows, int columns, const float *w, const float *const *x, f
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
             float s = total(sum[r][c]);
-            for (long i = d; i < D; i++) s += w[(f + r) * D + i] * x[c][i];
+            for (long i = d; i < D; i++) s = plus_product(s, w[(f + r) * D + i], x[c][i]);
             y[c][f + r] = bias ? s + bias[f + r] : s;
         }
 }
@@ -187,6 +198,7 @@ static void products(const float *w, const float *bias, const float *const *x, f
         for (long t = 0; t < T; t++) tile(1, 1, w, x + t, y + t, bias, f, D);
 }
 
+#define ROWS 64
 #define FEW 200000 /* products that are not worth a second thread */
 
 /* Outputs of a chunk, and how many chunks. */
@@ -205,7 +217,9 @@ typedef struct {
 static void linear_chunk(void *job, long chunk) {
     Linear *j = job;
     long begin = chunk * j->size, end = begin + j->size;
-    products(j->w, j->bias, j->x, j->y, j->T, begin, end < j->F ? end : j->F, j->D);
+    for (long t = 0; t < j->T; t += ROWS) /* rows that stay in a cache while weights go by */
+        products(j->w, j->bias, j->x + t, j->y + t, t + ROWS < j->T ? ROWS : j->T - t, begin, end < j->F ? end : j->F,
+                 j->D);
 }
 
 void linear(float *y, const float *x, const float *w, const float *bias, long T, long F, long D, int threads) {
@@ -322,31 +336,100 @@ typedef struct {
     float scale, v_scale;
 } Attention;
 
+/* Scores of a few heads, D apart, for a few keys. */
+INLINE void scores(int heads, int keys, const float *q, const float *const *k, float *score, long step, long D,
+                   float scale) {
+    vec sum[4][COLUMNS];
+    long d = 0;
+#pragma GCC unroll 4
+    for (int r = 0; r < keys; r++)
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) sum[r][h] = (vec){0};
+    for (; d + LANES <= D; d += LANES) {
+        vec part[COLUMNS];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) part[h] = load(q + h * D + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < keys; r++) {
+            vec row = load(k[r] + d);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) sum[r][h] += row * part[h];
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < keys; r++)
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) {
+            float s = total(sum[r][h]);
+            for (long i = d; i < D; i++) s += q[h * D + i] * k[r][i];
+            score[h * step + r] = s * scale;
+        }
+}
+
+/* A few vectors of the outputs of a few heads, E apart: the sum of values in the order of keys. */
+INLINE void weighted(int heads, int vectors, float *out, const float *const *v, const float *weight, long step,
+                     long count, long e, long E) {
+    vec sum[COLUMNS][4];
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+        for (int c = 0; c < vectors; c++) sum[h][c] = (vec){0};
+    for (long i = 0; i < count; i++) {
+        vec part[4];
+#pragma GCC unroll 4
+        for (int c = 0; c < vectors; c++) part[c] = load(v[i] + e + c * LANES);
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) {
+            vec factor = all(weight[h * step + i]);
+#pragma GCC unroll 4
+            for (int c = 0; c < vectors; c++) sum[h][c] += factor * part[c];
+        }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+        for (int c = 0; c < vectors; c++) store(out + h * E + e + c * LANES, sum[h][c]);
+}
+
+INLINE void all_scores(int heads, const float *q, const float *const *k, float *score, long step, long count, long D,
+                       float scale) {
+    long i = 0;
+    for (; i + 4 <= count; i += 4) scores(heads, 4, q, k + i, score + i, step, D, scale);
+    for (; i < count; i++) scores(heads, 1, q, k + i, score + i, step, D, scale);
+}
+
+INLINE void all_values(int heads, float *out, const float *const *v, const float *weight, long step, long count,
+                       long E) {
+    long e = 0;
+    for (; e + 4 * LANES <= E; e += 4 * LANES) weighted(heads, 4, out, v, weight, step, count, e, E);
+    for (; e + LANES <= E; e += LANES) weighted(heads, 1, out, v, weight, step, count, e, E);
+    for (; e < E; e++)
+        for (int h = 0; h < heads; h++) {
+            float sum = 0.0f;
+            for (long i = 0; i < count; i++) sum += weight[h * step + i] * v[i][e];
+            out[h * E + e] = sum;
+        }
+}
+
 /* One request's row, the query heads of one key head. */
 static void attention_chunk(void *job, long chunk) {
     Attention *j = job;
     long r = chunk / j->G, g = chunk % j->G, D = j->D, E = j->E, num_heads = j->H / j->G;
     long end = j->length[r], begin = j->window && end > j->window ? end - j->window : 0, count = end - begin;
+    long step = count + LANES, h = 0; /* scores of a head, with room for whole vectors */
     const float *q = j->q + r * j->q_stride + g * num_heads * D;
-    float *out = j->out + (r * j->H + g * num_heads) * E, *score = malloc(sizeof(float) * num_heads * (count + LANES));
-    long step = count + LANES; /* scores of a head, with room for whole vectors */
-    for (long i = 0; i < num_heads * E; i++) out[i] = 0.0f;
+    float *out = j->out + (r * j->H + g * num_heads) * E, *score = malloc(sizeof(float) * num_heads * step);
+    const float **k = malloc(2 * sizeof(float *) * (count + 1)), **v = k + count;
     for (long i = 0; i < count; i++) {
         long key = begin + i, page = j->table[r * j->width + key / j->page_size];
-        const float *k = j->k + ((page * j->page_size + key % j->page_size) * j->G + g) * D;
-        for (long h = 0; h < num_heads; h++) {
-            vec a = {0}, b = {0};
-            long d = 0;
-            for (; d + 2 * LANES <= D; d += 2 * LANES) {
-                a += load(q + h * D + d) * load(k + d);
-                b += load(q + h * D + d + LANES) * load(k + d + LANES);
-            }
-            float s = total(a + b);
-            for (; d < D; d++) s += q[h * D + d] * k[d];
-            score[h * step + i] = s * j->scale;
-        }
+        long row = (page * j->page_size + key % j->page_size) * j->G + g;
+        k[i] = j->k + row * D, v[i] = j->v + row * E;
     }
-    for (long h = 0; h < num_heads && count; h++) {
+    for (; h + COLUMNS <= num_heads; h += COLUMNS)
+        all_scores(COLUMNS, q + h * D, k, score + h * step, step, count, D, j->scale);
+    for (; h + 2 <= num_heads; h += 2) all_scores(2, q + h * D, k, score + h * step, step, count, D, j->scale);
+    for (; h < num_heads; h++) all_scores(1, q + h * D, k, score + h * step, step, count, D, j->scale);
+    for (h = 0; h < num_heads && count; h++) {
         float *s = score + h * step, *sink = j->sink ? (float *)j->sink + g * num_heads + h : NULL;
         float peak = sink ? *sink : -INFINITY;
         for (long i = 0; i < count; i++) peak = s[i] > peak ? s[i] : peak;
@@ -361,14 +444,11 @@ static void attention_chunk(void *job, long chunk) {
         float whole = total(sum) + (sink ? expf(*sink - peak) : 0.0f), factor = j->v_scale / whole;
         for (long i = 0; i < count; i++) s[i] *= factor;
     }
-    for (long i = 0; i < count; i++) {
-        long key = begin + i, page = j->table[r * j->width + key / j->page_size];
-        const float *v = j->v + ((page * j->page_size + key % j->page_size) * j->G + g) * E;
-        for (long h = 0; h < num_heads; h++) {
-            float weight = score[h * step + i];
-            for (long e = 0; e < E; e++) out[h * E + e] += weight * v[e];
-        }
-    }
+    for (h = 0; h + COLUMNS <= num_heads; h += COLUMNS)
+        all_values(COLUMNS, out + h * E, v, score + h * step, step, count, E);
+    for (; h + 2 <= num_heads; h += 2) all_values(2, out + h * E, v, score + h * step, step, count, E);
+    for (; h < num_heads; h++) all_values(1, out + h * E, v, score + h * step, step, count, E);
+    free(k);
     free(score);
 }
 

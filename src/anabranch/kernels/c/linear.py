@@ -21,9 +21,13 @@ def accepts(
 def linear(
     x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    weight = weight_FD.data
-    (tokens, width), outputs = x_TD.shape, weight.shape[0]
+    return product(x_TD, weight_FD.data, bias_F)
+
+
+def product(x_TD: torch.Tensor, weight_FD: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
+    """Of any number of rows."""
+    (tokens, width), outputs = x_TD.shape, weight_FD.shape[0]
     y_TF = x_TD.new_empty(tokens, outputs)
-    pointers = y_TF.data_ptr(), x_TD.data_ptr(), weight.data_ptr(), pointer(bias_F)
+    pointers = y_TF.data_ptr(), x_TD.data_ptr(), weight_FD.data_ptr(), pointer(bias_F)
     compute(*pointers, tokens, outputs, width, torch.get_num_threads())
     return y_TF

@@ -10,8 +10,12 @@ compute = function("rope_store")
 
 
 def accepts(call: RopeStoreCall) -> bool:
-    (tokens, _, dim), weight = call.q_THD.shape, call.q_weight
-    if call.v_norm or tokens > MAX_ROWS or call.slot_T.dtype != torch.int64 or call.v_TGD.shape[2] != dim:
+    return call.q_THD.shape[0] <= MAX_ROWS and fits(call)
+
+
+def fits(call: RopeStoreCall) -> bool:
+    dim, weight = call.q_THD.shape[2], call.q_weight
+    if call.v_norm or call.slot_T.dtype != torch.int64 or call.v_TGD.shape[2] != dim:
         return False
     heads = call.q_THD, call.k_TGD, call.v_TGD
     rows = all(x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == dim for x in heads)

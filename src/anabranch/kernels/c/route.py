@@ -10,9 +10,13 @@ compute = function("route")
 
 
 def accepts(call: RouteCall) -> bool:
+    return call.logits_TE.shape[0] <= MAX_ROWS and fits(call)
+
+
+def fits(call: RouteCall) -> bool:
     plain = call.score == "softmax" and call.select_bias_E is None and call.expert_scale_E is None
-    few = call.logits_TE.shape[0] <= MAX_ROWS and call.num_groups == 1 and call.num_tokens is None
-    return plain and few and is_plain(call.logits_TE)
+    whole = call.num_groups == 1 and call.num_tokens is None
+    return plain and whole and is_plain(call.logits_TE)
 
 
 @ops.route.kernel("c", on=("cpu",), accepts=accepts)

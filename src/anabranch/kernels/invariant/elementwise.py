@@ -1,10 +1,12 @@
 """Functions of single elements, computed in whole vectors.
 
 torch's loops compute what is left after whole vectors, at the end of each thread's part, by other code, which may round
-otherwise. So rows are padded to whole vectors, and calls are too small to be divided among threads. Sums, products,
-quotients and roots need no such care: all code rounds them alike, unless it fuses two (`addcmul`).
+otherwise. So rows are padded to whole vectors, and calls are too small to be divided among threads. For some functions
+(gelu) torch has other code for contiguous tensors, such as one row of a slice is and several rows are not: so all are
+made contiguous. Sums, products, quotients and roots need no such care: all code rounds them alike, unless it fuses two
+(`addcmul`).
 
-T rows, I intermediate width, D width.
+T rows, I intermediate width, D width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from anabranch import ops
+from anabranch.kernels.invariant import in_c
 from anabranch.ops.activation import SWIGLU_LIMIT, SWIGLU_SLOPE
 
 LINE = 128
@@ -26,6 +29,7 @@ def in_vectors(function: Callable[[torch.Tensor], torch.Tensor], x_TD: torch.Ten
     width = x_TD.shape[-1]
     if missing := -width % (LINE // x_TD.element_size()):
         x_TD = F.pad(x_TD, (0, missing))
+    x_TD = x_TD.contiguous()
     rows = max(1, UNDIVIDED // x_TD[:1].numel()) if x_TD.numel() else 1
     y_TD = function(x_TD) if x_TD.shape[0] <= rows else torch.cat([function(part) for part in x_TD.split(rows)])
     return y_TD[..., :width] if missing else y_TD
@@ -37,6 +41,8 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 
 @ops.gated_activation.kernel("invariant", on=("cpu", "fake"))
 def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
+    if (found := in_c.gated(x_T2I, kind)) is not None:
+        return found
     gate, up = x_T2I.chunk(2, dim=-1)
     if kind == "clamped_swiglu":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
@@ -48,7 +54,8 @@ def gated_activation(x_T2I: torch.Tensor, kind: str) -> torch.Tensor:
 
 @ops.add_gated.kernel("invariant", on=("cpu", "fake"))
 def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
-    return x_TD + in_vectors(torch.sigmoid, gate_T1) * gated_TD
+    found = in_c.add_gated(x_TD, gated_TD, gate_T1)
+    return x_TD + in_vectors(torch.sigmoid, gate_T1) * gated_TD if found is None else found
 
 
 @ops.multiply_gated.kernel("invariant", on=("cpu", "fake"))
@@ -56,5 +63,6 @@ def multiply_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x * in_vectors(torch.sigmoid, gate)
 
 
-# In fp32 the usual kernel of the CPU has a fused product and sum.
-ops.rope_store.kernel("invariant", on=("cpu", "fake"))(ops.rope_store.reference)
+@ops.cap_logits.kernel("invariant", on=("cpu", "fake"))
+def cap_logits(logits_TV: torch.Tensor, cap: float) -> torch.Tensor:
+    return in_vectors(torch.tanh, logits_TV.float() / cap) * cap

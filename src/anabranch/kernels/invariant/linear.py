@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from anabranch import ops
+from anabranch.kernels.invariant import in_c
 from anabranch.kernels.invariant.blocks import PIVOT, SIZES, agreeing, cover, threads
 from anabranch.ops.weight import Weight
 
@@ -63,8 +64,11 @@ def linear(
     x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dtype = out_dtype or x_TD.dtype
-    y_TF = product(x_TD.to(dtype), weight_FD.dense(dtype).mT)
-    return y_TF if bias_F is None else y_TF + bias_F.to(dtype)
+    x_TD, dense_FD, bias_F = x_TD.to(dtype), weight_FD.dense(dtype), None if bias_F is None else bias_F.to(dtype)
+    if (found := in_c.product(x_TD, dense_FD, bias_F)) is not None:
+        return found
+    y_TF = product(x_TD, dense_FD.mT)
+    return y_TF if bias_F is None else y_TF + bias_F
 
 
 @ops.linear_heads.kernel("invariant", on=("cpu", "fake"))

@@ -1,0 +1,121 @@
+"""What the kernels in C compute, for any number of rows: a row's sums have the same order in all of them. They are for
+fp32. Where there are none, or what is called does not suit them, functions return None and kernels compute the
+reference, and do so for any number of rows.
+
+A tensor of one row may be contiguous where several rows like it are not: so everything is made contiguous first.
+"""
+
+import functools
+
+import torch
+
+from anabranch import ops
+from anabranch.kernels.c.library import problem
+from anabranch.ops.attention import AttentionCall
+from anabranch.ops.experts import ExpertsCall
+from anabranch.ops.rope_store import RopeStoreCall
+from anabranch.ops.route import RouteCall
+
+if not problem:
+    from anabranch.kernels.c import activation, attention, experts, linear, norm, rope_store, route
+
+TOKENS = 256
+"""Of one call of the experts."""
+
+
+def fp32(*tensors: torch.Tensor | None) -> bool:
+    return all(x is None or x.dtype == torch.float32 for x in tensors)
+
+
+def product(x_TD: torch.Tensor, weight_FD: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor | None:
+    if (
+        problem
+        or x_TD.dim() != 2
+        or not (x_TD.shape[0] and weight_FD.is_contiguous() and fp32(x_TD, weight_FD, bias_F))
+    ):
+        return None
+    return linear.product(x_TD.contiguous(), weight_FD, bias_F)
+
+
+def gated(x_T2I: torch.Tensor, kind: str) -> torch.Tensor | None:
+    x_T2I = x_T2I.contiguous()
+    return None if problem or not activation.fits_gated(x_T2I, kind) else activation.gated_activation(x_T2I, kind)
+
+
+def add_gated(x_TD: torch.Tensor, gated_TD: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor | None:
+    if problem or not fp32(x_TD, gated_TD, gate_T1):
+        return None
+    return activation.add_gated(x_TD.contiguous(), gated_TD.contiguous(), gate_T1.contiguous())
+
+
+@ops.rms_norm.kernel("invariant", on=("cpu", "fake"))
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
+    if problem or x.dim() != 2 or not fp32(x, weight_D):
+        return ops.rms_norm.reference(x, weight_D, eps)
+    return norm.rms_norm(x.contiguous(), weight_D, eps)
+
+
+@ops.add_rms_norm.kernel("invariant", on=("cpu", "fake"))
+def add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if problem or not fp32(x_TD, residual_TD, weight_D):
+        return ops.add_rms_norm.reference(x_TD, residual_TD, weight_D, eps)
+    return norm.add_rms_norm(x_TD.contiguous(), residual_TD.contiguous(), weight_D, eps)
+
+
+@ops.route.kernel("invariant", on=("cpu", "fake"))
+def choose(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
+    call = call._replace(logits_TE=call.logits_TE.contiguous())
+    return ops.route.reference(call) if problem or not route.fits(call) else route.route(call)
+
+
+@ops.rope_store.kernel("invariant", on=("cpu", "fake"))
+def turn_and_store(call: RopeStoreCall) -> torch.Tensor:
+    tables = call.cos_TF.contiguous(), call.sin_TF.contiguous()
+    call = call._replace(cos_TF=tables[0], sin_TF=tables[1], slot_T=call.slot_T.long())
+    if problem or not rope_store.fits(call):  # torch's kernel fuses a product and a sum
+        return ops.rope_store.reference(call)
+    return rope_store.rope_store(call)
+
+
+def combined(call: ExpertsCall) -> torch.Tensor | None:
+    call = call._replace(
+        x_TD=call.x_TD.contiguous(), expert_TK=call.expert_TK.contiguous(), weight_TK=call.weight_TK.contiguous()
+    )
+    if problem or not call.x_TD.shape[0] or not experts.fits(call):
+        return None
+    if call.x_TD.shape[0] <= TOKENS:
+        return experts.experts(call)
+    parts = zip(call.x_TD.split(TOKENS), call.expert_TK.split(TOKENS), call.weight_TK.split(TOKENS), strict=True)
+    calls = (call._replace(x_TD=x_TD, expert_TK=expert_TK, weight_TK=weight_TK) for x_TD, expert_TK, weight_TK in parts)
+    return torch.cat([experts.experts(part) for part in calls])
+
+
+def attended(call: AttentionCall) -> torch.Tensor | None:
+    """Each row like a request of its own."""
+    call = call._replace(
+        q_THD=call.q_THD.contiguous(),
+        page_table_RM=call.page_table_RM.contiguous(),
+        context_len_R=call.context_len_R.contiguous(),
+    )
+    if problem or not attention.fits(call):
+        return None
+    if call.max_query != 1 or call.q_THD.shape[0] != call.context_len_R.shape[0]:
+        tables = _rows(call.q_THD.shape[0], call.page_table_RM, call.query_start_R, call.context_len_R)
+        call = call._replace(page_table_RM=tables[0], context_len_R=tables[1])
+    return attention.attention(call)
+
+
+@functools.lru_cache(maxsize=4)  # layers pass the same tensors; a tensor's hash is its identity
+def _rows(
+    tokens: int, page_table_RM: torch.Tensor, query_start_R: torch.Tensor, context_len_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page tables and lengths of rows; those of no request have none."""
+    request_T = torch.repeat_interleave(query_start_R.diff())
+    rows = request_T.shape[0]
+    table_TM = page_table_RM.new_zeros(tokens, page_table_RM.shape[1])
+    length_T = context_len_R.new_zeros(tokens)
+    table_TM[:rows] = page_table_RM[request_T]
+    length_T[:rows] = context_len_R[request_T] - query_start_R[1:][request_T] + torch.arange(1, rows + 1)
+    return table_TM, length_T
