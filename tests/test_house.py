@@ -58,8 +58,8 @@ their simulator, 1,000 so far.
 Many devices took 2,300 (the rooms ranks and replicas are not core), drafts in models with states and the draft layer
 500, INT4 on Hopper 300. Kernels in C for decode steps on a CPU took 570, of which 100 of the core's record them;
 kernels that compute each row by itself, and their selftest, 870; embeddings 270, of which 50 of the core's; prompts of
-latent attention by keys and values of heads 140, of which 90 of the core's. The same kernels in C for each row by itself
-took 180, MXFP4 that is scaled before it is multiplied 90, the runner in three modules 60.
+latent attention by keys and values of heads 140, of which 90 of the core's. The same kernels in C for each row by
+itself took 180, MXFP4 that is scaled before it is multiplied 90, the runner in three modules 60.
 
 A change that needs more raises the number here, in a commit whose message says what the lines are for.
 """

@@ -82,7 +82,7 @@ def test_decode_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     with LLM(bundled.folder(), dtype="float32", max_num_seqs=2, num_pages=16, deterministic=True) as llm:
         llm.generate([[5, 6, 7], [300, 20]], params)
-        assert list(llm.engine.runner.recorded.by_rows) == [2]  # type: ignore[attr-defined]
+        assert list(llm.engine.runner.forward.recorded.by_rows) == [2]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("in_c_too", (True, False))
