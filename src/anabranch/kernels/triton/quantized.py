@@ -186,113 +186,59 @@ def fp8_to_bf16(data):
     )
 
 
+INT4_TO_BF16 = """
+{
+.reg .b32 n, up, one, less;
+mov.b32 up, 0x43434343;
+mov.b32 one, 0x3F803F80;
+mov.b32 less, 0xC308C308;
+shr.b32 n, $2, SHIFT;
+and.b32 n, n, 0x0F0F0F0F;
+prmt.b32 $0, n, up, 0x4140;
+prmt.b32 $1, n, up, 0x4342;
+fma.rn.bf16x2 $0, $0, one, less;
+fma.rn.bf16x2 $1, $1, one, less;
+}
+"""
+"""Halves of four bytes, minus 8: 128 + n has n in its last bits."""
+FP4_TO_BF16 = """
+{
+.reg .b32 a, b, c, d, up, none;
+mov.b32 up, 0x7E807E80;
+mov.b32 none, 0x80008000;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shl.b32 a, a, SHIFT;
+shl.b32 b, b, SHIFT;
+shr.b32 c, a, 6;
+shr.b32 d, b, 6;
+and.b32 c, c, 0x01C001C0;
+and.b32 d, d, 0x01C001C0;
+lop3.b32 a, a, none, c, 0xEA;
+lop3.b32 b, b, none, d, 0xEA;
+fma.rn.bf16x2 a, a, up, none;
+fma.rn.bf16x2 b, b, up, none;
+fma.rn.bf16x2 $0, a, $3, none;
+fma.rn.bf16x2 $1, b, $4, none;
+}
+"""
+"""Halves of four bytes, times scales in bf16. A number's bits are moved to where bf16 has them, times 2⁻¹²⁶."""
+INT4_LOWER, INT4_UPPER = (tl.constexpr(INT4_TO_BF16.replace("SHIFT", shift)) for shift in ("0", "4"))
+FP4_LOWER, FP4_UPPER = (tl.constexpr(FP4_TO_BF16.replace("SHIFT", shift)) for shift in ("4", "0"))
+
+
 @triton.jit
 def int4_to_bf16(data, HALF: tl.constexpr):
-    """One half of each byte, minus 8: 128 + n has n in its last bits."""
-    if HALF == 0:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 n, up, one, less;
-            mov.b32 up, 0x43434343;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 less, 0xC308C308;
-            and.b32 n, $2, 0x0F0F0F0F;
-            prmt.b32 $0, n, up, 0x4140;
-            prmt.b32 $1, n, up, 0x4342;
-            fma.rn.bf16x2 $0, $0, one, less;
-            fma.rn.bf16x2 $1, $1, one, less;
-            }
-            """,
-            "=&r,=&r,r",
-            [data],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 n, up, one, less;
-            mov.b32 up, 0x43434343;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 less, 0xC308C308;
-            shr.b32 n, $2, 4;
-            and.b32 n, n, 0x0F0F0F0F;
-            prmt.b32 $0, n, up, 0x4140;
-            prmt.b32 $1, n, up, 0x4342;
-            fma.rn.bf16x2 $0, $0, one, less;
-            fma.rn.bf16x2 $1, $1, one, less;
-            }
-            """,
-            "=&r,=&r,r",
-            [data],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+    """One half of each byte, minus 8."""
+    ptx: tl.constexpr = INT4_UPPER if HALF else INT4_LOWER
+    return tl.inline_asm_elementwise(ptx, "=&r,=&r,r", [data], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
 def fp4_to_bf16(data, scale, HALF: tl.constexpr):
-    """One half of each byte, times a scale in bf16. A number's bits are moved to where bf16 has them, times 2⁻¹²⁶."""
-    if HALF == 0:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, c, d, up, none;
-            mov.b32 up, 0x7E807E80;
-            mov.b32 none, 0x80008000;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shl.b32 a, a, 4;
-            shl.b32 b, b, 4;
-            shr.b32 c, a, 6;
-            shr.b32 d, b, 6;
-            and.b32 c, c, 0x01C001C0;
-            and.b32 d, d, 0x01C001C0;
-            lop3.b32 a, a, none, c, 0xEA;
-            lop3.b32 b, b, none, d, 0xEA;
-            fma.rn.bf16x2 a, a, up, none;
-            fma.rn.bf16x2 b, b, up, none;
-            fma.rn.bf16x2 $0, a, $3, none;
-            fma.rn.bf16x2 $1, b, $4, none;
-            }
-            """,
-            "=&r,=&r,r,r,r",
-            [data, scale],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, c, d, up, none;
-            mov.b32 up, 0x7E807E80;
-            mov.b32 none, 0x80008000;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.b32 c, a, 6;
-            shr.b32 d, b, 6;
-            and.b32 c, c, 0x01C001C0;
-            and.b32 d, d, 0x01C001C0;
-            lop3.b32 a, a, none, c, 0xEA;
-            lop3.b32 b, b, none, d, 0xEA;
-            fma.rn.bf16x2 a, a, up, none;
-            fma.rn.bf16x2 b, b, up, none;
-            fma.rn.bf16x2 $0, a, $3, none;
-            fma.rn.bf16x2 $1, b, $4, none;
-            }
-            """,
-            "=&r,=&r,r,r,r",
-            [data, scale],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+    """One half of each byte, times a scale in bf16."""
+    ptx: tl.constexpr = FP4_UPPER if HALF else FP4_LOWER
+    return tl.inline_asm_elementwise(ptx, "=&r,=&r,r,r,r", [data, scale], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
