@@ -3,11 +3,13 @@
     python benchmarks/make_checkpoint.py CONFIG_FOLDER OUT --quantization fp8
 
 CONFIG_FOLDER has a config.json (and what else is to be copied, such as a tokenizer). Weights are drawn on the device, a
-matrix at a time; norms are ones. Matrices of layers are written plain, or quantised as `anabranch quantize` does.
+matrix at a time; norms are ones. Matrices of layers are written plain, or quantised as `anabranch quantize` does. Where
+the config says MXFP4, as gpt-oss's does, experts are random bytes in that layout.
 """
 
 import argparse
 import json
+import math
 import shutil
 import time
 from pathlib import Path
@@ -24,6 +26,8 @@ from anabranch.models.config import read_config
 from anabranch.ops.weight import Weight
 
 FILE_BYTES = 4 << 30
+RANDOM_FP4 = (68.5 / 8) ** 0.5
+"""The root mean square of 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 
 
 def main() -> None:
@@ -40,6 +44,8 @@ def main() -> None:
         if file.is_file() and file.suffix != ".safetensors":
             shutil.copy(file, options.out)
     platform, dtype = platforms.current(), getattr(torch, options.dtype)
+    raw = json.loads((options.config / "config.json").read_text())
+    is_mxfp4 = raw.get("quantization_config", {}).get("quant_method") == "mxfp4"
     model = build(read_config(options.config), torch.float32)
     format = rounded.FORMATS.get(options.quantization)
     quantized = set() if format is None else set(pieces(model, format))
@@ -53,7 +59,10 @@ def main() -> None:
         with Writer(options.out / file) as writer:
             while left and writer.size < FILE_BYTES:
                 name, shape = left.pop(0)
-                tensors = {name: draw(shape, platform.device, generator).to(dtype)}
+                if is_mxfp4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                    tensors = draw_mxfp4(name, shape, platform.device, generator)
+                else:
+                    tensors = {name: draw(name, shape, platform.device, generator).to(dtype)}
                 if name in quantized:
                     assert isinstance(format, Grouped)
                     layer = name.removesuffix(".weight")
@@ -65,7 +74,6 @@ def main() -> None:
                     writer.add(full, tensor.cpu())
                     places[full], total = file, total + tensor.nbytes
     (options.out / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}))
-    raw = json.loads((options.config / "config.json").read_text())
     raw |= {"torch_dtype": options.dtype}
     if format is not None:
         raw["quantization_config"] = written_config(options.quantization, plain)
@@ -83,10 +91,22 @@ def pieces(model: torch.nn.Module, format: Grouped) -> list[str]:
     return found
 
 
-def draw(shape: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    if len(shape) == 1:
+def draw(name: str, shape: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    if len(shape) == 1 and not name.endswith(("bias", "sinks")):
         return torch.ones(shape, device=device)
     return torch.randn(shape, device=device, generator=generator) * shape[-1] ** -0.5
+
+
+def draw_mxfp4(
+    name: str, shape: tuple[int, ...], device: torch.device, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """gpt-oss's layout: blocks of 32 inputs in 16 bytes, and their exponents, which give the usual variance."""
+    experts, inputs, outputs = shape
+    blocks = torch.randint(
+        0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, device=device, generator=generator
+    )
+    exponent = 127 + round(math.log2(inputs**-0.5 / RANDOM_FP4))
+    return {f"{name}_blocks": blocks, f"{name}_scales": torch.full_like(blocks[..., 0], exponent)}
 
 
 if __name__ == "__main__":
