@@ -29,6 +29,9 @@ class ReplayedGraph:
         self.graph.replay()
         self.function()
 
+    def reset(self) -> None:
+        self.graph.reset()
+
 
 class Npu(NpuPlatform):
     def capture(self, function: Callable[[], object], pool: Any = None) -> ReplayedGraph:

@@ -147,7 +147,7 @@ def test_npm_client(package: str, server: dict[str, Any], tmp_path: Path) -> Non
         missing_tool("needs node and npm (Debian: nodejs npm)")
     found = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout
     if int(found.lstrip("v").partition(".")[0]) < OLDEST_NODE:
-        missing_tool(f"needs Node {OLDEST_NODE} or newer, not {found.strip()}")
+        pytest.skip(f"needs Node {OLDEST_NODE} or newer, not {found.strip()}")  # which distributions may not have
     (tmp_path / "node_modules").symlink_to(INSTALLED / "npm" / "node_modules")
     for script in HERE.glob("*.mjs"):  # a module looks for packages beside itself
         shutil.copy(script, tmp_path)

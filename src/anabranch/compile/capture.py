@@ -95,10 +95,10 @@ class Captured(Generic[Output]):
         def work() -> None:
             self.output = body(input)
 
-        (self.graph,) = capture(platform, pool, [work])
+        self.graphs = capture(platform, pool, [work])
 
     def replay(self, input: torch.Tensor) -> Output:
         """`input` lies in (pinned) host memory; nothing waits for the device."""
         self.input.copy_(input, non_blocking=True)
-        self.graph.replay()
+        self.graphs[0].replay()
         return self.output

@@ -129,6 +129,14 @@ class Forward:
     def captured(self) -> list[BySize[Any, Any]]:
         return [one for one in (self.decodes, self.drafted, self.prompts, self.prefills) if one is not None]
 
+    def close(self) -> None:
+        """Captured graphs end, whoever refers to them, before the group whose collectives they hold: NCCL would wait
+        for them for ever."""
+        for captured in self.captured:
+            for graph in (graph for made in captured.made.values() for graph in made.graphs):
+                graph.reset()
+            captured.made.clear()
+
     def replay(self, rows: HostStep, mode: SamplingMode, num_rows: int) -> Decoded | None:
         """A step of single tokens as a captured graph of at least `num_rows`; None if there is none for it."""
         decodes = self.decodes if self.drafted is None or rows.tried is None else self.drafted

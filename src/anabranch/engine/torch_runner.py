@@ -3,7 +3,6 @@
 A step: shares → rows (batch) → hidden rows (forward) → tokens and more, on their way to the host (outputs).
 """
 
-import gc
 from dataclasses import replace
 from functools import partial
 
@@ -197,8 +196,5 @@ class TorchRunner(Runner):
         return self.experts.load(settled)
 
     def close(self) -> None:
-        """Captured graphs go before the group whose collectives they hold: NCCL would wait for them for ever."""
         if "forward" in vars(self):
-            for captured in self.forward.captured:
-                captured.made.clear()
-        gc.collect()
+            self.forward.close()

@@ -123,6 +123,9 @@ class FakeGraph:
         self.log.append("replay")
         self.function()
 
+    def reset(self) -> None:
+        self.log.append("reset")
+
 
 class FakeSideStream:
     """And its own fork."""

@@ -29,6 +29,9 @@ class Graph(Protocol):
 
     def replay(self) -> None: ...
 
+    def reset(self) -> None:
+        """Give up the work; it is not replayed again."""
+
 
 class Fork(Protocol):
     """A point where work leaves the main stream.

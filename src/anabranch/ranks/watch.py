@@ -155,7 +155,7 @@ class Watch(threading.Thread):
         """Stop watching; the followers may end now."""
         if self.is_alive():
             self.end.send(None)
-            self.join(BEAT)
+            self.join(self.settle_seconds + BEAT)
         self.ending.close()
         self.end.close()
 

@@ -5,8 +5,6 @@ reference, and do so for any number of rows.
 A tensor of one row may be contiguous where several rows like it are not: so everything is made contiguous first.
 """
 
-import functools
-
 import torch
 
 from anabranch import ops
@@ -20,7 +18,7 @@ if not problem:
     from anabranch.kernels.c import activation, attention, experts, linear, norm, rope_store, route
 
 TOKENS = 256
-"""Of one call of the experts."""
+"""Of one call of the experts, or of attention, where each has a page table of its own."""
 
 
 def fp32(*tensors: torch.Tensor | None) -> bool:
@@ -101,21 +99,21 @@ def attended(call: AttentionCall) -> torch.Tensor | None:
     )
     if problem or not attention.fits(call):
         return None
-    if call.max_query != 1 or call.q_THD.shape[0] != call.context_len_R.shape[0]:
-        tables = _rows(call.q_THD.shape[0], call.page_table_RM, call.query_start_R, call.context_len_R)
-        call = call._replace(page_table_RM=tables[0], context_len_R=tables[1])
-    return attention.attention(call)
-
-
-@functools.lru_cache(maxsize=4)  # layers pass the same tensors; a tensor's hash is its identity
-def _rows(
-    tokens: int, page_table_RM: torch.Tensor, query_start_R: torch.Tensor, context_len_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page tables and lengths of rows; those of no request have none."""
-    request_T = torch.repeat_interleave(query_start_R.diff())
-    rows = request_T.shape[0]
-    table_TM = page_table_RM.new_zeros(tokens, page_table_RM.shape[1])
-    length_T = context_len_R.new_zeros(tokens)
-    table_TM[:rows] = page_table_RM[request_T]
-    length_T[:rows] = context_len_R[request_T] - query_start_R[1:][request_T] + torch.arange(1, rows + 1)
-    return table_TM, length_T
+    if call.max_query == 1 and call.q_THD.shape[0] == call.context_len_R.shape[0]:
+        return attention.attention(call)
+    start_R = call.query_start_R
+    request_T = torch.repeat_interleave(start_R.diff())
+    if not request_T.shape[0]:
+        return torch.zeros_like(call.q_THD)
+    length_T = call.context_len_R[request_T] - start_R[1:][request_T] + torch.arange(1, request_T.shape[0] + 1)
+    padding = call.q_THD.shape[0] - request_T.shape[0]  # rows of no request, without context
+    request_T, length_T = (torch.nn.functional.pad(x, (0, padding)) for x in (request_T, length_T.int()))
+    parts = zip(call.q_THD.split(TOKENS), request_T.split(TOKENS), length_T.split(TOKENS), strict=True)
+    return torch.cat(
+        [
+            attention.attention(
+                call._replace(q_THD=q_THD, page_table_RM=call.page_table_RM[request_T], context_len_R=length_T)
+            )
+            for q_THD, request_T, length_T in parts
+        ]
+    )

@@ -44,6 +44,8 @@ def is_supported(weight: Weight, dtype: torch.dtype) -> bool:
     inputs = weight.shape[-1]
     group = format.group or inputs
     least = 32 if format.bits == 4 else 16
+    if format.numbers == "fp4" and format.scale == "uint8" and group != 32:  # see scaled_product
+        return False
     return inputs % least == 0 and group % least == 0
 
 

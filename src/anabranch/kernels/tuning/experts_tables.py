@@ -56,8 +56,8 @@ def made_with() -> Facts:
 @functools.cache
 def sources() -> str:
     tuning, triton = Path(__file__).parent, Path(__file__).parents[1] / "triton"
-    files = [*tuning.glob("experts*.py"), *triton.glob("experts*.py"), triton / "gated.py", triton / "launch.py"]
-    return hash_files(files)
+    shared = (triton / f"{name}.py" for name in ("gated", "launch", "quantize_rows", "quantized"))
+    return hash_files([*tuning.glob("experts*.py"), *triton.glob("experts*.py"), *shared])
 
 
 class TilesCodec:
