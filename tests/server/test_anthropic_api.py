@@ -113,11 +113,13 @@ def test_a_message(client: Any) -> None:
 
 
 def test_a_stream_is_the_message_in_pieces(client: Any) -> None:
-    whole = client.messages.create(**ask())
-    with client.messages.stream(**ask()) as stream:
+    """Long enough to come in pieces, however fast the engine is."""
+    options = ask(max_tokens=330)
+    whole = client.messages.create(**options)
+    with client.messages.stream(**options) as stream:
         assert "".join(stream.text_stream) == whole.content[0].text
         assert same(stream.get_final_message(), whole)
-    events = list(client.messages.create(**ask(), stream=True))
+    events = list(client.messages.create(**options, stream=True))
     kinds = [event.type for event in events]
     num_deltas = kinds.count("content_block_delta")
     assert num_deltas > 10, "it comes as it grows"
@@ -127,7 +129,7 @@ def test_a_stream_is_the_message_in_pieces(client: Any) -> None:
         *("content_block_stop", "message_delta", "message_stop"),
     ]
     assert events[0].message.content == [] and events[0].message.usage.output_tokens == 0
-    assert events[-2].usage.output_tokens == 30 and events[-2].delta.stop_reason == "max_tokens"
+    assert events[-2].usage.output_tokens == 330 and events[-2].delta.stop_reason == "max_tokens"
 
 
 def test_the_wire_format_of_a_stream(server: Running) -> None:
