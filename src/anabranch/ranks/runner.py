@@ -33,7 +33,7 @@ from anabranch.engine.runner import DATA_PARALLEL, find
 from anabranch.parallel.group import PRESENCE, STEP_SECONDS, Group, TorchGroup
 from anabranch.ranks import nodes
 from anabranch.ranks.rank_runner import Order, RankRunner
-from anabranch.ranks.watch import NESTED_SETTLE_SECONDS, SETTLE_SECONDS, Follower, Pulse, Watch
+from anabranch.ranks.watch import NESTED_SETTLE_SECONDS, Follower, Pulse, Watch
 
 if TYPE_CHECKING:
     from anabranch.config import EngineConfig
@@ -237,7 +237,7 @@ class RanksRunner(RankRunner):
         try:
             yield
         except (OSError, EOFError, RuntimeError) as error:
-            nested = self.watch.settle_seconds > SETTLE_SECONDS
+            nested = self.others and self.same
             if self.watch.failed.wait(NESTED_VERDICT_SECONDS if nested else VERDICT_SECONDS):
                 raise RuntimeError(f"{self.failure} during {what}") from error
             raise

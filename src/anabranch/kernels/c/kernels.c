@@ -361,7 +361,7 @@ INLINE void scores(int heads, int keys, const float *q, const float *const *k, f
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) {
             float s = total(sum[r][h]);
-            for (long i = d; i < D; i++) s += q[h * D + i] * k[r][i];
+            for (long i = d; i < D; i++) s = plus_product(s, q[h * D + i], k[r][i]);
             score[h * step + r] = s * scale;
         }
 }
