@@ -155,6 +155,14 @@ class CannotCapture(FakePlatform):
         return None
 
 
+class CannotReset(FakePlatform):
+    def capture(self, function: Callable[[], object], pool: Any = None) -> Any:
+        class Graph:
+            replay = staticmethod(function)
+
+        return Graph()
+
+
 class NotSoMuchMemory(FakePlatform):
     def memory(self) -> Any:
         return super().memory().__class__(free=2, total=1)
@@ -182,6 +190,7 @@ BROKEN = {
     Transposed: "weight layout",
     NeverReplays: "captured graphs",
     CannotCapture: "captured graphs",
+    CannotReset: "captured graphs",
     NotSoMuchMemory: "memory",
     OddPages: "values",
     SaysYes: "values",

@@ -11,7 +11,7 @@ from operator import itemgetter
 import torch
 
 from anabranch.conformance import Result, attempt
-from anabranch.platforms import Platform, SideStream
+from anabranch.platforms import Graph, Platform, SideStream
 
 WIDTH = 256
 
@@ -140,39 +140,37 @@ def layout(platform: Platform) -> Iterator[str]:
 
 
 def captured(platform: Platform) -> Iterator[str]:
-    """Replays read and write the buffers of the capture, and two graphs share a pool."""
+    """Replays read and write the buffers of the capture, two graphs share a pool, and a reset leaves the buffers."""
     x_TD, y_TD, z_TD = (torch.zeros(8, WIDTH, device=platform.device) for _ in range(3))
-    replay = _capture(platform, lambda: y_TD.copy_(_long_work(x_TD)), lambda: z_TD.copy_(y_TD + x_TD))
+    graphs = _capture(platform, lambda: y_TD.copy_(_long_work(x_TD)), lambda: z_TD.copy_(y_TD + x_TD))
     for turn in range(3):
         given_TD = _numbers(8, WIDTH) + turn
         x_TD.copy_(given_TD)
-        replay()
+        for graph in graphs:
+            graph.replay()
         yield from _differs(f"replay {turn}", z_TD.cpu(), _long_work(given_TD) + given_TD)
+    for graph in graphs:
+        graph.reset()
+    yield from _differs("what was there before reset()", z_TD.cpu(), _long_work(given_TD) + given_TD)
 
 
 def captured_fork(platform: Platform) -> Iterator[str]:
     stream = platform.make_side_stream()
     x_TD, y_TD = (torch.zeros(8, WIDTH, device=platform.device) for _ in range(2))
-    replay = _capture(platform, lambda: y_TD.copy_(_forked(stream, x_TD)))
+    (graph,) = _capture(platform, lambda: y_TD.copy_(_forked(stream, x_TD)))
     x_TD.copy_(_numbers(8, WIDTH))
-    replay()
+    graph.replay()
     yield from _differs("a captured fork", y_TD.cpu(), _in_line(_numbers(8, WIDTH)))
 
 
-def _capture(platform: Platform, *work: Callable[[], object]) -> Callable[[], None]:
-    """A function that replays graphs of the functions, one after the other."""
+def _capture(platform: Platform, *work: Callable[[], object]) -> list[Graph]:
     for function in work:  # libraries allocate their workspace when first used
         function()
     pool = platform.make_graph_pool()
-    graphs = [platform.capture(function, pool) for function in work]
-
-    def replay() -> None:
-        for graph in graphs:
-            if graph is None:
-                raise ValueError(f"graph_mode is {platform.graph_mode}, but capture() gives None")
-            graph.replay()
-
-    return replay
+    graphs = [graph for function in work if (graph := platform.capture(function, pool)) is not None]
+    if len(graphs) < len(work):
+        raise ValueError(f"graph_mode is {platform.graph_mode}, but capture() gives None")
+    return graphs
 
 
 def _numbers(*shape: int) -> torch.Tensor:

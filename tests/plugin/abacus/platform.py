@@ -50,3 +50,6 @@ class Recipe:
 
     def replay(self) -> None:
         self.function()
+
+    def reset(self) -> None:
+        del self.function
