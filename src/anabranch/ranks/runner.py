@@ -33,7 +33,7 @@ from anabranch.engine.runner import DATA_PARALLEL, find
 from anabranch.parallel.group import PRESENCE, STEP_SECONDS, Group, TorchGroup
 from anabranch.ranks import nodes
 from anabranch.ranks.rank_runner import Order, RankRunner
-from anabranch.ranks.watch import NESTED_SETTLE_SECONDS, Follower, Pulse, Watch
+from anabranch.ranks.watch import END, NESTED_SETTLE_SECONDS, Follower, Pulse, Watch
 
 if TYPE_CHECKING:
     from anabranch.config import EngineConfig
@@ -360,7 +360,7 @@ def started_ranks(node: int, config: EngineConfig) -> Iterator[tuple[int, int]]:
 
 def follow_ranks(place: nodes.Place, environments: dict[int, list[Environment]]) -> int:
     """Start these ranks, and wait for them to end. Returns the exit code."""
-    ranks, ends, pipes = [], list[Any](), {}
+    ranks, ends, pipes, links = [], list[Any](), {}, list[Connection]()
     for rank, (environment, *more) in environments.items():
         pipes[rank], theirs = multiprocessing.Pipe()
         ranks.append(spawn(follow_far, (rank, place, theirs, more), f"rank {rank}", environment))
@@ -369,13 +369,22 @@ def follow_ranks(place: nodes.Place, environments: dict[int, list[Environment]])
     for rank, pipe in pipes.items():
         if pipe in wait([pipe, *ends[: len(ranks)]]):
             with contextlib.suppress(EOFError, OSError):
-                ends.append(nodes.connect(place, pipe.recv(), rank, "node"))
-    wait(ends)
-    time.sleep(VERDICT_SECONDS)  # the others have the same reason to end
+                links.append(nodes.connect(place, pipe.recv(), rank, "node"))
+    ready = wait([*ends, *links])
+    if not any(says_end(link) for link in links if link in ready):
+        time.sleep(VERDICT_SECONDS)  # the others have the same reason to end
     for process in ranks:
         process.kill()
         process.join()
     return int(any(process.exitcode for process in ranks))
+
+
+def says_end(link: Connection) -> bool:
+    """Whether the driver has ended a rank, which need not know it; else it has ended, or its connection has."""
+    try:
+        return link.recv_bytes() == END
+    except (EOFError, OSError):
+        return False
 
 
 def follow_far(rank: int, place: nodes.Place, parent: Connection, environments: Sequence[Environment]) -> None:

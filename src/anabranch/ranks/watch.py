@@ -53,6 +53,10 @@ NESTED_SETTLE_SECONDS = 0.8
 """The same, where other ranks have followers of their own, and name them."""
 
 
+END = b"end"
+"""To the process that has started a rank on another node: do not wait for the rank to end."""
+
+
 class Beat(NamedTuple):
     """What a rank says of itself with a heartbeat."""
 
@@ -99,9 +103,12 @@ class Follower:
         return None if self.process is None else self.process.exitcode
 
     def end(self) -> None:
-        """End it; on another node it ends when its connections do, or its node's process ends it."""
+        """End it; on another node it ends when its connections do, or its node's process, which is told to, ends it."""
         if self.process is not None:
             self.process.kill()
+        if self.node is not None:
+            with contextlib.suppress(OSError):
+                self.node.send_bytes(END)
         for connection in (self.pipe, self.beats, self.node) if self.node is not None else ():
             with contextlib.suppress(OSError):
                 hang_up(connection)
