@@ -1,5 +1,6 @@
 """`deterministic`: what a request gets does not depend, to the bit, on what is computed with it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,17 @@ import torch
 
 from anabranch import bundled, kernels, ops, platforms
 from anabranch.cli.main import main
+from anabranch.config import EngineConfig
 from anabranch.conformance import determinism, tiny
 from anabranch.kernels.c import library
 from anabranch.kernels.invariant import attention, blocks, elementwise, experts, in_c, linear
 from anabranch.llm import LLM, SamplingParams
+from anabranch.loader.resolve import resolve
+from anabranch.models.config import read_config
 from anabranch.ops.activation import ACTIVATIONS
 from anabranch.ops.attention import AttentionCall
 from anabranch.ops.weight import Weight
+from anabranch.platforms.fake import FakePlatform
 
 FAMILIES = ("qwen2_moe", "qwen3_5_moe", "deepseek_v2", "gpt_oss", "gemma4_text")
 DTYPES = ("float32", "bfloat16")
@@ -67,6 +72,41 @@ def test_differences_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_not_covered_is_refused() -> None:
     with pytest.raises(ValueError, match="deterministic: not yet with 2 ranks"):
         LLM(deterministic=True, tensor_parallel_size=2)
+
+
+def test_what_is_not_covered_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpu(FakePlatform):
+        name = "cuda"
+        deterministic = True
+
+    config, model = EngineConfig(model="x", deterministic=True), read_config(bundled.folder())
+    assert resolve(config, model, Gpu()).deterministic
+    with pytest.raises(ValueError, match="deterministic: not with graphs compiled"):
+        resolve(replace(config, graphs="compiled"), model, Gpu())
+    with pytest.raises(ValueError, match="deterministic: on a GPU states must be kept in float32"):
+        resolve(replace(config, state_dtype="model"), model, Gpu())
+    monkeypatch.setattr(Gpu, "deterministic", False)
+    with pytest.raises(ValueError, match="deterministic: not yet with platform 'cuda', only on one CPU or NVIDIA GPU"):
+        resolve(config, model, Gpu())
+
+
+def test_on_a_gpu_tiles_are_fixed_and_libraries_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("anabranch.kernels.triton.launch")
+
+    class Gpu(FakePlatform):
+        name = "cuda"
+        providers = {"triton": "anabranch.kernels.triton", "torch": "anabranch.kernels.torch"}
+
+    monkeypatch.setenv("ANABRANCH_KERNELS", "")
+    try:
+        for deterministic in (True, False):
+            kernels.bind(Gpu(), deterministic)
+            assert launch.fixed_tiles is kernels.deterministic_bound() is deterministic
+            for name in kernels.ROWS_TOGETHER:
+                bound = [kernel.provider for kernel in ops.OPS[name].bound]
+                assert (bound == ["triton"] and ops.OPS[name].forced) is deterministic, name
+    finally:
+        kernels.bind(platforms.current())
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,12 @@ COMPILED = "triton"
 
 
 INVARIANT = {"invariant": "anabranch.kernels.invariant"}
-"""The provider whose kernels compute each row by itself."""
+"""The provider whose kernels compute each row by itself, on a CPU. On GPUs those in Triton do, with fixed tiles."""
+
+ROWS_TOGETHER = ("linear", "linear_heads", "experts", "attention", "latent_attention")
+"""Ops whose other implementations on a GPU, libraries among them, choose code by the number of rows."""
+
+_deterministic = False
 
 
 def bind(platform: Platform, deterministic: bool = False) -> None:
@@ -33,8 +39,11 @@ def bind(platform: Platform, deterministic: bool = False) -> None:
     must be `deterministic`: then what a row gives does not depend on the others, to the bit."""
     from anabranch import ops
 
+    global _deterministic
+    _deterministic = deterministic
     providers = dict(platform.providers)
-    if deterministic:
+    compiled = COMPILED in providers
+    if deterministic and not compiled:
         providers.pop("c", None)  # whose kernels are bound to steps of few rows; `invariant` calls them for all
         providers |= INVARIANT
     for provider, module in providers.items():
@@ -43,15 +52,18 @@ def bind(platform: Platform, deterministic: bool = False) -> None:
                 importlib.import_module(module)
         except ImportError as error:
             log.warning("kernels of provider %r are not used: %s", provider, error)
-    choice = ",".join(INVARIANT) if deterministic else os.environ.get("ANABRANCH_KERNELS", "")
+    launch = sys.modules.get("anabranch.kernels.triton.launch")
+    if launch is not None:
+        launch.fix_tiles(deterministic and compiled)
+    choice = os.environ.get("ANABRANCH_KERNELS", "")
+    if deterministic:
+        choice = ",".join(f"{name}={COMPILED}" for name in ROWS_TOGETHER) if compiled else ",".join(INVARIANT)
     ops.bind(platform, choice, tuple(providers))
 
 
 def deterministic_bound() -> bool:
     """Whether ops are bound so that rows do not depend on each other: the last `bind` of the process counts."""
-    from anabranch import ops
-
-    return any(kernel.provider in INVARIANT for kernel in ops.linear.bound)
+    return _deterministic
 
 
 def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:

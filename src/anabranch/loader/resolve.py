@@ -42,7 +42,11 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
     if config.deterministic:
         where = f"{config.num_ranks} ranks" if config.num_ranks > 1 else f"platform {platform.name!r}"
         if config.num_ranks > 1 or not platform.deterministic:
-            raise ValueError(f"deterministic: not yet with {where}, only on one CPU; leave it out")
+            raise ValueError(f"deterministic: not yet with {where}, only on one CPU or NVIDIA GPU; leave it out")
+        if config.graphs == "compiled":
+            raise ValueError("deterministic: not with graphs compiled, whose kernels depend on sizes; use another mode")
+        if platform.name != "cpu" and config.state_dtype != "float32":  # rounded after each chunk
+            raise ValueError("deterministic: on a GPU states must be kept in float32; leave state_dtype out")
     if config.speculative != "none":
         refused = f"speculative {config.speculative}: not yet"
         with_states = (layer.mixer for layer in model.layers if not layer.mixer.cache.policy.per_token)

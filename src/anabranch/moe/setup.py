@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from anabranch import ops
+from anabranch import kernels, ops
 from anabranch.moe.dispatch import Dispatcher, Exchange, LocalDispatcher
 from anabranch.parallel.group import ALONE, Group
 from anabranch.platforms.platform import InlineStream
@@ -48,7 +48,8 @@ class MoESetup:
 
 def make_setup(platform: Platform, *, combine: str = "fastest", shared_expert: str = "auto") -> MoESetup:
     """For options as in EngineConfig. Ops must be bound."""
-    in_norm = combine in ("fastest", "unfused") and kernels_write_rows()
+    # Two ways to sum rows, by the number of tokens, may differ in the last bit.
+    in_norm = combine in ("fastest", "unfused") and kernels_write_rows() and not kernels.deterministic_bound()
     return MoESetup(
         side_stream=InlineStream() if shared_expert == "inline" else platform.make_side_stream(),
         combine=combine,

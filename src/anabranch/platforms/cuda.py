@@ -17,11 +17,12 @@ class CudaPlatform(AcceleratorPlatform):
     graph_class = "CUDAGraph"
     collective_backend = "nccl"
     graph_mode = "full"
+    deterministic = True
     memory_fraction = 0.85
-    proven = "kernels, families, captured steps and throughput runs on an H200, with Triton 3.6 and 3.7"
+    proven = "kernels, families, drafts, captured steps and throughput runs on an H200, with Triton 3.6 and 3.7"
     unproven = (
-        "drafts, several ranks, INT4 in packed tiles (not chosen yet); other GPUs than an H200 (kernels compile for "
-        "sm_80 and sm_100), Triton 3.8 and 3.9 (kernels compile)"
+        "--deterministic, several ranks with captured steps; other GPUs than an H200 (kernels compile for sm_80 and "
+        "sm_100), Triton 3.8 and 3.9 (kernels compile)"
     )
 
     @property

@@ -115,7 +115,7 @@ class Platform(abc.ABC):
     verifies_drafts: ClassVar[bool] = True
     """Whether the Runner takes shares that sample several tokens."""
     deterministic: ClassVar[bool] = False
-    """Whether `kernels/invariant` covers it."""
+    """Whether kernels compute each row by itself where they are asked to: see `kernels.bind`."""
     divides_models: ClassVar[bool] = True
     """Whether models can be divided among ranks."""
     proven: ClassVar[str] = ""

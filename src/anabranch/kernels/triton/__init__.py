@@ -11,6 +11,7 @@ from anabranch.kernels.triton import (  # noqa: F401  importing registers their 
     latent_attention,
     latent_store,
     linear,
+    linear_fixed,
     logprobs,
     mask_logits,
     norm,

@@ -5,8 +5,8 @@ pages, S slots in a page, M page-table width, W pieces of work.
 
 A decode step (every request has one new token) is attention_decode alone. Otherwise attention_prefill (or its twin
 attention_hopper) does the requests with several new tokens, and attention_decode those with one in the same batch: what
-is fast for one is not for the other. Where E is not D, attention_prefill does all. The device tells them apart. The
-host knows sizes only, never lengths, so that a captured call stays right while contexts grow.
+is fast for one is not for the other. Where E is not D, or tiles are fixed, attention_prefill does all. The device tells
+them apart. The host knows sizes only, never lengths, so that a captured call stays right while contexts grow.
 """
 
 import functools
@@ -150,12 +150,13 @@ def make_plan(
     decode_tile: DecodeTile | None = None,
 ) -> AttentionPlan:
     """The tiles: those instead of what would be chosen. A plan takes longer than the launches, hence the cache."""
-    apart = shape.padded_heads() * shape.padded_dim() <= MAX_QUERIES and shape.D == shape.E
+    fits = shape.padded_heads() * shape.padded_dim() <= MAX_QUERIES and shape.D == shape.E
+    apart = fits and not machine.fixed  # pieces depend on how many requests there are
     decoding = apart and shape.R > 0 and (shape.max_query == 1 or shape.T == 1)
     many = None
     if not decoding:
         page = shape.S if shape.whole and not shape.fp8 and not shape.sinks else 0
-        sizes = shape.T * shape.H, shape.D, shape.dtype, machine, page, shape.E
+        sizes = 0 if machine.fixed else shape.T * shape.H, shape.D, shape.dtype, machine, page, shape.E
         tile = prefill_tile or attention_tiles.choose_prefill(*sizes)
         many = plan_many(shape, machine, dependent, tile)
     if not decoding and (shape.R < 2 or not apart):

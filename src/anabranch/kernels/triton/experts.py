@@ -105,7 +105,7 @@ def tiles_for(call: ExpertsCall) -> Tiles:
 def chosen(tokens: int, shape: Shape, combine: str, machine: Machine, device: torch.device) -> Tiles:
     """As measured on this device, else by the rule."""
     rule = choose(tokens, shape, combine, machine)
-    table = table_for(device, shape)
+    table = None if machine.fixed else table_for(device, shape)
     return rule if table is None else table.pick(tokens, rule, lambda tiles: adapt(tiles, tokens, combine, machine))
 
 
@@ -316,7 +316,8 @@ def sum_into(
 ) -> torch.Tensor:
     (tokens, top_k), D = call.expert_TK.shape, y_TD.shape[1]
     # Few tokens: more programs; many: whole rows.
-    columns = min(next_power_of_2(D), 256 if tokens <= 64 else 1024)
+    few = tokens <= 64 or machine_of(y_TD.device).fixed
+    columns = min(next_power_of_2(D), 256 if few else 1024)
     sum_rows[(tokens, cdiv(D, columns))](
         call.expert_TK, rows_ND, y_TD, D,
         K=top_k, KP=next_power_of_2(top_k), COLUMNS=columns, FIRST=first, num_warps=1 if columns <= 256 else 4,

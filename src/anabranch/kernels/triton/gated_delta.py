@@ -3,7 +3,7 @@
 A decode step (every request has one new token) is gated_delta_decode alone. Otherwise gated_delta_chunks does the
 requests with several new tokens first. The device tells them apart: the host knows sizes only. So the result of a
 request does not depend on the others, but for the order of sums where there are few of them or many. Where drafts are
-verified, gated_delta_drafts does it.
+verified, gated_delta_drafts does it; with fixed tiles it does all.
 """
 
 import functools
@@ -16,7 +16,15 @@ from anabranch.kernels.triton.attention import FEW_PROGRAMS, MANY_REQUESTS
 from anabranch.kernels.triton.gated_delta_chunks import convolve_chunks, norm_rows, prepare_chunks, scan_chunks
 from anabranch.kernels.triton.gated_delta_decode import step_heads
 from anabranch.kernels.triton.gated_delta_drafts import accept_rows, keep_inputs, try_rows
-from anabranch.kernels.triton.launch import FLOATS, cdiv, lasting_zeros, launch_options, next_power_of_2, num_processors
+from anabranch.kernels.triton.launch import (
+    FLOATS,
+    cdiv,
+    lasting_zeros,
+    launch_options,
+    machine_of,
+    next_power_of_2,
+    num_processors,
+)
 from anabranch.ops.gated_delta import DeltaAcceptCall, DeltaDraftsCall, GatedDeltaCall
 
 DIMS = (16, 32, 64, 128)
@@ -63,6 +71,8 @@ def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
     (T, R), (H, K, V), G = (x_TX.shape[0], call.page_R.shape[0]), call.state_PHKV.shape[1:], call.num_key_heads
     if R == 0:
         return x_TX.new_zeros(T, H, V)
+    if machine_of(device).fixed:
+        return do_rows(call)
     y_THV = torch.empty(T, H, V, dtype=x_TX.dtype, device=device)
     if T == 0:
         return y_THV
@@ -79,6 +89,21 @@ def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
         WP=next_power_of_2(options["W"]), BV=columns, FETCH=options["DEPENDENT"] and few,
         num_warps=max(1, K * columns // 4096), **options,
     )  # fmt: skip
+    return y_THV
+
+
+def do_rows(call: GatedDeltaCall) -> torch.Tensor:
+    """Token by token, as if all were drafts and then accepted: so chunks may begin anywhere."""
+    starts_R, states = call.query_start_R, (call.conv_PLC, call.state_PHKV)
+    count_R = torch.where(call.context_len_R > 0, starts_R[1:] - starts_R[:-1], 0)
+    requests = call.page_R, starts_R[:-1], count_R, call.context_len_R - count_R
+    kept_NX, weights = torch.empty_like(call.x_TX), (call.conv_weight_CW, call.decay_log_H, call.dt_bias_H)
+    drafts = DeltaDraftsCall(
+        call.x_TX, kept_NX, *states, *requests, *weights, call.norm_weight_V, call.eps, call.num_key_heads
+    )
+    y_THV = gated_delta_drafts(drafts)
+    one, (conv_CW, decay_H, dt_H) = (kept_NX[None], states[0][None], states[1][None]), weights
+    gated_delta_accept(DeltaAcceptCall(*one, *requests, conv_CW[None], decay_H[None], dt_H[None], call.num_key_heads))
     return y_THV
 
 

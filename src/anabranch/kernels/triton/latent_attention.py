@@ -132,7 +132,7 @@ def make_plan(
     many = single = None
     num_blocks = num_pieces = 0
     num_groups = next(n for n in range(-(-H // most_rows(machine)), H + 1) if H % n == 0)
-    decoding = R > 0 and (shape.max_query == 1 or T == 1)
+    decoding = R > 0 and (shape.max_query == 1 or T == 1) and not machine.fixed
     if not decoding:
         tile = prefill_tile or choose_prefill(shape, machine)
         num_blocks = T * H // tile.rows + R + 1
@@ -145,7 +145,7 @@ def make_plan(
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
-    if decoding or R > 1:
+    if decoding or (R > 1 and not machine.fixed):  # its pieces depend on how many requests there are
         rows = max(16, next_power_of_2(H // num_groups))
         chosen = decode_tile or choose_decode(rows, shape, machine)
         num_pieces = most_pieces(R, num_groups, max(M * S, 2 * chosen.keys), chosen, machine)

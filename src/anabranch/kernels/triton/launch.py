@@ -85,14 +85,28 @@ def num_processors(device: torch.device) -> int:
     return count
 
 
-@functools.cache
+fixed_tiles = False
+"""See Machine.fixed."""
+
+
+def fix_tiles(fixed: bool) -> None:
+    """For all calls from now on."""
+    global fixed_tiles
+    fixed_tiles = fixed
+
+
 def machine_of(device: torch.device) -> Machine:
+    return _machine(device, fixed_tiles)
+
+
+@functools.cache
+def _machine(device: torch.device, fixed: bool) -> Machine:
     if device.type != "cuda":
-        return Machine()
+        return Machine(fixed=fixed)
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or Machine().shared_bytes
     gluon = [gluon_kernels(name, device) for name in ("attention_hopper", "experts_hopper")]
-    return Machine(shared - 1024, properties.multi_processor_count, is_hopper(device), hopper=None not in gluon)
+    return Machine(shared - 1024, properties.multi_processor_count, is_hopper(device), None not in gluon, fixed)
 
 
 def lasting_zeros(device: torch.device, *shape: int) -> torch.Tensor:

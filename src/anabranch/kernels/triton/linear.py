@@ -11,6 +11,8 @@ With more tokens those cores become the limit. `multiply_rows` takes the matrix 
 product, tokens (padded) its columns, and each of K warps has inputs of its own. Its weights come through a pipeline,
 which begins after the wait; before it they are only prefetched, so that they are in L2 by then.
 
+With fixed tiles linear_fixed multiplies, whatever the sizes.
+
 On Hopper some tens of tokens and middling weights are linear_hopper's, which shares out the inputs too.
 
 Sums are fp32 and in a fixed order.
@@ -26,12 +28,13 @@ import triton.language as tl
 
 from anabranch import ops
 from anabranch.formats import PLAIN
-from anabranch.kernels.triton import linear_quantized
+from anabranch.kernels.triton import linear_fixed, linear_quantized
 from anabranch.kernels.triton.launch import (
     FLOATS,
     cdiv,
     gluon_kernels,
     launch_options,
+    machine_of,
     next_power_of_2,
     prefetch,
     wait_for_predecessor,
@@ -221,13 +224,14 @@ def hopper_for(x_TD: torch.Tensor, weight_FD: torch.Tensor) -> ModuleType | None
 def accepts(
     x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> bool:
+    fixed = machine_of(x_TD.device).fixed
     if weight_FD.format is not PLAIN:
         good = x_TD.dim() == 2 and x_TD.dtype in FLOATS and x_TD.stride(1) == 1 and len(weight_FD.shape) == 2
         return good and is_supported(weight_FD, x_TD.dtype) and out_dtype in (None, x_TD.dtype, torch.float32)
     data_FD = weight_FD.data
     return (
         x_TD.dim() == 2
-        and x_TD.shape[0] <= ROUTER_TOKENS
+        and (fixed or x_TD.shape[0] <= ROUTER_TOKENS)
         and x_TD.dtype in FLOATS
         and x_TD.dtype == data_FD.dtype
         and out_dtype in (None, x_TD.dtype, torch.float32)
@@ -235,7 +239,8 @@ def accepts(
         and data_FD.stride(1) == 1
         and (bias_F is None or bias_F.is_contiguous())
         and (
-            hopper_for(x_TD, data_FD) is not None
+            fixed
+            or hopper_for(x_TD, data_FD) is not None
             or choose(*x_TD.shape, data_FD.shape[0], x_TD.element_size()) is not None
         )
     )
@@ -248,6 +253,8 @@ def linear(
     if weight_FD.format is not PLAIN:
         return linear_quantized.run(x_TD, weight_FD, bias_F, out_dtype or x_TD.dtype)
     data_FD = weight_FD.data
+    if machine_of(x_TD.device).fixed:
+        return linear_fixed.multiply(x_TD, data_FD, bias_F, out_dtype or x_TD.dtype)
     hopper = hopper_for(x_TD, data_FD)
     if hopper is not None:
         split_y_TF: torch.Tensor = hopper.run(x_TD, data_FD, bias_F, out_dtype or x_TD.dtype)

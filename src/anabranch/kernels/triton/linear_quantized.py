@@ -22,6 +22,7 @@ from anabranch.kernels.triton.launch import (
     gluon_kernels,
     is_hopper,
     launch_options,
+    machine_of,
     next_power_of_2,
     wait_for_predecessor,
 )
@@ -161,15 +162,16 @@ def run(x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, out_
     y_TF = torch.empty(tokens, F, dtype=out_dtype, device=x_TD.device)
     if y_TF.numel() == 0:
         return y_TF
-    tiles = stream_tiles(tokens, weight_FD.data.shape[1])
+    fixed = machine_of(x_TD.device).fixed
+    tiles = None if fixed else stream_tiles(tokens, weight_FD.data.shape[1])
     if tiles is not None:
         return stream(x_TD, weight_FD, bias_F, y_TF, *tiles)
-    fp8_product = find_fp8_product(x_TD, weight_FD)
+    fp8_product = None if fixed else find_fp8_product(x_TD, weight_FD)
     if fp8_product is not None:
         return fp8_product(x_TD, weight_FD, bias_F, out_dtype)
-    if tokens > MULTIPLY_TOKENS:
+    if tokens > MULTIPLY_TOKENS and not fixed:
         return multiply_dense(x_TD, dequantize(weight_FD, x_TD.dtype), bias_F, out_dtype)
-    rows = min(64, max(16, next_power_of_2(tokens)))
+    rows = 64 if fixed else min(64, max(16, next_power_of_2(tokens)))
     columns = min(64, max(16, next_power_of_2(F // LEAST_PROGRAMS + 1) // 2))
     depth = format.span(D) if format.bits == 4 else math.gcd(128, format.group or 128)
     if x_TD.element_size() == 4 and format.bits == 8:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import cdiv, launch_options, next_power_of_2, wait_for_predecessor
+from anabranch.kernels.triton.launch import cdiv, launch_options, machine_of, next_power_of_2, wait_for_predecessor
 from anabranch.kernels.triton.sample import MAX_CHUNKS, MAX_VOCABULARY, NUM_SCANNING, STRETCH, TILE, choose_split
 from anabranch.kernels.triton.sample_search import LOWEST, from_key, to_key
 
@@ -113,7 +113,8 @@ def logprobs(
     results = logprob_T, rank_T, top_id_TN, top_logprob_TN
     if num_rows == 0:
         return results
-    split = choose_split(num_rows, vocabulary, TILE, NUM_SCANNING)
+    few = 64 if machine_of(device).fixed else num_rows
+    split = choose_split(few, vocabulary, TILE, NUM_SCANNING)
     shape, num_stretches = (num_rows, split.num_chunks), cdiv(vocabulary, STRETCH)
     dtypes = torch.float32, torch.float32, torch.int32
     chunks = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes)

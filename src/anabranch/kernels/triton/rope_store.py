@@ -25,6 +25,7 @@ from anabranch.kernels.triton.launch import (
     cdiv,
     converts_fp8,
     launch_options,
+    machine_of,
     next_power_of_2,
     wait_for_predecessor,
 )
@@ -202,7 +203,7 @@ def rope_store(call: RopeStoreCall) -> torch.Tensor:
         return rotated_THD
     norm = "none" if q_weight is None else "head" if q_weight.numel() == D else "all"
     factors = [1 / scale for scale in scales] if k_PSGD.dtype == FP8 else (None, None)
-    many = tokens > FEW_TOKENS
+    many = tokens > FEW_TOKENS or machine_of(q_THD.device).fixed
     elements = MANY_ELEMENTS if many else FEW_ELEMENTS
     group, programs, constants = choose_constants(elements, many, H, G, D, cos_TF.shape[1], norm)
     rope_store_kernel[(cdiv(tokens, group), programs)](

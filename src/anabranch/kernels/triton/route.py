@@ -28,7 +28,14 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from anabranch import ops
-from anabranch.kernels.triton.launch import FLOATS, cdiv, launch_options, next_power_of_2, wait_for_predecessor
+from anabranch.kernels.triton.launch import (
+    FLOATS,
+    cdiv,
+    launch_options,
+    machine_of,
+    next_power_of_2,
+    wait_for_predecessor,
+)
 from anabranch.kernels.triton.sample_search import LOWEST, from_key, to_key
 from anabranch.kernels.triton.sorted_lists import best_of, pack, unpack
 from anabranch.ops.route import SCORES, RouteCall
@@ -329,7 +336,8 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
     if num_rows == 0:
         return weight_TK, expert_TK
     vector = vector_size(logits_TE)
-    few, num_bytes = num_rows <= FEW_ROWS, logits_TE.element_size()
+    few = num_rows <= FEW_ROWS or machine_of(logits_TE.device).fixed
+    num_bytes = logits_TE.element_size()
     constants = choose_constants(few, num_experts, top_k, num_bytes, vector, call.num_groups)
     route_kernel[(cdiv(num_rows, constants["ROWS"]),)](
         logits_TE, weight_TK, expert_TK, call.select_bias_E, call.expert_scale_E, call.num_tokens, num_rows,

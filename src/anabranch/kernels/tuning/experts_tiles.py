@@ -43,6 +43,8 @@ class Machine:
     """Hopper's matrix unit, which needs 64 rows and reads them from shared memory."""
     hopper: bool = False
     """The Gluon kernels for Hopper run here."""
+    fixed: bool = False
+    """What a row gives must not depend on how many there are: see kernels.bind."""
 
 
 PORTABLE = Machine()
@@ -148,6 +150,8 @@ def padded_tokens(num_tokens: int) -> int:
 def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Machine = PORTABLE) -> Tiles:
     """The tiles for one call."""
     format = named(shape.format)
+    if machine.fixed:
+        return choose_fixed(num_tokens, shape, format, machine)
     # Converting quantised weights is work: from a few tokens on, it is faster to do it once for all of them.
     if num_tokens <= (QUANTIZED_SMALL_TOKENS if isinstance(format, Grouped) else SMALL_TOKENS):
         small = choose_small(shape)
@@ -167,6 +171,19 @@ def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Mac
         tiles = choose_grouped(num_tokens, rows_per_expert, shape.dtype, machine)
     # Adding into tokens' rows by atomics was slower at every size measured, so `fastest` never does.
     return replace(tiles, add=combine == "fused")
+
+
+def choose_fixed(num_tokens: int, shape: Shape, format: Format, machine: Machine) -> Tiles:
+    """Of those that add up inputs in the same order. Hopper has two matrix units, of which one takes 64 rows and more,
+    of tokens or (swapped) of weights: it must do all or nothing. Elsewhere one tile serves all numbers of tokens."""
+    if isinstance(format, Grouped):
+        return fit(choose_quantized(MANY, 64, shape, format), shape.dtype, machine)
+    if not machine.hopper or shape.dtype == torch.float32:
+        return choose_grouped(MANY, 64, shape.dtype, machine)
+    rows_per_expert = num_tokens * shape.top_k / shape.num_experts
+    if num_tokens > HOPPER_TOKENS:
+        return replace(choose_hopper(rows_per_expert, shape.inner), extra=0)
+    return replace(choose_grouped(num_tokens, rows_per_expert, shape.dtype, machine), match=False)
 
 
 def choose_small(shape: Shape) -> SmallTiles | None:
