@@ -17,8 +17,9 @@ from tests.server.serving import NAME, QUICK, Running, running
 
 STEP = 1.0  # seconds: the first token takes at least one step
 SETTINGS: dict[str, Any] = {"begin_timeout": 0.1, "ping_timeout": 0.2}
+GREEDY = {"temperature": 0}
 HELLO: Any = [{"role": "user", "content": "hello"}]
-BODY: dict[str, Any] = {"model": NAME, "messages": HELLO, "max_tokens": 2, "temperature": 0, "stream": True}
+BODY: dict[str, Any] = {"model": NAME, "messages": HELLO, "max_tokens": 2, "stream": True, **GREEDY}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_anthropics_events_come_before_the_first_token(server: Running) -> None:
     assert [name for _, name in names].count("message_start") == 1
     assert [name for _, name in names[1:3]] == ["ping", "ping"] and names[-1][1] == "message_stop"
     with anthropic.Anthropic(base_url=server.url, api_key="none", timeout=QUICK) as client:
-        with client.messages.stream(model=NAME, messages=HELLO, max_tokens=2, temperature=0) as stream:
+        with client.messages.stream(model=NAME, messages=HELLO, max_tokens=2, extra_body=GREEDY) as stream:
             message = stream.get_final_message()
     assert message.usage.output_tokens == 2 and message.stop_reason == "max_tokens"
 

@@ -77,7 +77,8 @@ class TorchRunner(Runner):
         )
         shown = None if progress is None else Tally("measuring tiles")
         with stage("tune"):
-            tune(self.model, platform, config.tune, config.max_num_batched_tokens, shown)
+            mode = "off" if config.deterministic else config.tune  # whose tiles do not depend on tables
+            tune(self.model, platform, mode, config.max_num_batched_tokens, shown)
         self.num_active = plan.count_active(self.model.config)
 
     @property
