@@ -86,7 +86,7 @@ class EngineConfig:
     them. Auto: stream where the platform has streams."""
     deterministic: bool = False
     """What a request gets does not depend, to the bit, on what is computed with it: other requests, chunks of prompts,
-    cached prefixes, drafts. On a CPU, without ranks; see kernels/invariant."""
+    cached prefixes, drafts. On one CPU or NVIDIA GPU; see kernels.bind."""
     tune: str = "fast"
     """Where no table of measured tiles fits model and GPU, measure at start: for 15 seconds, or in full; off: never."""
     quantization: str = "none"

@@ -74,7 +74,7 @@ def test_what_is_not_covered_is_refused() -> None:
         LLM(deterministic=True, tensor_parallel_size=2)
 
 
-def test_what_is_not_covered_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_covered_on_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gpu(FakePlatform):
         name = "cuda"
         deterministic = True
@@ -83,11 +83,23 @@ def test_what_is_not_covered_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch
     assert resolve(config, model, Gpu()).deterministic
     with pytest.raises(ValueError, match="deterministic: not with graphs compiled"):
         resolve(replace(config, graphs="compiled"), model, Gpu())
+    assert resolve(replace(config, state_dtype="model"), model, Gpu()).deterministic  # it has no states
+    tiny.write("qwen3_5_moe", tmp_path)
     with pytest.raises(ValueError, match="deterministic: on a GPU states must be kept in float32"):
-        resolve(replace(config, state_dtype="model"), model, Gpu())
+        resolve(replace(config, state_dtype="model"), read_config(tmp_path), Gpu())
     monkeypatch.setattr(Gpu, "deterministic", False)
     with pytest.raises(ValueError, match="deterministic: not yet with platform 'cuda', only on one CPU or NVIDIA GPU"):
         resolve(config, model, Gpu())
+
+
+def test_means_do_not_depend_on_chunks() -> None:
+    """The sum of a prompt's rows is the same wherever it is cut."""
+    prompt = list(range(3, 60))
+    found = []
+    for tokens in (7, 64):
+        with LLM(deterministic=True, max_num_batched_tokens=tokens, prefix_cache=False, show_progress=False) as llm:
+            found.append(llm.embed([prompt, prompt[:9]], pooling="mean"))
+    assert found[0] == found[1] and len(found[0]) == 2
 
 
 def test_on_a_gpu_tiles_are_fixed_and_libraries_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:

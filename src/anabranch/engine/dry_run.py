@@ -22,6 +22,8 @@ from anabranch.sampling_params import SamplingParams
 
 FEW_ROWS = (1, 2, 3, 4, 8, 16)
 """Numbers of rows that have a version of their own in products of few rows: the vocabulary's, in any step."""
+FIXED_ROWS = (1, 32, 64, 65)
+"""The same with `deterministic`."""
 MIXED_REQUESTS = 40
 """Attention has a version for few requests in a step with prompts, one for this many, and perhaps one for more."""
 EVERYTHING = SamplingParams(
@@ -39,6 +41,8 @@ def dry_run(runner: Any) -> None:
     kv = runner.kv[: max(layers.index(layer) for layer in layers) + 2]  # the first layer has no residual
 
     def launch(step: Step) -> None:
+        if config.deterministic:
+            step = replace(step, spans=())
         draft(step, model(step, kv))
 
     def draft(step: Step, hidden_TD: torch.Tensor) -> None:
@@ -80,8 +84,9 @@ def dry_run(runner: Any) -> None:
 
 def dry_run_sampling(runner: Any) -> None:
     model, device = runner.model, runner.platform.device
-    hidden_TD = torch.zeros(FEW_ROWS[-1], model.config.hidden_size, dtype=runner.dtype, device=device)
-    for num_rows in FEW_ROWS:
+    rows = FIXED_ROWS if runner.config.deterministic else FEW_ROWS
+    hidden_TD = torch.zeros(rows[-1], model.config.hidden_size, dtype=runner.dtype, device=device)
+    for num_rows in rows:
         logits_TV = model.logits(hidden_TD[:num_rows])
     for wanted in (EVERYTHING, UNCHANGED):
         sampler = Sampler(2, model.config.vocab_size, device)

@@ -399,7 +399,7 @@ class Engine:
             update.prompt_logprobs = self.prompt_logprobs.pop(sequence.id, [None])
         if sequence.request.pooling:
             update.token_ids, sequence.finish_reason = [], "stop"
-            vector_D = torch.nn.functional.normalize(self.pooled.pop(sequence.id), dim=0)
+            vector_D = torch.nn.functional.normalize(self.pooled.pop(sequence.id).float(), dim=0)
             update.embedding = array("f", vector_D.tolist()).tobytes()
         if sequence.finish_reason is not None:
             update.finish_reason, update.stop_token = sequence.finish_reason, sequence.stop_token

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from anabranch import kernels
 from anabranch.engine.batch import HostStep, StepMaker
 from anabranch.engine.expert_counter import ExpertCounter
 from anabranch.engine.layer_drafts import LayerDrafts, known_next
@@ -113,7 +114,8 @@ class Outputs:
         for share in launched.shares:
             end += share.end - share.begin
             if count := share.num_pooled:
-                found.append(hidden_TD[end - count : end].float().sum(0))
+                rows_TD = hidden_TD[end - count : end]
+                found.append(exact_sum(rows_TD) if kernels.deterministic_bound() else rows_TD.float().sum(0))
         launched.pooled = self.platform.fetch(torch.stack(found)) if found else None
 
     def logits(self, step: Step, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -150,3 +152,8 @@ def prompt_parts(shares: list[Share]) -> Iterator[tuple[Share, int, list[int]]]:
         for begin in range(0, len(targets), ROWS_OF_LOGITS):
             yield share, row + begin, targets[begin : begin + ROWS_OF_LOGITS]
         row += share.end - share.begin
+
+
+def exact_sum(x_TD: torch.Tensor) -> torch.Tensor:
+    """Σ of rows, in any order and in any parts: in steps of 2⁻²⁴, fp64 adds them exactly up to 2²⁹."""
+    return (x_TD.double() * 2.0**24).round().sum(0) / 2.0**24

@@ -28,8 +28,12 @@ COMPILED = "triton"
 INVARIANT = {"invariant": "anabranch.kernels.invariant"}
 """The provider whose kernels compute each row by itself, on a CPU. On GPUs those in Triton do, with fixed tiles."""
 
-ROWS_TOGETHER = ("linear", "linear_heads", "experts", "attention", "latent_attention")
-"""Ops whose other implementations on a GPU, libraries among them, choose code by the number of rows."""
+ROWS_TOGETHER = (
+    *("linear", "linear_heads", "experts", "route", "attention", "latent_attention", "rope_store", "latent_store"),
+    *("gated_delta", "gated_delta_drafts", "gated_delta_accept", "logprobs"),
+    *("rms_norm", "add_rms_norm", "sum_add_rms_norm", "norm_add"),
+)
+"""Ops whose other implementations on a GPU, libraries among them, may choose code by the number of rows."""
 
 _deterministic = False
 
@@ -40,7 +44,6 @@ def bind(platform: Platform, deterministic: bool = False) -> None:
     from anabranch import ops
 
     global _deterministic
-    _deterministic = deterministic
     providers = dict(platform.providers)
     compiled = COMPILED in providers
     if deterministic and not compiled:
@@ -51,6 +54,10 @@ def bind(platform: Platform, deterministic: bool = False) -> None:
             with stage("import"):
                 importlib.import_module(module)
         except ImportError as error:
+            if deterministic and provider == COMPILED:
+                raise ValueError(
+                    f"deterministic: on a GPU it needs Triton, which cannot be imported: {error}"
+                ) from None
             log.warning("kernels of provider %r are not used: %s", provider, error)
     launch = sys.modules.get("anabranch.kernels.triton.launch")
     if launch is not None:
@@ -59,6 +66,7 @@ def bind(platform: Platform, deterministic: bool = False) -> None:
     if deterministic:
         choice = ",".join(f"{name}={COMPILED}" for name in ROWS_TOGETHER) if compiled else ",".join(INVARIANT)
     ops.bind(platform, choice, tuple(providers))
+    _deterministic = deterministic
 
 
 def deterministic_bound() -> bool:

@@ -45,7 +45,8 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Platform) -> Eng
             raise ValueError(f"deterministic: not yet with {where}, only on one CPU or NVIDIA GPU; leave it out")
         if config.graphs == "compiled":
             raise ValueError("deterministic: not with graphs compiled, whose kernels depend on sizes; use another mode")
-        if platform.name != "cpu" and config.state_dtype != "float32":  # rounded after each chunk
+        states = not all(layer.mixer.cache.policy.per_token for layer in model.layers)
+        if states and platform.name != "cpu" and config.state_dtype != "float32":  # rounded after each chunk
             raise ValueError("deterministic: on a GPU states must be kept in float32; leave state_dtype out")
     if config.speculative != "none":
         refused = f"speculative {config.speculative}: not yet"

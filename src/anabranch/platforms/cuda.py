@@ -21,8 +21,8 @@ class CudaPlatform(AcceleratorPlatform):
     memory_fraction = 0.85
     proven = "kernels, families, drafts, captured steps and throughput runs on an H200, with Triton 3.6 and 3.7"
     unproven = (
-        "--deterministic, several ranks with captured steps; other GPUs than an H200 (kernels compile for sm_80 and "
-        "sm_100), Triton 3.8 and 3.9 (kernels compile)"
+        "--deterministic, several GPUs, several ranks with captured steps; other GPUs than an H200 (kernels compile "
+        "for sm_80 and sm_100), Triton 3.8 and 3.9 (kernels compile)"
     )
 
     @property

@@ -367,11 +367,12 @@ def follow_ranks(place: nodes.Place, environments: dict[int, list[Environment]])
         ends.append(ranks[-1].sentinel)
         theirs.close()
     for rank, pipe in pipes.items():
-        if pipe in wait([pipe, *ends[: len(ranks)]]):
+        if pipe in wait([pipe, *ends]):
             with contextlib.suppress(EOFError, OSError):
                 links.append(nodes.connect(place, pipe.recv(), rank, "node"))
     ready = wait([*ends, *links])
-    if not any(says_end(link) for link in links if link in ready):
+    have_followers = any(more for _, *more in environments.values())  # of their own, which they have to end first
+    if have_followers or not any(says_end(link) for link in links if link in ready):
         time.sleep(VERDICT_SECONDS)  # the others have the same reason to end
     for process in ranks:
         process.kill()
@@ -380,7 +381,7 @@ def follow_ranks(place: nodes.Place, environments: dict[int, list[Environment]])
 
 
 def says_end(link: Connection) -> bool:
-    """Whether the driver has ended a rank, which need not know it; else it has ended, or its connection has."""
+    """True: the driver has ended the rank, which may not notice. False: the rank or the connection has ended."""
     try:
         return link.recv_bytes() == END
     except (EOFError, OSError):

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from anabranch import ops
+from anabranch import kernels, ops, platforms
+from anabranch.conformance import determinism, tiny
 from anabranch.conformance.judge import copy, faults
 
 pytest.importorskip("triton")
@@ -22,6 +24,7 @@ from anabranch.kernels.triton import (
     linear_fixed,
     linear_quantized,
     logprobs,
+    norm,
     rope_store,
     route,
 )
@@ -34,9 +37,11 @@ from anabranch.ops.gated_delta import GatedDeltaCall
 from anabranch.ops.latent_attention import LatentAttentionCall
 from anabranch.ops.route import RouteCall
 from anabranch.ops.weight import Weight
+from anabranch.platforms.fake import FakePlatform
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
 from tests.kernels.triton.places import dtypes, everywhere, interpreter
+from tests.kernels.triton.test_quantized_experts import quantized
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "attention": attention.attention,
@@ -125,6 +130,31 @@ def test_rows_of_experts(device: str, dtype: torch.dtype, bias: bool) -> None:
     check_rows(device, compute)
 
 
+@pytest.mark.gpu
+def test_rows_of_block_fp8() -> None:
+    """Weights alone are quantised, whatever the number of tokens."""
+    D, inner, E, K, T = 1024, 512, 8, 2, max(SIZES["cuda"])
+    fp8 = named("fp8_128x128")
+    x_TD = normal(T, D, device="cuda", dtype=torch.bfloat16)
+    weight = quantized(Weight.of(normal(inner, D, device="cuda")), fp8)
+    check_rows("cuda", lambda rows: linear.linear(x_TD[rows], weight))
+    gate_up, down = (quantized(Weight.of(normal(*s, device="cuda")), fp8) for s in ((E, 2 * inner, D), (E, D, inner)))
+    expert_TK = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to("cuda", torch.int32)
+    weight_TK = normal(T, K, device="cuda").softmax(-1)
+    check_rows(
+        "cuda",
+        lambda rows: experts.experts(ExpertsCall(x_TD[rows], weight_TK[rows], expert_TK[rows], gate_up, down, "silu")),
+    )
+
+
+@in_any_dtype
+def test_rows_of_norms(device: str, dtype: torch.dtype) -> None:
+    D = 64 if device == "cpu" else 2048
+    x_TD, weight_D = normal(max(SIZES[device]), D, device=device, dtype=dtype), normal(D, device=device, dtype=dtype)
+    check_rows(device, lambda rows: norm.rms_norm(x_TD[rows], weight_D, 1e-6))
+    check_rows(device, lambda rows: norm.add_rms_norm(x_TD[rows], x_TD[rows], weight_D, 1e-6, fp8=True))
+
+
 @everywhere
 def test_rows_of_route_and_logprobs(device: str) -> None:
     most, E, V = max(SIZES[device]), 60, 300 if device == "cpu" else 151_936
@@ -135,11 +165,23 @@ def test_rows_of_route_and_logprobs(device: str) -> None:
     check_rows(device, lambda rows: logprobs.logprobs(logits_TV[rows], token_T[rows], 1))
 
 
+@everywhere
+def test_many_alternatives_do_not_change_a_log_probability(device: str) -> None:
+    """Rows of a step get as many as one of them asks for."""
+    logits_TV, token_T = normal(2, 300, device=device), torch.arange(2, device=device)
+    assert logprobs.accepts(logits_TV, token_T, 100)
+    few, many = (logprobs.logprobs(logits_TV, token_T, n) for n in (1, 70))
+    assert torch.equal(few[0], many[0]) and torch.equal(few[3], many[3][:, :1])
+
+
 @in_any_dtype
+@pytest.mark.parametrize("D", [32, pytest.param(128, marks=pytest.mark.gpu), pytest.param(256, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("window", [0, 24])
-def test_rows_of_attention(device: str, dtype: torch.dtype, window: int) -> None:
+def test_rows_of_attention(device: str, dtype: torch.dtype, window: int, D: int) -> None:
     """A request's tokens in chunks of any size, with and without others before them."""
-    S, H, G, D, length = 8, 4, 2, 32, 90 if device == "cpu" else 900
+    if device == "cpu" and D > 32:
+        pytest.skip("on a GPU")
+    S, H, G, length = 8, 4, 2, 90 if device == "cpu" else 900
     pages = -(-length // S)
     k_PSGD, v_PSGD = (normal(pages * 2, S, G, D, device=device, dtype=dtype) for _ in range(2))
     q_THD = normal(length, H, D, device=device, dtype=dtype)
@@ -164,7 +206,7 @@ def test_rows_of_attention(device: str, dtype: torch.dtype, window: int) -> None
 
 @in_any_dtype
 def test_rows_of_latent_attention(device: str, dtype: torch.dtype) -> None:
-    S, H, L, F, length = 8, 4, 32, 16, 70 if device == "cpu" else 700
+    S, (H, L, F, length) = 8, (4, 32, 16, 70) if device == "cpu" else (16, 512, 64, 700)
     rows_PSC = normal(-(-length // S), S, L + F, device=device, dtype=dtype)
     q_THL, turned_THF = (normal(length, H, n, device=device, dtype=dtype) for n in (L, F))
     table_RM = torch.arange(rows_PSC.shape[0], dtype=torch.int32, device=device).view(1, -1)
@@ -183,7 +225,7 @@ def test_rows_of_latent_attention(device: str, dtype: torch.dtype) -> None:
 @in_any_dtype
 def test_rows_of_gated_delta(device: str, dtype: torch.dtype) -> None:
     """A prompt at once, in two parts, and its last token alone: results, and the states that they leave."""
-    G, H, K, V, W, length = 1, 2, 16, 16, 4, 20 if device == "cpu" else 150
+    G, H, W, (K, V, length) = 1, 2, 4, (16, 16, 20) if device == "cpu" else (128, 128, 150)
     C = 2 * G * K + H * V
     x_TX = normal(length, C + H * V + 2 * H, device=device, dtype=dtype)
     parameters = [normal(*shape, device=device) for shape in ((C, W), (H,), (H,), (V,))]
@@ -220,12 +262,15 @@ def test_tiles_of_experts_use_one_matrix_unit(machine: str) -> None:
             assert isinstance(tiles, HopperTiles) and not tiles.extra
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+
+
+@pytest.mark.parametrize("target", UNITS)
 def test_products_use_one_matrix_unit(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of tokens, the compiler takes the same one: then the order of sums is the same."""
-    hopper = target == "sm_90"
+    hopper, fp8_unit = target == "sm_90", target != "sm_80"
     chip = Machine(ahead_of_time.SHARED[target], 132, hopper, False, fixed=True)
-    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: hopper)
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: target in ahead_of_time.DEPENDENT)
     for module in (linear, linear_fixed, linear_quantized, experts):
         monkeypatch.setattr(module, "machine_of", lambda device: chip)
     x_TD, weight_FD = torch.empty(500, 512, dtype=torch.bfloat16), torch.empty(256, 512, dtype=torch.bfloat16)
@@ -235,7 +280,7 @@ def test_products_use_one_matrix_unit(target: str, monkeypatch: pytest.MonkeyPat
         for tokens in (1, 33, 500):
             linear.linear(x_TD[:tokens], small)
     calls += launches
-    if hopper:
+    if fp8_unit:
         fp8 = {"data": weight_FD.to(torch.float8_e4m3fn), "scale": torch.empty(2, 4)}
         with recorded(linear_quantized, "multiply_scaled") as launches:
             for tokens in (1, 500):
@@ -252,8 +297,34 @@ def test_products_use_one_matrix_unit(target: str, monkeypatch: pytest.MonkeyPat
             patch.setattr(experts, "order_rows", lambda call, *_: RowOrder(*(call.expert_TK,) * 4, 4))
             experts.experts(call)
         calls += launches[:2]
-    assert len(calls) == 3 + 2 * hopper + 6
+    assert len(calls) == 3 + 2 * fp8_unit + 6
     for call in calls:
         compiled = compile_for(target, call)
-        assert ("wgmma" in compiled.asm["ptx"]) == hopper and ("mma.sync" in compiled.asm["ptx"]) != hopper
+        assert {unit for unit in UNITS.values() if unit in compiled.asm["ptx"]} == {UNITS[target]}
         assert not hopper or ahead_of_time.resources(compiled)["LOCAL"] == 0
+
+
+@interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v2"])
+def test_an_engine_gives_the_same_bits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any batch, in chunks, with a cached prefix, after preemption and with drafts, as on a GPU but for captures."""
+
+    class Gpu(FakePlatform):
+        name = "cuda"
+        providers = {"triton": "anabranch.kernels.triton", "torch": "anabranch.kernels.torch"}
+        deterministic = True
+        graph_mode = "none"
+
+    monkeypatch.setattr(platforms, "current", Gpu)
+    monkeypatch.setattr(kernels, "compile_ahead", lambda platform, work: None)
+    monkeypatch.setattr(determinism, "LENGTHS", (1, 24, 7))
+    monkeypatch.setattr(determinism, "ANSWER", 9)
+    tiny.write(family, tmp_path)
+    try:
+        options = {"dtype": "float32", "page_size": 4, "max_num_batched_tokens": 64}
+        results = list(determinism.check_determinism(str(tmp_path), **options))
+    finally:
+        monkeypatch.undo()
+        kernels.bind(platforms.current())
+    assert len(results) == 8 and not [result for result in results if not result.passed], results

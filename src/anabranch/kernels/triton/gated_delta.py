@@ -93,17 +93,15 @@ def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
 
 
 def do_rows(call: GatedDeltaCall) -> torch.Tensor:
-    """Token by token, as if all were drafts and then accepted: so chunks may begin anywhere."""
-    starts_R, states = call.query_start_R, (call.conv_PLC, call.state_PHKV)
+    """Token by token, whatever the chunk, by the kernel that verifies drafts."""
+    starts_R = call.query_start_R
     count_R = torch.where(call.context_len_R > 0, starts_R[1:] - starts_R[:-1], 0)
     requests = call.page_R, starts_R[:-1], count_R, call.context_len_R - count_R
-    kept_NX, weights = torch.empty_like(call.x_TX), (call.conv_weight_CW, call.decay_log_H, call.dt_bias_H)
-    drafts = DeltaDraftsCall(
-        call.x_TX, kept_NX, *states, *requests, *weights, call.norm_weight_V, call.eps, call.num_key_heads
-    )
-    y_THV = gated_delta_drafts(drafts)
-    one, (conv_CW, decay_H, dt_H) = (kept_NX[None], states[0][None], states[1][None]), weights
-    gated_delta_accept(DeltaAcceptCall(*one, *requests, conv_CW[None], decay_H[None], dt_H[None], call.num_key_heads))
+    states, weights = (call.conv_PLC, call.state_PHKV), (call.conv_weight_CW, call.decay_log_H, call.dt_bias_H)
+    x_TX, norm_weight_V, num_key_heads = call.x_TX, call.norm_weight_V, call.num_key_heads
+    rows = DeltaDraftsCall(x_TX, x_TX, *states, *requests, *weights, norm_weight_V, call.eps, num_key_heads)
+    y_THV = launch_rows(rows, store=True)
+    launch_inputs(x_TX[None], call.conv_PLC[None], requests, call.state_PHKV.shape[1:], num_key_heads)
     return y_THV
 
 
@@ -162,6 +160,10 @@ def accepts_drafts(call: DeltaDraftsCall) -> bool:
 
 @ops.gated_delta_drafts.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_drafts)
 def gated_delta_drafts(call: DeltaDraftsCall) -> torch.Tensor:
+    return launch_rows(call, store=False)
+
+
+def launch_rows(call: DeltaDraftsCall, store: bool) -> torch.Tensor:
     x_TX, (H, K, V), G = call.x_TX, call.state_PHKV.shape[1:], call.num_key_heads
     y_THV = x_TX.new_zeros(x_TX.shape[0], H, V)
     W = call.conv_weight_CW.shape[1]
@@ -169,10 +171,25 @@ def gated_delta_drafts(call: DeltaDraftsCall) -> torch.Tensor:
         try_rows[(H, call.page_R.shape[0])](
             *call[:12], y_THV,
             x_TX.stride(0), call.kept_NX.stride(0), call.conv_PLC.stride(0), call.state_PHKV.stride(0), call.eps,
-            G=G, HG=H // G, K=K, V=V, W=W, WP=next_power_of_2(W),
+            G=G, HG=H // G, K=K, V=V, W=W, WP=next_power_of_2(W), STORE=store,
             num_warps=max(1, K * V // 2048), **launch_options(x_TX.device),
         )  # fmt: skip
     return y_THV
+
+
+def launch_inputs(
+    kept_MNX: torch.Tensor,
+    conv_MPLC: torch.Tensor,
+    requests: tuple[torch.Tensor, ...],
+    heads: tuple[int, ...],
+    num_key_heads: int,
+) -> None:
+    (H, K, V), G, W = heads, num_key_heads, conv_MPLC.shape[2] + 1
+    strides = *kept_MNX.stride()[:2], *conv_MPLC.stride()[:2]
+    keep_inputs[(2 * G + H, requests[0].shape[0], conv_MPLC.shape[0])](
+        kept_MNX, conv_MPLC, *requests, *strides,
+        G=G, HG=H // G, K=K, V=V, W=W, num_warps=1, **launch_options(kept_MNX.device),
+    )  # fmt: skip
 
 
 def accepts_accept(call: DeltaAcceptCall) -> bool:
@@ -193,17 +210,26 @@ def accepts_accept(call: DeltaAcceptCall) -> bool:
 
 @ops.gated_delta_accept.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_accept)
 def gated_delta_accept(call: DeltaAcceptCall) -> None:
-    kept_MNX, conv_MPLC, state_MPHKV, *requests = call[:7]
+    kept_MNX, conv_MPLC, state_MPHKV, *_ = call
+    requests = call.page_R, call.row_R, call.count_R, call.start_R
     (M, _, H, K, V), G, R = state_MPHKV.shape, call.num_key_heads, call.page_R.shape[0]
     W = call.conv_weight_MCW.shape[2]
-    strides = *kept_MNX.stride()[:2], *conv_MPLC.stride()[:2]
-    options = {"G": G, "HG": H // G, "K": K, "V": V, "W": W, **launch_options(kept_MNX.device)}
-    if R:
+    if not R:
+        return
+    if machine_of(kept_MNX.device).fixed:  # by the kernel that has made the results, which are not needed again
+        one_V = kept_MNX.new_ones(V)
+        for m in range(M):
+            layer = kept_MNX[m], kept_MNX[m], conv_MPLC[m], state_MPHKV[m]
+            weights = call.conv_weight_MCW[m], call.decay_log_MH[m], call.dt_bias_MH[m], one_V
+            launch_rows(DeltaDraftsCall(*layer, *requests, *weights, 1e-6, G), store=True)
+    else:
+        strides = *kept_MNX.stride()[:2], *conv_MPLC.stride()[:2], *state_MPHKV.stride()[:2]
         accept_rows[(H, R, M)](
-            kept_MNX, conv_MPLC, state_MPHKV, *requests, *call[7:10], *strides, *state_MPHKV.stride()[:2],
-            WP=next_power_of_2(W), num_warps=max(1, K * V // 2048), **options,
+            kept_MNX, conv_MPLC, state_MPHKV, *requests, *call[7:10], *strides,
+            G=G, HG=H // G, K=K, V=V, W=W, WP=next_power_of_2(W),
+            num_warps=max(1, K * V // 2048), **launch_options(kept_MNX.device),
         )  # fmt: skip
-        keep_inputs[(2 * G + H, R, M)](kept_MNX, conv_MPLC, *requests, *strides, num_warps=1, **options)
+    launch_inputs(kept_MNX, conv_MPLC, requests, (H, K, V), G)
 
 
 def without(options: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -34,8 +34,9 @@ def try_rows(
     conv_weight_CW, decay_log_H, dt_bias_H, norm_weight_V, y_THV,
     x_stride, kept_stride, conv_stride, state_stride, eps,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    WP: tl.constexpr, DEPENDENT: tl.constexpr,
+    WP: tl.constexpr, STORE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """STORE: the rows count, so the state is stored, and no inputs are kept."""
     H: tl.constexpr = G * HG
     C: tl.constexpr = 2 * G * K + H * V
     h, r = tl.program_id(0), tl.program_id(1)
@@ -58,12 +59,13 @@ def try_rows(
     for n in range(count):
         x_n, kept = x + n * x_stride, kept_NX + (row + n) * kept_stride
         a, b = tl.load(x_n + C + H * V + H + h), tl.load(x_n + C + H * V + h)
-        tl.store(kept + v_channel, tl.load(x_n + v_channel))
-        tl.store(kept + C + H * V + H + h, a)
-        tl.store(kept + C + H * V + h, b)
-        if h % HG == 0:
-            tl.store(kept + q_channel, tl.load(x_n + q_channel))
-            tl.store(kept + k_channel, tl.load(x_n + k_channel))
+        if not STORE:
+            tl.store(kept + v_channel, tl.load(x_n + v_channel))
+            tl.store(kept + C + H * V + H + h, a)
+            tl.store(kept + C + H * V + h, b)
+            if h % HG == 0:
+                tl.store(kept + q_channel, tl.load(x_n + q_channel))
+                tl.store(kept + k_channel, tl.load(x_n + k_channel))
         q = convolve_one(load_row(x, x_stride, conv, q_channel, C, n, used, W, WP), q_taps)
         k = convolve_one(load_row(x, x_stride, conv, k_channel, C, n, used, W, WP), k_taps)
         v = convolve_one(load_row(x, x_stride, conv, v_channel, C, n, used, W, WP), v_taps)
@@ -77,6 +79,8 @@ def try_rows(
         state_KV += k[:, None] * delta[None, :]
         y = norm_gated(o[None, :], z[None, :], norm_weight, eps, y_THV.dtype.element_ty)
         tl.store(y_THV + ((row + n) * H + h) * V + v_V[None, :], y)
+    if STORE:
+        tl.store(place, state_KV.to(state_PHKV.dtype.element_ty))
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """Dense projections for `--deterministic`: what a row gives does not depend on how many others there are.
 
 T tokens, H heads (1 where all inputs are one vector), D inputs, F outputs. Inputs are added in the same order by every
-tile: in steps that the matrix unit makes, one after the other, never shared out among programs or warps. So tiles may
-differ with the number of tokens: few are the narrow side of the matrix unit (`SWAP`), as in experts_grouped.
+tile: in steps that the matrix unit makes, one after the other, never shared out among programs or warps. On Hopper some
+tiles are for few tokens and some for many; these are always the narrow side of the matrix unit (`SWAP`, as in
+experts_grouped).
 """
 
 from dataclasses import dataclass
@@ -41,9 +42,11 @@ class FixedTile:
 def choose(tokens: int, dtype: torch.dtype, machine: Machine) -> FixedTile:
     if dtype == torch.float32:
         return FixedTile(32, 32, 32, 4, 2)
+    if not machine.wgmma:  # which unit the compiler takes may depend on the tile, so there is one
+        return FixedTile(64, 64, 64, 4, 3)
     if tokens <= FEW_TOKENS:
-        return FixedTile(max(16, next_power_of_2(tokens)), 64, 64, 4, 4, machine.wgmma)
-    return FixedTile(128, 128, 64, 8, 4) if machine.wgmma else FixedTile(64, 64, 64, 4, 3)
+        return FixedTile(max(16, next_power_of_2(tokens)), 64, 64, 4, 4, swap=True)
+    return FixedTile(128, 128, 64, 8, 4, swap=True)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -97,7 +97,7 @@ def accepts(logits_TV: torch.Tensor, token_T: torch.Tensor, top_n: int) -> bool:
         and logits_TV.stride(1) == 1
         and token_T.is_contiguous()
         and 1 <= vocabulary <= MAX_VOCABULARY
-        and top_n <= min(MAX_TOP_N, vocabulary)
+        and top_n <= (vocabulary if machine_of(logits_TV.device).fixed else min(MAX_TOP_N, vocabulary))
     )
 
 

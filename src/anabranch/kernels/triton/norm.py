@@ -17,6 +17,7 @@ from anabranch.kernels.triton.launch import (
     cdiv,
     is_hopper,
     launch_options,
+    machine_of,
     next_power_of_2,
     wait_for_predecessor,
 )
@@ -127,7 +128,8 @@ def launch(
     num_warps = num_warps or choose_warps(block)
     options = launch_options(x.device)
     q_TD = scale_GT = None
-    if fp8 and x.shape[0] > FEW_TOKENS and width % GROUP == 0 and is_hopper(x.device):
+    wanted = fp8 and x.shape[0] > FEW_TOKENS and not machine_of(x.device).fixed
+    if wanted and width % GROUP == 0 and is_hopper(x.device):
         q_TD, scale_GT = new_rows(x.shape[0], width, x.device)
         attach(y, (q_TD, scale_GT))
     norm_kernel[(cdiv(num_rows, rows),)](
