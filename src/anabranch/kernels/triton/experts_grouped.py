@@ -64,12 +64,13 @@ def rows_of_tile(
 @triton.jit
 def product(
     a_ptr, a_real, b_ptr, depth,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr, b_stride=1,
 ):  # fmt: skip
-    """Σ over depth of a_rows · b_rowsᵀ in fp32: [BM, BN], or with SWAP its transpose. Pointers are to column 0."""
+    """Σ over depth of a_rows · b_rowsᵀ in fp32: [BM, BN], or with SWAP its transpose. Pointers are to column 0;
+    `b_stride`: from one to the next."""
     d = tl.arange(0, BK)
     a_ptr += d[None, :]
-    b_ptr += d[None, :]
+    b_ptr += d[None, :] * b_stride
     acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
     for begin in range(0, depth, BK):
         if EVEN:
@@ -84,7 +85,7 @@ def product(
         else:
             acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
         a_ptr += BK
-        b_ptr += BK
+        b_ptr += BK * b_stride
     return acc
 
 

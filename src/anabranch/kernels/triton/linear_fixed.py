@@ -14,7 +14,7 @@ import triton.language as tl
 
 from anabranch import ops
 from anabranch.kernels.triton import launch
-from anabranch.kernels.triton.experts_grouped import tile_of_program
+from anabranch.kernels.triton.experts_grouped import product, tile_of_program
 from anabranch.kernels.triton.launch import (
     FLOATS,
     cdiv,
@@ -62,25 +62,10 @@ def multiply_fixed(
     row = tl.minimum(output, num_outputs - 1).to(tl.int64)
     token = tile * BM + tl.arange(0, BM)
     real = token < num_tokens
-    d = tl.arange(0, BK)
     wait_for_predecessor(DEPENDENT)
-    x_ptr = x_THD + head * x_head_stride + token.to(tl.int64)[:, None] * x_stride + d[None, :]
-    w_ptr = weight_HFD + head * weight_head_stride + row[:, None] * weight_stride + d[None, :] * weight_depth_stride
-    acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
-    for begin in range(0, D, BK):
-        if D % BK == 0:
-            x = tl.load(x_ptr, mask=real[:, None], other=0.0)
-            w = tl.load(w_ptr)
-        else:
-            inside = (begin + d < D)[None, :]
-            x = tl.load(x_ptr, mask=real[:, None] & inside, other=0.0)
-            w = tl.load(w_ptr, mask=inside, other=0.0)
-        if SWAP:
-            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-        x_ptr += BK
-        w_ptr += BK * weight_depth_stride
+    x_ptr = x_THD + head * x_head_stride + token.to(tl.int64)[:, None] * x_stride
+    w_ptr = weight_HFD + head * weight_head_stride + row[:, None] * weight_stride
+    acc = product(x_ptr, real, w_ptr, D, BM, BN, BK, D % BK == 0, SWAP, weight_depth_stride)
     if SWAP:
         acc = tl.trans(acc)
     if bias_F is not None:

@@ -113,8 +113,8 @@ def logprobs(
     results = logprob_T, rank_T, top_id_TN, top_logprob_TN
     if num_rows == 0:
         return results
-    few = 64 if machine_of(device).fixed else num_rows
-    split = choose_split(few, vocabulary, TILE, NUM_SCANNING)
+    assumed_rows = 64 if machine_of(device).fixed else num_rows
+    split = choose_split(assumed_rows, vocabulary, TILE, NUM_SCANNING)
     shape, num_stretches = (num_rows, split.num_chunks), cdiv(vocabulary, STRETCH)
     dtypes = torch.float32, torch.float32, torch.int32
     chunks = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes)
