@@ -84,8 +84,9 @@ def calls(sizes: Sizes, tokens: int, device: torch.device, dtype: torch.dtype) -
 
 
 def theirs(call: ExpertsCall) -> Callable[[], torch.Tensor]:
-    """The same by triton_kernels, as of the versions that vLLM and transformers use. Its gate and up rows alternate."""
+    """The same by triton_kernels 3.5.1, laid out as vLLM does. Its gate and up rows alternate."""
     from triton_kernels.matmul_ogs import FlexCtx, FnSpecs, FusedActivation, PrecisionConfig, matmul_ogs
+    from triton_kernels.matmul_ogs_details.opt_flags import update_opt_flags_constraints
     from triton_kernels.numerics import InFlexData
     from triton_kernels.routing import routing
     from triton_kernels.swiglu import swiglu_fn
@@ -98,12 +99,15 @@ def theirs(call: ExpertsCall) -> Callable[[], torch.Tensor]:
         if alternate:
             data, scale = (x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for x in (data, scale))
         values, options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+        exponents, more = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
         packed = wrap_torch_tensor(data.contiguous().transpose(1, 2), dtype=FP4)
-        scales = wrap_torch_tensor(scale.contiguous().transpose(1, 2))
-        wanted = PrecisionConfig(
-            weight_scale=convert_layout(scales, layout.StridedLayout), flex_ctx=FlexCtx(rhs_data=InFlexData())
+        scales = wrap_torch_tensor(torch.nn.functional.pad(scale, (0, -scale.shape[-1] % 4)).transpose(1, 2))
+        config = PrecisionConfig(
+            weight_scale=convert_layout(scales, exponents, **more), flex_ctx=FlexCtx(rhs_data=InFlexData())
         )
-        return convert_layout(packed, values, **options), wanted
+        return convert_layout(packed, values, **options), config
+
+    update_opt_flags_constraints({"split_k": 1})  # as vLLM does on Hopper
 
     assert call.gate_up_bias_EF is not None and call.down_bias_ED is not None
     gate_up, gate_up_config = prepare(call.gate_up_EFD, True)
