@@ -112,6 +112,7 @@ def theirs(call: ExpertsCall) -> Callable[[], torch.Tensor]:
     assert call.gate_up_bias_EF is not None and call.down_bias_ED is not None
     gate_up, gate_up_config = prepare(call.gate_up_EFD, True)
     down, down_config = prepare(call.down_EDI, False)
+    down_bias = call.down_bias_ED.float()
     bias = call.gate_up_bias_EF.unflatten(1, (2, -1)).transpose(1, 2).flatten(1).float()
     logits_TE = torch.full((call.x_TD.shape[0], gate_up.shape[0]), float("-inf"), device=call.x_TD.device)
     logits_TE.scatter_(1, call.expert_TK.long(), call.weight_TK.log())
@@ -124,8 +125,8 @@ def theirs(call: ExpertsCall) -> Callable[[], torch.Tensor]:
         )
         weights = data.gate_scal
         y: torch.Tensor = matmul_ogs(
-            h, down, call.down_bias_ED.float(), data, scatter_indx=scatter, precision_config=down_config, gammas=weights
-        )  # type: ignore[union-attr]
+            h, down, down_bias, data, scatter_indx=scatter, precision_config=down_config, gammas=weights
+        )
         return y
 
     return run
