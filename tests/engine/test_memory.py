@@ -121,3 +121,15 @@ def test_commands_end_with_one_line(command: list[str]) -> None:
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.splitlines()
     assert "the model does not fit: it needs" in line
+
+
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_engine_that_is_closed_has_no_memory(platform: str, tmp_path: Path) -> None:
+    """Another one may follow while a variable still refers to it."""
+    tiny_model.write(tmp_path)
+    with LLM(tmp_path, num_pages=64, max_model_len=64) as llm:
+        model = llm.engine.runner.model  # type: ignore[attr-defined]
+        kept = [*model.parameters(), *model.buffers()]
+        kept += [tensor for cache in llm.engine.runner.kv for tensor in cache] * (platform != "cpu")  # type: ignore[attr-defined]
+        assert all(tensor.device.type == platform and tensor.untyped_storage().nbytes() for tensor in kept)
+    assert not any(tensor.untyped_storage().nbytes() for tensor in kept)

@@ -197,5 +197,11 @@ class TorchRunner(Runner):
         return self.experts.load(settled)
 
     def close(self) -> None:
+        """Gives memory back, also where something still refers to the engine: another one may follow."""
         if "forward" in vars(self):
             self.forward.close()
+            caches = [tensor for cache in self.kv for tensor in cache]
+            for tensor in (*self.model.parameters(), *self.model.buffers(), *caches):
+                storage = tensor.untyped_storage()
+                if storage.resizable():
+                    storage.resize_(0)

@@ -19,11 +19,8 @@ class CudaPlatform(AcceleratorPlatform):
     graph_mode = "full"
     deterministic = True
     memory_fraction = 0.85
-    proven = "kernels, families, drafts, captured steps and throughput runs on an H200, with Triton 3.6 and 3.7"
-    unproven = (
-        "--deterministic, several GPUs, several ranks with captured steps; other GPUs than an H200 (kernels compile "
-        "for sm_80 and sm_100), Triton 3.8 and 3.9 (kernels compile)"
-    )
+    proven = "kernels, families, drafts, captured steps, --deterministic and throughput on an H200, Triton 3.6 and 3.7"
+    unproven = "several GPUs; other GPUs than an H200 (kernels compile for sm_80 and sm_100), Triton 3.8 and 3.9 (they compile)"
 
     @property
     def batch_tokens(self) -> int:  # type: ignore[override]
