@@ -48,6 +48,19 @@ def test_the_host_when_there_is_nothing_else(
     assert "tiny, batch 3, context 20" in shown and "gaps" in shown and "× floor" in shown and "more:" in shown
 
 
+def test_steps_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANABRANCH_KERNELS", "torch")  # the profiler does not see kernels in C
+    tiny_model.write(tmp_path / "tiny")
+    file = tmp_path / "step.json"
+    arguments = ("--prompts", "--batch", "2", "--context", "20", "--steps", "2", "--json", str(file))
+    assert step.run(parse(str(tmp_path / "tiny"), *arguments)) == 0
+    found, shown = json.loads(file.read_text()), capsys.readouterr().out
+    assert found["prompts"] and found["step_us"] > 0 and found["floor_us"] is None
+    assert "tiny, prompts 2, context 20" in shown
+    kernels = {row["name"]: row for row in found["kernels"]}
+    assert found["on_device"] or kernels["aten::mm"]["count"] >= 4
+
+
 def event(name: str, start: float, end: float, device: str = "CUDA") -> Any:
     return SimpleNamespace(
         name=name,

@@ -1,9 +1,11 @@
-"""Profile one decode step, kernel by kernel: count, time, share of the step, distance from its floor, and gaps.
+"""Profile one step, kernel by kernel: count, time, share of the step, distance from its floor, and gaps.
 
     anabranch bench step qwen3-30b-a3b --load-format dummy --batch 1
     anabranch bench step FOLDER --batch 64 --context 1024 --json FILE
+    anabranch bench step FOLDER --prompts --batch 16 --context 1024
 
-All requests are in the middle of their answers. Some steps are timed as they are, others under torch's profiler, which
+All requests are in the middle of their answers; with --prompts, a step computes whole prompts, for which no floor is
+known. Some steps are timed as they are, others under torch's profiler, which
 also sees the kernels inside a captured graph. The floor of a group is the time to read the bytes it needs at the rate
 of the machine's memory (known for H200; else give --bandwidth). Without an accelerator the host's ops are shown.
 """
@@ -20,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,7 +150,8 @@ def visited(num_experts: int, top_k: int, batch: int) -> float:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a bundled config, a folder or a hub id")
-    add("--batch", type=int, default=1, metavar="N", help="requests that decode (default 1)")
+    add("--batch", type=int, default=1, metavar="N", help="requests of a step (default 1)")
+    add("--prompts", action="store_true", help="steps that compute whole prompts")
     add("--context", type=int, default=128, metavar="L", help="tokens in each request's prompt (default 128)")
     add_engine_options(parser, "load_format", "dtype", "expert_load_interval")
     add("--steps", type=int, default=8, metavar="N", help="steps to profile (default 8)")
@@ -164,17 +168,29 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name}: at least 1, not {getattr(options, name)}")
     folder = bundled(options.model, options.load_format)
     room = options.context + 3 * options.steps + WARM_STEPS + 16
+    fields = engine_fields(options)
+    if options.prompts:
+        fields["max_num_batched_tokens"] = fields.get("max_num_batched_tokens") or options.batch * options.context
     with LLM(
         folder,
         max_model_len=room,
         max_num_seqs=max(256, options.batch),
         prefix_cache=False,
         show_progress=False,
-        **engine_fields(options),
+        **fields,
     ) as llm:
-        decode(llm.engine, [options.context] * options.batch, room)
-        plain = timed_steps(llm.engine, options.steps)
-        profile = profiled_steps(llm, options.steps)
+        if options.prompts:
+            for _ in range(WARM_STEPS):
+                prompts_step(llm.engine, options.batch, options.context)
+            times = [prompts_step(llm.engine, options.batch, options.context) for _ in range(options.steps)]
+            plain = 1e6 * statistics.median(times)
+            profile = profiled_steps(
+                llm, options.steps, partial(prompts_step, llm.engine, options.batch, options.context)
+            )
+        else:
+            decode(llm.engine, [options.context] * options.batch, room)
+            plain = timed_steps(llm.engine, options.steps)
+            profile = profiled_steps(llm, options.steps, llm.engine.step)
         result = summarize(llm, options, plain, profile)
     print(show(result, options.top))
     if options.json:
@@ -196,6 +212,18 @@ def decode(engine: Engine, lengths: list[int], max_tokens: int) -> None:
         decode_step(engine)
 
 
+def prompts_step(engine: Engine, batch: int, length: int) -> float:
+    """Seconds in which all of some new prompts get their first token."""
+    rng, params = random.Random(batch), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    for i in range(batch):
+        prompt = tuple(rng.randrange(engine.model.vocab_size) for _ in range(length))
+        engine.add(Request(id=f"prompt {i}", prompt_ids=prompt, params=params))
+    began = time.perf_counter()
+    while engine.sequences:
+        engine.step()
+    return time.perf_counter() - began
+
+
 def decode_step(engine: Engine) -> float:
     """Seconds of a step in which every request gets a token."""
     began = time.perf_counter()
@@ -214,7 +242,7 @@ def timed_steps(engine: Engine, num_steps: int) -> float:
     return 1e6 * (time.perf_counter() - began) / num_steps
 
 
-def profiled_steps(llm: LLM, num_steps: int) -> Profile:
+def profiled_steps(llm: LLM, num_steps: int, step: Callable[[], object]) -> Profile:
     """Steps that are launched when the device is idle and waited for, so that all kernels seen belong to them."""
     from torch import profiler
 
@@ -223,7 +251,7 @@ def profiled_steps(llm: LLM, num_steps: int) -> Profile:
     with profiler.profile(activities=profiler.supported_activities()) as found:
         for _ in range(num_steps):
             with profiler.record_function(RANGE):
-                llm.engine.step()
+                step()
                 platform.synchronize()
     return read_profile(list(found.events()))
 
@@ -268,7 +296,7 @@ def summarize(llm: LLM, options: argparse.Namespace, plain: float, profile: Prof
     known = next((rate for name, (rate, _) in CEILINGS.items() if machine.startswith(name)), None)
     rate = options.bandwidth * 1e12 if options.bandwidth else known
     model = quantized(llm.engine.model, options.quantization)
-    reads = step_bytes(model, options.batch, options.context, dtype)
+    reads = {} if options.prompts else step_bytes(model, options.batch, options.context, dtype)
     return {
         "engine": "anabranch",
         "model": Path(options.model).name,
@@ -276,12 +304,13 @@ def summarize(llm: LLM, options: argparse.Namespace, plain: float, profile: Prof
         "machine": machine,
         "batch": options.batch,
         "context": options.context,
+        "prompts": options.prompts,
         "on_device": profile.on_device,
         "step_us": plain,
         "span_us": statistics.median(profile.spans()),
         "gap_us": statistics.median(map(gaps, profile.steps)),
         "bandwidth": rate,
-        "floor_us": None if rate is None else 1e6 * sum(reads.values()) / rate,
+        "floor_us": 1e6 * sum(reads.values()) / rate if rate and reads else None,
         "groups": list(group_rows(profile, reads, rate)),
         "kernels": list(kernel_rows(profile)),
         "timeline": [[run.name, round(run.begin, 3), round(run.busy, 3)] for run in profile.median()],
@@ -312,7 +341,8 @@ def show(result: dict[str, Any], top: int) -> str:
     total = sum(row["us"] for row in result["groups"])
     what, per = ("kernels", "on the device") if result["on_device"] else ("ops", "on the host")
     lines = [
-        f"{result['model']}, batch {result['batch']}, context {result['context']}; {result['machine']}",
+        f"{result['model']}, {'prompts' if result['prompts'] else 'batch'} {result['batch']}, "
+        f"context {result['context']}; {result['machine']}",
         f"a step takes {result['step_us']:,.0f} µs; {per} {result['span_us']:,.0f} µs under the profiler: "
         f"{what} {total:,.0f} µs, gaps {result['gap_us']:,.0f} µs",
     ]

@@ -20,7 +20,9 @@ class CudaPlatform(AcceleratorPlatform):
     deterministic = True
     memory_fraction = 0.85
     proven = "kernels, families, drafts, captured steps, --deterministic and throughput on an H200, Triton 3.6 and 3.7"
-    unproven = "several GPUs; other GPUs than an H200 (kernels compile for sm_80 and sm_100), Triton 3.8 and 3.9 (they compile)"
+    unproven = (
+        "several GPUs, others than an H200 (kernels compile for sm_80 and sm_100); Triton 3.8 and 3.9 (they compile)"
+    )
 
     @property
     def batch_tokens(self) -> int:  # type: ignore[override]
