@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import closed_loops, compare_answers, mxfp4_experts, state_error
+from benchmarks import closed_loops, compare_answers, mxfp4_experts, serve_load, state_error
 from tests.models import tiny
 from tools import tiny_model
 
@@ -72,4 +72,22 @@ def test_closed_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     for value, rows in found["rows"].items():
         for at_once, figures in rows.items():
             assert figures["completed"] == 2 * int(at_once) and figures["failed"] == 0, (value, at_once)
+            assert figures["seed"] == int(at_once) - 1, "a seed for each loop"
     assert len(shown.splitlines()) == 5
+
+
+def test_closed_loops_find_no_prompt_in_the_prefix_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tokenizer of a config without one; a seed that is given counts for all loops."""
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
+    config = tmp_path / "configs" / "tiny" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(json.dumps(tiny_model.CONFIG))
+    monkeypatch.setattr(closed_loops, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setitem(sys.modules, "serve_load", serve_load)
+    load = ("--loops", "2", "1", "--rounds", "2", "--input", "40", "--output", "2")
+    varied = ("--vary", "speculative", "none", "--serve", "--num-pages 500 --max-model-len 128")
+    for more, hits in (((), [0, 0]), (("--load", "--seed 0"), [0, 4 * 32])):
+        _, found = run(closed_loops, "tiny", *varied, *load, *more, **given)
+        assert [figures["prefix_hits"] for figures in found["rows"]["none"].values()] == hits, "two pages of each"
