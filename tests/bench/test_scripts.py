@@ -1,19 +1,22 @@
 """Scripts of benchmarks/ that are meant for a GPU run on this machine with a tiny model, and give their figures."""
 
 import json
-import random
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
-from anabranch.engine.single import SingleSequence
-from anabranch.loader.load import load_model
-from anabranch.moe.layer import RoutedExperts
-from benchmarks import closed_loops, compare_answers, make_checkpoint, mxfp4_experts, serve_load, state_error
+from benchmarks import (
+    closed_loops,
+    compare_answers,
+    expert_skew,
+    make_checkpoint,
+    mxfp4_experts,
+    serve_load,
+    state_error,
+)
 from tests.models import tiny
 from tools import tiny_model
 
@@ -67,19 +70,20 @@ def test_mxfp4_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert [row["tokens"] for row in found["rows"]] == [1, 3] and all(row["us"] > 0 for row in found["rows"])
 
 
-def test_make_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader takes it, and no expert gets far more of a prompt than others, in any layer."""
+def test_make_checkpoint_and_expert_skew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader takes what was made, and no expert gets far more of a prompt than others, in any layer."""
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps(tiny_model.CONFIG))
     monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", str(tmp_path / "config"), str(tmp_path / "made")])
     make_checkpoint.main()
-    model, chosen = load_model(tmp_path / "made", dtype="float32"), []
-    for layer in model.modules():
-        if isinstance(layer, RoutedExperts):
-            layer.on_route = chosen.append
-    SingleSequence(model, 64).forward([random.Random(i).randrange(256) for i in range(64)])
-    shares = [float(torch.bincount(expert_TK.flatten()).max() / expert_TK.numel()) for expert_TK in chosen]
-    assert len(shares) == 4 and max(shares) < 0.15, "twelve experts, of which a token visits four: at least 0.08"
+    _, found = run(expert_skew, str(tmp_path / "made"), "--tokens", "32", "64", "--dtype", "float32", **given)
+    assert [(row["tokens"], row["layer"]) for row in found["rows"]] == [(n, i) for n in (32, 64) for i in range(4)]
+    for row in found["rows"][4:]:
+        assert row["largest"] == row["busiest"] * 64 * 4 and 12 <= row["tiles"] <= 14
+        assert row["busiest"] < 0.15 and row["experts_with_half"] >= 4, "twelve experts, of which a token visits four"
 
 
 def test_closed_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
