@@ -8,6 +8,12 @@
 A model is a config that comes with `bench offline`, with random weights and a tokenizer of words, or a folder. A server
 is started for each value, one after another; `anabranch bench serve` puts the load on it, and its figures are kept
 whole. Random weights tell nothing about drafts: whether these are right depends on the model and on the text.
+
+Prompts are not found in the prefix cache: each loop has a seed of its own, the same for every value, and warm-ups are
+further prompts of that seed. Options of --load and --serve come last, so that they decide: with `--load "--seed 0"`
+loops repeat the prompts of the loop before, with `--load "--random-prefix-len N"` all begin alike. Prompts of a file
+are repeated, in each loop from the first on: `--serve=--no-prefix-cache` computes them each time. `prefix_hits` in the
+JSON file is the number of tokens found, warm-ups included.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.bench.records import CONFIGS, commit
+from anabranch.bench.serve_load import WORDS
 
 COMMAND = [sys.executable, "-m", "anabranch"]
 PATIENCE = 600
@@ -73,9 +80,9 @@ def stats(url: str) -> dict[str, Any]:
         return dict(json.load(answer))
 
 
-def load(url: str, at_once: int, options: argparse.Namespace, file: Path) -> dict[str, Any]:
+def load(url: str, at_once: int, seed: int, options: argparse.Namespace, file: Path) -> dict[str, Any]:
     number = options.rounds * at_once
-    command = [*COMMAND, "bench", "serve", "--base-url", url, "--max-concurrency", str(at_once)]
+    command = [*COMMAND, "bench", "serve", "--base-url", url, "--max-concurrency", str(at_once), "--seed", str(seed)]
     command += ["--num-prompts", str(number), "--num-warmups", str(min(2 * at_once, number)), "--json", str(file)]
     command += ["--random-input-len", str(options.input), "--random-output-len", str(options.output)]
     before = stats(url)
@@ -84,9 +91,8 @@ def load(url: str, at_once: int, options: argparse.Namespace, file: Path) -> dic
         sys.exit(f"{shlex.join(command)}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     after = stats(url)
     found = dict(json.loads(file.read_text()))
-    drafts, right = (
-        after.get(name, 0) - before.get(name, 0) for name in ("spec_decode_draft_tokens", "spec_decode_accepted_tokens")
-    )
+    names = ("spec_decode_draft_tokens", "spec_decode_accepted_tokens", "prefix_hits")
+    drafts, right, found["prefix_hits"] = (after.get(name, 0) - before.get(name, 0) for name in names)
     return found | ({"draft_tokens": drafts, "acceptance": right / drafts} if drafts else {})
 
 
@@ -120,14 +126,14 @@ def main() -> None:
             from serve_load import write_tokenizer  # type: ignore[import-not-found]
 
             folder, more = f"{made}/{options.model}", ["--load-format", "dummy", *more]
-            write_tokenizer(Path(folder), CONFIGS / options.model / "config.json")
+            write_tokenizer(Path(folder), CONFIGS / options.model / "config.json", WORDS)
         print(f"{name:>16} {'at once':>8} {'out tok/s':>10} {'TTFT ms':>10} {'TPOT ms':>10} {'p99 ITL':>10}  failed")
         for value in values:
             rows[value] = {}
             most = ["--max-num-seqs", str(max(options.loops))]
             with served([folder, f"--{name}", value, *most, *more]) as url:
-                for at_once in options.loops:
-                    rows[value][at_once] = load(url, at_once, options, Path(made) / "figures.json")
+                for seed, at_once in enumerate(options.loops):
+                    rows[value][at_once] = load(url, at_once, seed, options, Path(made) / "figures.json")
                     print(f"{value:>16} {at_once:8} {row(rows[value][at_once])}", flush=True)
                     if options.json is not None:
                         options.json.write_text(json.dumps(about, indent=1) + "\n")

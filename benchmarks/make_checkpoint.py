@@ -5,6 +5,10 @@
 CONFIG_FOLDER has a config.json (and what else is to be copied, such as a tokenizer). Weights are drawn on the device, a
 matrix at a time; norms are ones. Matrices of layers are written plain, or quantised as `anabranch quantize` does. Where
 the config says MXFP4, as gpt-oss's does, experts are random bytes in that layout.
+
+Rows of the embedding are long enough that a token's own direction outweighs what all layers add: otherwise the average
+that attention computes does, and the tokens of a prompt go to the same few experts, which training prevents in models.
+Not where the head is the same matrix, whose logits would be too large.
 """
 
 import argparse
@@ -46,7 +50,10 @@ def main() -> None:
     platform, dtype = platforms.current(), getattr(torch, options.dtype)
     raw = json.loads((options.config / "config.json").read_text())
     is_mxfp4 = raw.get("quantization_config", {}).get("quant_method") == "mxfp4"
-    model = build(read_config(options.config), torch.float32)
+    config = read_config(options.config)
+    model = build(config, torch.float32)
+    # Each layer adds two terms, with a variance of at most one.
+    embedding_std = None if config.tie_embeddings else (2 * len(config.layers)) ** 0.5
     format = rounded.FORMATS.get(options.quantization)
     quantized = set() if format is None else set(pieces(model, format))
     generator = torch.Generator(platform.device).manual_seed(options.seed)
@@ -62,7 +69,8 @@ def main() -> None:
                 if is_mxfp4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
                     tensors = draw_mxfp4(name, shape, platform.device, generator)
                 else:
-                    tensors = {name: draw(name, shape, platform.device, generator).to(dtype)}
+                    std = embedding_std if name.endswith("embed_tokens.weight") else None
+                    tensors = {name: draw(name, shape, std, platform.device, generator).to(dtype)}
                 if name in quantized:
                     assert isinstance(format, Grouped)
                     layer = name.removesuffix(".weight")
@@ -91,10 +99,13 @@ def pieces(model: torch.nn.Module, format: Grouped) -> list[str]:
     return found
 
 
-def draw(name: str, shape: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
+def draw(
+    name: str, shape: tuple[int, ...], std: float | None, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
+    """`std`: if None, what keeps the variance of a product's inputs."""
     if len(shape) == 1 and not name.endswith(("bias", "sinks")):
         return torch.ones(shape, device=device)
-    return torch.randn(shape, device=device, generator=generator) * shape[-1] ** -0.5
+    return torch.randn(shape, device=device, generator=generator) * (std or shape[-1] ** -0.5)
 
 
 def draw_mxfp4(

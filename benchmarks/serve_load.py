@@ -15,6 +15,7 @@ import random
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +27,14 @@ LOADS = ((4, 60, 999), (16, 240, 999), (32, 400, 999), (None, 512, 64))
 """Requests a second (None: as soon as one ends), how many, how many at a time."""
 
 
-def write_tokenizer(folder: Path, config: Path) -> None:
+def write_tokenizer(folder: Path, config: Path, text: Sequence[str] = ()) -> None:
+    """`text`: words that take the last ids, for a load that is made of them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
-    words = {f"w{number}": number for number in range(json.loads(config.read_text())["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    size = json.loads(config.read_text())["vocab_size"]
+    words = [*(f"w{number}" for number in range(size - len(text))), *text]
+    tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     shutil.copy(config, folder / "config.json")

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import closed_loops, compare_answers, mxfp4_experts, state_error
+from benchmarks import (
+    closed_loops,
+    compare_answers,
+    expert_skew,
+    make_checkpoint,
+    mxfp4_experts,
+    serve_load,
+    state_error,
+)
 from tests.models import tiny
 from tools import tiny_model
 
@@ -62,6 +70,22 @@ def test_mxfp4_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert [row["tokens"] for row in found["rows"]] == [1, 3] and all(row["us"] > 0 for row in found["rows"])
 
 
+def test_make_checkpoint_and_expert_skew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader takes what was made, and no expert gets far more of a prompt than others, in any layer."""
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(tiny_model.CONFIG))
+    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", str(tmp_path / "config"), str(tmp_path / "made")])
+    make_checkpoint.main()
+    _, found = run(expert_skew, str(tmp_path / "made"), "--tokens", "32", "64", "--dtype", "float32", **given)
+    assert [(row["tokens"], row["layer"]) for row in found["rows"]] == [(n, i) for n in (32, 64) for i in range(4)]
+    for row in found["rows"][4:]:
+        assert row["largest"] == row["busiest"] * 64 * 4 and 12 <= row["tiles"] <= 14
+        assert row["busiest"] < 0.15 and row["experts_with_half"] >= 4, "twelve experts, of which a token visits four"
+
+
 def test_closed_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
     tiny_model.write(tmp_path / "model")
@@ -72,4 +96,22 @@ def test_closed_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     for value, rows in found["rows"].items():
         for at_once, figures in rows.items():
             assert figures["completed"] == 2 * int(at_once) and figures["failed"] == 0, (value, at_once)
+            assert figures["seed"] == int(at_once) - 1, "a seed for each loop"
     assert len(shown.splitlines()) == 5
+
+
+def test_closed_loops_find_no_prompt_in_the_prefix_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tokenizer of a config without one; a seed that is given counts for all loops."""
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
+    config = tmp_path / "configs" / "tiny" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(json.dumps(tiny_model.CONFIG))
+    monkeypatch.setattr(closed_loops, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setitem(sys.modules, "serve_load", serve_load)
+    load = ("--loops", "2", "1", "--rounds", "2", "--input", "40", "--output", "2")
+    varied = ("--vary", "speculative", "none", "--serve", "--num-pages 500 --max-model-len 128")
+    for more, hits in (((), [0, 0]), (("--load", "--seed 0"), [0, 4 * 32])):
+        _, found = run(closed_loops, "tiny", *varied, *load, *more, **given)
+        assert [figures["prefix_hits"] for figures in found["rows"]["none"].values()] == hits, "two pages of each"

@@ -339,6 +339,43 @@ def test_prompts_for_a_server_that_does_not_tokenise() -> None:
     assert again == prompts
 
 
+def test_random_prompts_that_would_all_be_equal_are_refused() -> None:
+    """A tokenizer that knows none of the words: its token for unknown ones, and no other."""
+
+    class Unknowing:
+        async def json(self, *_: Any) -> Any:
+            return {"tokens": [0] * 68}
+
+    with pytest.raises(ValueError, match="all prompts would be equal.*--dataset FILE"):
+        asyncio.run(random_prompts(Unknowing(), "m", 3, parse()))  # type: ignore[arg-type]
+
+
+def test_warm_ups_run_at_once_after_the_first() -> None:
+    """As many as in the load, with prompts of their own, and none of them counts."""
+    running, most, seen = 0, [0, 0], []
+
+    class Slow(Client):
+        async def stream(self, path: str, body: bytes, sent: Sent) -> None:
+            nonlocal running
+            running += 1
+            seen.append(json.loads(body)["prompt"])
+            most[len(seen) > 1] = max(most[len(seen) > 1], running)
+            await asyncio.sleep(0.01)
+            running -= 1
+            sent.error = "busy" if len(seen) == 5 else ""
+
+    async def talk() -> Load:
+        prompts = [Prompt({"prompt": str(i)}, 1) for i in range(12)]
+        load = Load(Slow("host"), parse("--num-warmups", "9", "--max-concurrency", "4"), "m", prompts)
+        await load.warm_up()
+        assert seen == [str(i) for i in range(9)] and most == [1, 4] and load.done == []
+        assert not await load.run()
+        return load
+
+    load = asyncio.run(talk())
+    assert seen[9:] == ["9", "10", "11"] and len(load.done) == 3
+
+
 # -- arithmetic -------------------------------------------------------------------------------------------------------
 
 

@@ -102,6 +102,9 @@ class Prompt:
 async def random_prompts(client: Client, model: str, num: int, options: argparse.Namespace) -> list[Prompt]:
     rng, ratio = random.Random(options.seed), options.random_range_ratio
     known = await _token_ids(client, model)
+    if len(set(known)) == 1:
+        what = "the words of random prompts are one and the same token to the server, so all prompts would be equal"
+        raise ValueError(f"{what}; give others with --dataset FILE")
     ids = sorted(set(known)) if options.endpoint == "completions" else []
     per_word = len(known) / len(WORDS) if known else TOKENS_PER_WORD
 
@@ -173,7 +176,6 @@ class Load:
         self.warm_ups, self.prompts = prompts[: options.num_warmups], prompts[options.num_warmups :]
         self.done: list[Sent] = []
         self.places = asyncio.Semaphore(options.max_concurrency or len(prompts))
-        self.progress = Counter("requests", options.num_prompts)
         self.duration = self.cpu_seconds = 0.0
 
     def body(self, prompt: Prompt) -> bytes:
@@ -185,18 +187,24 @@ class Load:
         return json.dumps(body | self.options.extra_body).encode()
 
     async def warm_up(self) -> None:
-        for prompt in self.warm_ups:
+        """One request alone, which names a mistake; then the others, which arrive as those that are measured."""
+        for prompt in self.warm_ups[:1]:
             sent = await self.send(self.body(prompt), prompt)
             if sent.error:
                 raise ValueError(f"the first request failed, so none was measured: {sent.error}")
+        others = self.warm_ups[1:]
+        self.progress = Counter("warm-ups", len(others))
+        await self.arrive([self.body(prompt) for prompt in others], others)
+        self.done.clear()
 
     async def run(self) -> bool:
         """Send all requests; True if Ctrl-C ended it."""
         bodies = [self.body(prompt) for prompt in self.prompts]
+        self.progress = Counter("requests", len(bodies))
         began, cpu_began = time.perf_counter(), time.process_time()
         stopped = False
         try:
-            await self.arrive(bodies)
+            await self.arrive(bodies, self.prompts)
         except asyncio.CancelledError:  # how asyncio.run passes on SIGINT
             stopped = True
         self.duration, self.cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
@@ -204,12 +212,12 @@ class Load:
         self.progress.clear()
         return stopped
 
-    async def arrive(self, bodies: list[bytes]) -> None:
+    async def arrive(self, bodies: list[bytes], prompts: list[Prompt]) -> None:
         rng = random.Random(self.options.seed)
         rate, burstiness = self.options.request_rate, self.options.burstiness
         due = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for body, prompt in zip(bodies, self.prompts, strict=True):
+            for body, prompt in zip(bodies, prompts, strict=True):
                 group.create_task(self.one(body, prompt))
                 if not math.isinf(rate):
                     # Times are summed from the beginning, so that a late wake-up does not delay later arrivals.
