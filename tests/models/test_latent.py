@@ -17,6 +17,7 @@ from anabranch.engine.scheduler import Sequence, Share
 from anabranch.engine.single import SingleSequence
 from anabranch.layers import latent
 from anabranch.layers.config import LatentConfig
+from anabranch.layers.step import Span
 from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
 from anabranch.models.keys import ConfigError
@@ -214,7 +215,9 @@ def count_expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         latent.LatentAttention,
         "_expanded",
-        lambda self, q, context, *rest: contexts.append(context) or expanded(self, q, context, *rest),
+        lambda self, q, spans, *rest: (
+            contexts.extend(span.context for span in spans) or expanded(self, q, spans, *rest)
+        ),
     )
     return contexts
 
@@ -235,6 +238,16 @@ def test_expanded_heads(
     assert (logits - expected).abs().max() <= 1e-4
     monkeypatch.setattr(LatentConfig, "most_absorbed", sys.maxsize)
     assert (SingleSequence(model, 128).forward(tokens) - logits).abs().max() <= 1e-4
+
+
+def test_which_spans_are_expanded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent, "EXPANDED_ROWS", 64)
+    spans = [Span(1, 3, 20, 17), Span(2, 20, 36, 30), Span(3, 36, 40, 4), Span(5, 50, 60, 90), Span(6, 60, 61, 1)]
+    found = latent.consecutive(spans, 16)
+    assert [[span.request for span in some] for some in found] == [[1, 2], [3], [5], [6]]
+    table_RM, start_R, context_R = latent.pages_in_order(((17, 17), (16, 30), (2, 40)), 16, torch.device("cpu"))
+    assert [row[:n].tolist() for row, n in zip(table_RM, (2, 2, 3))] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert table_RM.max() == 6 and start_R.tolist() == [0, 17, 33, 35] and context_R.tolist() == [17, 30, 40]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 4, 1, 3, 2)], ids=["long ones last", "any order"])

@@ -7,6 +7,7 @@ head, V of a value head.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from anabranch.layers.config import EXPANDED_ROWS
 from anabranch.layers.linear import Linear, PackedLinear
 from anabranch.layers.mixer import Cache, Rope
 from anabranch.layers.norm import RMSNorm
-from anabranch.layers.step import Step
+from anabranch.layers.step import Span, Step
 from anabranch.ops.weight import Shard, Weight
 from anabranch.parallel.group import ALONE, Group
 
@@ -85,8 +86,9 @@ class LatentAttention(nn.Module):
             starts, lengths = step.query_start_R[: num_requests + 1], step.context_len_R[:num_requests]
             others = replace(step, query_start_R=starts, context_len_R=lengths, max_query=max_query)
             mixed_THV[:num_rows] = self._absorbed(written[:num_rows], others, table_RM[:num_requests], cache)
-        for request, begin, end, context in long:
-            mixed_THV[begin:end] = self._expanded(written[begin:end], context, table_RM[request], cache)
+        for spans in consecutive(long, cache[0].shape[1]):
+            begin, end = spans[0].begin, spans[-1].end
+            mixed_THV[begin:end] = self._expanded(written[begin:end], spans, table_RM, cache)
         return mixed_THV
 
     def _absorbed(self, q_THD: torch.Tensor, step: Step, table_RM: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -100,24 +102,29 @@ class LatentAttention(nn.Module):
         call = ops.LatentAttentionCall(q_THL, turned_THF, cache[0], *requests, config.scale, step.max_query)
         return ops.linear_heads(ops.latent_attention(call), value_HVL.mT)
 
-    def _expanded(self, q_THD: torch.Tensor, context: int, table_M: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Of one request, by keys and values of its tokens, of as many heads at once as there is memory for."""
-        config, weight, (T, H, D), S = self.config, self.kv_b_proj.weight.dense(), q_THD.shape, cache[0].shape[1]
-        num_pages = -(-context // S)
+    def _expanded(
+        self, q_THD: torch.Tensor, spans: tuple[Span, ...], table_RM: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """Of some requests, by keys and values of their tokens, of as many heads at once as there is memory for."""
+        config, weight, (_, H, D), S = self.config, self.kv_b_proj.weight.dense(), q_THD.shape, cache[0].shape[1]
+        lengths = tuple((span.end - span.begin, span.context) for span in spans)
+        requests = pages_in_order(lengths, S, q_THD.device)
+        page_P = torch.cat([table_RM[span.request, : -(-span.context // S)] for span in spans])
+        num_pages, max_query = page_P.shape[0], max(num_queries for num_queries, _ in lengths)
         at_once = -(-H // -(-num_pages * S // EXPANDED_ROWS))
-        requests = one_request(T, context, num_pages, q_THD.device)
         mixed = []
         for q, weight_HXL in zip(q_THD.split(at_once, 1), weight.unflatten(0, (H, -1)).split(at_once), strict=True):
             kv_PSHX = q.new_empty(num_pages, S, q.shape[1], D + config.value_dim)
             for first in range(0, num_pages, some := max(1, EXPANDED_ROWS // 4 // S)):
-                row_PSC = cache[0].index_select(0, table_M[first : min(first + some, num_pages)])
+                row_PSC = cache[0].index_select(0, page_P[first : first + some])
                 latent_PSL, turned_PSF = row_PSC.tensor_split([config.latent_dim], -1)
                 made_PSHX = F.linear(latent_PSL, weight_HXL.flatten(0, 1)).unflatten(-1, (q.shape[1], -1))
                 k_PSHN, v_PSHV = made_PSHX.tensor_split([config.plain_dim], -1)
                 turned_PSHF = turned_PSF[:, :, None].expand(-1, -1, q.shape[1], -1)
                 torch.cat([k_PSHN, turned_PSHF, v_PSHV], -1, out=kv_PSHX[first : first + some])
             k_PSHD, v_PSHV = kv_PSHX.tensor_split([D], -1)
-            mixed.append(ops.attention(ops.AttentionCall(q, k_PSHD, v_PSHV, *requests, config.scale, max_query=T)))
+            call = ops.AttentionCall(q, k_PSHD, v_PSHV, *requests, config.scale, max_query=max_query)
+            mixed.append(ops.attention(call))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1)
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
@@ -133,11 +140,29 @@ class Expansion(nn.Module):
         self.weight = Weight((outputs, inputs), shard=shard)
 
 
+def consecutive(spans: list[Span], page_size: int) -> Iterator[tuple[Span, ...]]:
+    """Spans whose rows follow each other, of no more tokens together than are expanded at once, or of one request."""
+    some: list[Span] = []
+    for span in spans:
+        num_tokens = sum(-(-one.context // page_size) * page_size for one in (*some, span))
+        if some and (span.begin != some[-1].end or num_tokens > EXPANDED_ROWS):
+            yield tuple(some)
+            some = []
+        some.append(span)
+    yield tuple(some)
+
+
 @functools.lru_cache(64)
-def one_request(
-    num_queries: int, context: int, num_pages: int, device: torch.device
+def pages_in_order(
+    lengths: tuple[tuple[int, int], ...], page_size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """page_table_RM of pages in order, query_start_R and context_len_R, for all layers of a step."""
-    page_M = torch.arange(num_pages, dtype=torch.int32, device=device)
-    one_R = torch.ones(1, dtype=torch.int32, device=device)
-    return page_M[None], F.pad(one_R * num_queries, (1, 0)), one_R * context
+    """page_table_RM, query_start_R and context_len_R, for all layers of a step: of requests with so many queries and
+    tokens each, whose pages lie one after another."""
+    counts = [-(-context // page_size) for _, context in lengths]
+    firsts = [sum(counts[:r]) for r in range(len(counts))]
+    starts = [sum(num_queries for num_queries, _ in lengths[:r]) for r in range(len(lengths) + 1)]
+    table_RM = torch.tensor(firsts)[:, None] + torch.arange(max(counts))
+    table_RM.clamp_(max=sum(counts) - 1)  # what lies beyond a request's pages is not read
+    made = table_RM, torch.tensor(starts), torch.tensor([context for _, context in lengths])
+    table_RM, start_R, context_R = (tensor.to(device, torch.int32) for tensor in made)
+    return table_RM, start_R, context_R
