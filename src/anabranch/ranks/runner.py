@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -23,11 +22,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store as TorchStore
 
 from anabranch import platforms
@@ -45,6 +43,8 @@ if TYPE_CHECKING:
 
 Environment = dict[str, str]
 """Variables that give a process one of a machine's devices."""
+Keys = tuple[str, str]
+"""What ranks of one machine find each other by: a file, and what keys of their engine there begin with."""
 START_SECONDS = 600.0
 """For all ranks to load their weights."""
 ANSWERED = ("step", "stats")
@@ -162,8 +162,9 @@ class RanksRunner(RankRunner):
         with self._watched("a step"):
             launched = super().launch(shares, pages)
         self._carried_out()
-        if launched.tokens is not None:
-            launched.tokens = WatchedFetch(launched.tokens, self._watched)
+        for name in ("tokens", "drafts", "routed", "pooled"):
+            if (fetch := getattr(launched, name)) is not None:
+                setattr(launched, name, WatchedFetch(fetch, self._watched))
         return launched
 
     def _begin_step(self) -> None:
@@ -253,7 +254,7 @@ class RanksRunner(RankRunner):
 
 
 class WatchedFetch:
-    """Waits for a step's tokens on a device, where a collective that was aborted ends."""
+    """Waits for results of a step on a device, where a collective that was aborted ends."""
 
     def __init__(self, fetch: Fetch, watched: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
         self.fetch, self.watched = fetch, watched
@@ -263,17 +264,8 @@ class WatchedFetch:
             return self.fetch.wait()
 
 
-class Keys(NamedTuple):
-    """What ranks of one machine find each other by: a file, and what the keys of their engine in it begin with."""
-
-    path: str
-    prefix: str
-
-
 class Store:
     """A file for Keys; on Linux without a name in the file system, so that no end leaves it."""
-
-    num_made = itertools.count()
 
     def __init__(self) -> None:
         self.folder: tempfile.TemporaryDirectory[str] | None = None
@@ -282,7 +274,7 @@ class Store:
         else:
             self.folder = tempfile.TemporaryDirectory(prefix="anabranch-ranks-")
             path = f"{self.folder.name}/store"
-        self.keys = Keys(path, f"engine {next(self.num_made)}")
+        self.keys = path, str(time.monotonic_ns())
 
     def close(self) -> None:
         if self.folder is not None:
@@ -341,14 +333,14 @@ def spawn(
 
 def join(rank: int, size: int, platform: Platform, store: Keys | TorchStore) -> Group:
     """The group of all ranks. `store`: Keys where all are on this machine."""
-    alone = isinstance(store, Keys)
+    alone = isinstance(store, tuple)
     if platform.device.type == "cpu":
         here = size if alone else size // int(os.environ["WORLD_SIZE"])
         torch.set_num_threads(max(1, torch.get_num_threads() // here))
     if alone or nodes.is_loopback(os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    if isinstance(store, Keys):
-        store = PrefixStore(store.prefix, dist.FileStore(store.path, size))  # type: ignore[attr-defined]
+    if isinstance(store, tuple):
+        store = dist.PrefixStore(store[1], dist.FileStore(store[0], size))  # type: ignore[attr-defined]
     timeout = timedelta(seconds=STEP_SECONDS)
     dist.init_process_group(platform.collective_backend, store=store, rank=rank, world_size=size, timeout=timeout)
     assert dist.group.WORLD is not None
