@@ -9,6 +9,7 @@ NCCL refuses two ranks on one device unless it is told otherwise, from 2.30.7 on
 import os
 import signal
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from anabranch import platforms
 from anabranch.llm import LLM, SamplingParams
 from anabranch.parallel.group import BUFFER_VARIABLE, ONE_SHOT_BYTES, TorchGroup
 from anabranch.platforms.symmetric import SymmetricMemory
@@ -55,17 +57,19 @@ def test_two_ranks_answer_as_one(
     assert found[0] == found[1]
 
 
-def _sums(rank: int, folder: str) -> None:
-    from anabranch import platforms
-
-    platform = platforms.current()
+def _join(rank: int, folder: str) -> tuple[TorchGroup, SymmetricMemory]:
     timeout = timedelta(seconds=60)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout)
     assert dist.group.WORLD is not None
     group = TorchGroup(dist.group.WORLD)
-    group.reserve(platform, 1 << 30)
-    one_shot = group.one_shot
-    assert isinstance(one_shot, SymmetricMemory) and one_shot.buffer.nbytes == ONE_SHOT_BYTES
+    group.reserve(platforms.current(), 1 << 30)
+    assert isinstance(group.one_shot, SymmetricMemory) and group.one_shot.buffer.nbytes == ONE_SHOT_BYTES
+    return group, group.one_shot
+
+
+def _sums(rank: int, folder: str) -> None:
+    platform = platforms.current()
+    group, one_shot = _join(rank, folder)
     for dtype in (torch.float32, torch.bfloat16):
         for count in (8, 2048, ONE_SHOT_BYTES // dtype.itemsize, ONE_SHOT_BYTES // dtype.itemsize + 8):
             own = [torch.arange(count, device=platform.device).remainder(97 + r).to(dtype) for r in range(2)]
@@ -91,6 +95,32 @@ def _sums(rank: int, folder: str) -> None:
 def test_sums_through_symmetric_memory() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_sums, (folder,), nprocs=2)
+
+
+def _alone(rank: int, folder: str) -> None:
+    group, one_shot = _join(rank, folder)
+    x = torch.zeros(ONE_SHOT_BYTES // 4, device="cuda")
+    group.all_reduce(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            group.all_reduce(x)
+    torch.cuda.synchronize()
+    if rank == 0:  # the other ends, and has not replayed
+        graph.replay()
+        group.all_reduce(x)
+        began, num_rounds = time.monotonic(), 1
+        while not one_shot.release():
+            num_rounds += 1
+            assert time.monotonic() - began < 10
+        torch.cuda.synchronize()
+        print(f"{num_rounds} rounds in {time.monotonic() - began:.3f} s")
+    os._exit(0)
+
+
+def test_sums_without_the_other_rank_are_released() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_alone, (folder,), nprocs=2)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])

@@ -205,3 +205,28 @@ def test_a_buffer_that_is_too_small_is_refused(folders: dict[str, Path], monkeyp
     monkeypatch.setenv(BUFFER_VARIABLE, "1000")
     with pytest.raises(ValueError, match=f"{BUFFER_VARIABLE}=1000: .* must have at least [0-9,]+ bytes"):
         LLM(str(folders["qwen3_moe_published"]), dtype="float32", tensor_parallel_size=2)
+
+
+HELD = """
+import gc, socket, sys
+import torch.distributed as dist
+from anabranch.llm import LLM
+if __name__ == "__main__":
+    with LLM(sys.argv[1], dtype="float32", tensor_parallel_size=2) as llm:
+        held = dist.group.WORLD
+    sockets = [socket.socket() for _ in range(20)]  # they get the numbers of descriptors that were closed
+    del llm
+    gc.collect()
+    del held
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file has a name")
+def test_a_group_may_outlive_its_engine(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Its destructor opens the ranks' file once more."""
+    script = tmp_path / "held.py"
+    script.write_text(HELD)
+    command = [sys.executable, str(script), str(folders["qwen3_moe_published"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
@@ -27,7 +29,7 @@ psutil = pytest.importorskip("psutil")
 from anabranch.config import EngineConfig
 from anabranch.engine.client import EngineClient, EngineDead
 from anabranch.llm import LLM
-from anabranch.parallel.group import Presence
+from anabranch.parallel.group import Presence, TorchGroup
 from anabranch.ranks.runner import RanksRunner
 from anabranch.ranks.watch import HANG_SECONDS, Beat, Follower, Watch, is_compiling
 from anabranch.request import Request
@@ -81,6 +83,50 @@ BOTH = [signal.SIGKILL, signal.SIGSTOP]
 def test_a_follower_of_two(folder: Path, sent: signal.Signals, generating: bool) -> None:
     with LLM(str(folder), dtype="float32", tensor_parallel_size=2) as llm:
         fails_soon(llm, sent, 1, generating)
+
+
+class DeviceSum:
+    """A OneShot whose sums, of which each waits twice, do not notice that a rank is gone: as kernels on a device. The
+    first sends a signal to the rank."""
+
+    def __init__(self, group: dist.ProcessGroup, pid: int, sent: signal.Signals) -> None:
+        self.group, self.pid, self.sent = group, pid, sent
+        self.released, self.num_released = threading.Semaphore(0), 0
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return True
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.pid:
+            os.kill(self.pid, self.sent)
+            self.pid = 0
+        try:
+            dist.all_reduce(x, group=self.group)
+        except RuntimeError:
+            assert all(self.released.acquire(timeout=2 * SECONDS) for _ in range(2)), "the device waits for ever"
+            self.num_released += 1
+        return x
+
+    def release(self) -> bool:
+        self.released.release()
+        return self.num_released > 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("sent", BOTH)
+def test_sums_on_a_device_are_released(folder: Path, sent: signal.Signals) -> None:
+    with LLM(str(folder), dtype="float32", tensor_parallel_size=2) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, RanksRunner) and isinstance(runner.model.group, TorchGroup)
+        assert runner.followers[0].process is not None and runner.followers[0].process.pid is not None
+        one_shot = DeviceSum(runner.model.group.group, runner.followers[0].process.pid, sent)
+        runner.model.group.one_shot = one_shot
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=SAID[sent].format(1)):
+            llm.generate(PROMPTS, GREEDY)
+        assert time.monotonic() - began < SECONDS and one_shot.num_released > 1
+    assert not runner.watch.is_alive()
 
 
 @pytest.mark.slow

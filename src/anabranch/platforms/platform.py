@@ -87,6 +87,10 @@ class OneShot(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, a new tensor."""
 
+    def release(self) -> bool:
+        """Where a rank is gone: on another thread than the sums', let each that waits on the device for another rank go
+        on, until it waits again. What such sums give are no numbers. Returns whether the device has no work left."""
+
 
 class Platform(abc.ABC):
     """What a machine can do. Subclass it in one file; `fake` implements all of it without hardware."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch.engine.engine import Engine
-from anabranch.ranks.runner import Environment, RanksRunner
+from anabranch.ranks.runner import Environment, Keys, RanksRunner
 from anabranch.request import Update
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class DataParallelRank:
         config: EngineConfig,
         platform: Platform,
         rank: int,
-        store: Path | Store,
+        store: Keys | Store,
         environments: Sequence[Environment],
     ) -> None:
         self.config = config

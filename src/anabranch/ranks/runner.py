@@ -11,6 +11,7 @@ because the pipe ends then; one that ends or hangs ends all (`watch`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -21,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 Environment = dict[str, str]
 """Variables that give a process one of a machine's devices."""
+Keys = tuple[str, str]
+"""What ranks of one machine find each other by: a file, and what keys of their engine there begin with."""
 START_SECONDS = 600.0
 """For all ranks to load their weights."""
 ANSWERED = ("step", "stats")
@@ -69,7 +71,7 @@ class RanksRunner(RankRunner):
         platform: Platform,
         progress: Progress | None,
         rank: int = 0,
-        store: Path | TorchStore | None = None,
+        store: Keys | TorchStore | None = None,
         environments: Sequence[Environment] = (),
     ) -> None:
         """Of rank 0; of another, with the store of all ranks and what gives their devices to those it starts."""
@@ -84,11 +86,11 @@ class RanksRunner(RankRunner):
                 for other, environment in enumerate(environments, rank + 1):
                     self.followers.append(start(other, config, store if here is None else None, [environment]))
             else:
-                store, near = self.store.path, size // config.nodes
+                store, near = self.store.keys, size // config.nodes
                 ranks = [*range(1, tensor), *range(tensor, size, tensor)]
                 for other in (other for other in ranks if other < near):
                     found = find_environments(other, config, platform)
-                    self.followers.append(start(other, config, None if here else self.store.path, found))
+                    self.followers.append(start(other, config, None if here else self.store.keys, found))
                 if here is not None:
                     store = nodes.open_store(0, START_SECONDS)
                     far = nodes.Gate(here, store, START_SECONDS).admit(other for other in ranks if other >= near)
@@ -160,8 +162,9 @@ class RanksRunner(RankRunner):
         with self._watched("a step"):
             launched = super().launch(shares, pages)
         self._carried_out()
-        if launched.tokens is not None:
-            launched.tokens = WatchedFetch(launched.tokens, self._watched)
+        for name in ("tokens", "drafts", "routed", "pooled"):
+            if (fetch := getattr(launched, name)) is not None:
+                setattr(launched, name, WatchedFetch(fetch, self._watched))
         return launched
 
     def _begin_step(self) -> None:
@@ -251,7 +254,7 @@ class RanksRunner(RankRunner):
 
 
 class WatchedFetch:
-    """Waits for a step's tokens on a device, where a collective that was aborted ends."""
+    """Waits for results of a step on a device, where a collective that was aborted ends."""
 
     def __init__(self, fetch: Fetch, watched: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
         self.fetch, self.watched = fetch, watched
@@ -262,23 +265,27 @@ class WatchedFetch:
 
 
 class Store:
-    """A file by which ranks find each other; on Linux without a name in the file system, so that no end leaves it."""
+    """A file for Keys; on Linux without a name in the file system, so that no end leaves it."""
 
     def __init__(self) -> None:
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         if sys.platform == "linux":
-            self.file = os.memfd_create("anabranch-ranks")
-            self.path = Path(f"/proc/{os.getpid()}/fd/{self.file}")
+            path = f"/proc/{os.getpid()}/fd/{_memory_file(os.getpid())}"
         else:
             self.folder = tempfile.TemporaryDirectory(prefix="anabranch-ranks-")
-            self.path = Path(self.folder.name, "store")
+            path = f"{self.folder.name}/store"
+        self.keys = path, str(time.monotonic_ns())
 
     def close(self) -> None:
         if self.folder is not None:
             self.folder.cleanup()
-        elif self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+
+
+@functools.cache
+def _memory_file(pid: int) -> int:
+    """One for all engines of a process, and never closed: who holds an engine's process group may hold it for longer
+    than the engine, its destructor opens the path again, and the number would be that of another file."""
+    return os.memfd_create("anabranch-ranks")
 
 
 def leads(rank: int, config: EngineConfig) -> bool:
@@ -294,7 +301,7 @@ def find_environments(rank: int, config: EngineConfig, platform: Platform) -> li
 
 
 def start(
-    rank: int, config: EngineConfig, store: Path | TorchStore | None, environments: Sequence[Environment]
+    rank: int, config: EngineConfig, store: Keys | TorchStore | None, environments: Sequence[Environment]
 ) -> Follower:
     """A rank on this machine; without a store it is the one of several nodes."""
     ours, theirs = multiprocessing.Pipe()
@@ -324,17 +331,18 @@ def spawn(
     return process
 
 
-def join(rank: int, size: int, platform: Platform, store: Path | TorchStore) -> Group:
-    """The group of all ranks. `store`: a file where all are on this machine."""
-    alone = isinstance(store, Path)
+def join(rank: int, size: int, platform: Platform, store: Keys | TorchStore) -> Group:
+    """The group of all ranks. `store`: Keys where all are on this machine."""
+    alone = isinstance(store, tuple)
     if platform.device.type == "cpu":
         here = size if alone else size // int(os.environ["WORLD_SIZE"])
         torch.set_num_threads(max(1, torch.get_num_threads() // here))
     if alone or nodes.is_loopback(os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    where: dict[str, Any] = {"init_method": f"file://{store}"} if alone else {"store": store}
+    if isinstance(store, tuple):
+        store = dist.PrefixStore(store[1], dist.FileStore(store[0], size))  # type: ignore[attr-defined]
     timeout = timedelta(seconds=STEP_SECONDS)
-    dist.init_process_group(platform.collective_backend, rank=rank, world_size=size, timeout=timeout, **where)
+    dist.init_process_group(platform.collective_backend, store=store, rank=rank, world_size=size, timeout=timeout)
     assert dist.group.WORLD is not None
     return TorchGroup(dist.group.WORLD)
 
@@ -400,7 +408,7 @@ def follow_far(rank: int, place: nodes.Place, parent: Connection, environments: 
 def follow(
     rank: int,
     config: EngineConfig,
-    store: Path | TorchStore | None,
+    store: Keys | TorchStore | None,
     pipe: Connection,
     beats: Connection,
     environments: Sequence[Environment],

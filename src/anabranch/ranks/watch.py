@@ -15,7 +15,7 @@ a prompt and the others no rows: until it has made one step of that size, it has
 before the first collective, if its CPU is busy.
 
 The driver may wait for that follower inside a collective. All followers are killed, which closes their connections and
-ends the wait with an error; collectives of a device are aborted.
+ends the wait with an error; collectives of a device are aborted, and small sums there released.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
+from anabranch.parallel.collective_ops import GROUPS
 from anabranch.parallel.group import PRESENCE, abort
 from anabranch.ranks.nodes import hang_up
 
@@ -124,7 +125,7 @@ class Watch(threading.Thread):
         self.warm = False
         """Whether ranks compile and capture nothing more, but by chance."""
         self.failure = ""
-        self.failed = threading.Event()
+        self.failed, self.closed = threading.Event(), threading.Event()
         self.ending, self.end = multiprocessing.Pipe(duplex=False)
 
     def run(self) -> None:
@@ -156,13 +157,21 @@ class Watch(threading.Thread):
         for follower in self.followers:
             follower.end()
         self.failed.set()
-        abort()
+        aborting = threading.Thread(target=abort, name="abort-collectives", daemon=True)  # may wait for the device
+        aborting.start()
+        groups, idle, deadline = list(GROUPS.values()), [False], now + START_SECONDS  # it may compile before it sums
+        with contextlib.suppress(RuntimeError):  # the device has failed, and waits for nothing
+            while time.monotonic() < deadline and not (all(idle) and self.closed.is_set()):
+                idle = [group.one_shot is None or group.one_shot.release() for group in groups]
+                self.closed.wait(BEAT / 10 if all(idle) else 0.001)
+        aborting.join()
 
     def close(self) -> None:
         """Stop watching; the followers may end now."""
+        self.closed.set()
         if self.is_alive():
             self.end.send(None)
-            self.join(self.settle_seconds + BEAT)
+            self.join(HANG_SECONDS)
         self.ending.close()
         self.end.close()
 
