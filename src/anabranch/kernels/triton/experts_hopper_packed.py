@@ -402,7 +402,7 @@ def down_warpgroup(
 
 @gluon.jit
 def gather_depth(
-    x_TD, w_desc, offset, real, d, first, inner, step, ring,
+    x_TD, w_desc, offset, real, first, inner, step, ring,
     DEPTH: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr,
 ):
     """Fill a stage for every 128 inputs from BEGIN to END."""
@@ -417,11 +417,11 @@ def gather_depth(
         w = w_ring.index(stage)
         tma_load(w_desc, [first, k // 4], bar, w.slice(0, BN, dim=0))
         tma_load(w_desc, [first + inner, k // 4], bar, w.slice(BN, BN, dim=0))
-        low, high = real, real
+        thread_load(x_ring.index(2 * stage), x_TD + (offset + k), mask=real)
+        inside = real
         if DEPTH % 128 != 0:  # beyond the last input, zeros
-            low, high = real & (d + k < DEPTH)[None, :], real & (d + k + 64 < DEPTH)[None, :]
-        thread_load(x_ring.index(2 * stage), x_TD + (offset + k), mask=low)
-        thread_load(x_ring.index(2 * stage + 1), x_TD + (offset + k + 64), mask=high)
+            inside = real & (k + 64 < DEPTH)
+        thread_load(x_ring.index(2 * stage + 1), x_TD + (offset + k + 64), mask=inside)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         step += 1
     return step
@@ -450,11 +450,11 @@ def gather_and_load(
         offset = (pair // K)[:, None] * x_stride + d[None, :]
         real = (begin + r < end)[:, None]
         first = expert * (2 * inner) + block * BN
-        step = gather_depth(x_TD, w_desc, offset, real, d, first, inner, step, ring, DEPTH, 0, HEAD)
+        step = gather_depth(x_TD, w_desc, offset, real, first, inner, step, ring, DEPTH, 0, HEAD)
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
         pair = gl.load(order_N + begin + r, mask=begin + r < end, other=0)
-        step = gather_depth(x_TD, w_desc, offset, real, d, first, inner, step, ring, DEPTH, HEAD, DEPTH)
+        step = gather_depth(x_TD, w_desc, offset, real, first, inner, step, ring, DEPTH, HEAD, DEPTH)
     publish_tile(tile_info, empty, step, -1, 0, 0, 0)
     mbarrier.expect(full.index(step % STAGES), 0)
     async_copy.mbarrier_arrive(full.index(step % STAGES), increment_count=False)
