@@ -461,6 +461,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int16: "*i16",
+    torch.uint16: "*u16",
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }

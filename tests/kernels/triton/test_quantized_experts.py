@@ -1,12 +1,18 @@
 """The experts' kernels with quantised weights, against the same numbers in fp64: in the interpreter, and on a GPU."""
 
+import itertools
+import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from anabranch.formats import Grouped
+from anabranch.formats.grouped import FP4
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
@@ -218,6 +224,8 @@ def test_fp8_by_fp8_on_a_gpu(scale: str, poison: None) -> None:
 
 
 PACKED_TILES = [PackedTiles(16, 8), PackedTiles(32, 6), PackedTiles(64, 5, group=4)]
+MXFP4 = Grouped("fp4", 1, 32, "uint8")
+MXFP4_TILES = [*PACKED_TILES, PackedTiles(128, 4, group=4)]
 
 
 @pytest.mark.gpu
@@ -237,12 +245,215 @@ def test_packed_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
             check(arguments, format, tiles)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", MXFP4_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+def test_packed_mxfp4_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
+    """The widths of gpt-oss, at which the last stage and the last columns are not whole, and others."""
+    for tokens, E, K, D, inner in (
+        (1, 4, 2, 2880, 2880),
+        (7, 3, 2, 64, 192),
+        (40, 8, 4, 2880, 2880),
+        (300, 4, 2, 2880, 2880),
+        (200, 32, 4, 512, 320),
+        (900, 3, 2, 320, 1408),
+    ):
+        for biased in (True, False):
+            activation = "clamped_swiglu" if biased else "silu"
+            arguments = draw(tokens, E, K, D, inner, torch.bfloat16, "cuda", biased=biased, activation=activation)
+            arguments["expert_TK"][0] = -1
+            check(arguments, MXFP4, tiles)
+
+
+@pytest.mark.gpu
+def test_gpt_oss_on_a_gpu(poison: None) -> None:
+    """With the tiles that are chosen."""
+    for tokens in (1, 2, 3, 5, 16, 17, 64, 100, 300):
+        arguments = draw(tokens, 4, 2, 2880, 2880, torch.bfloat16, "cuda", biased=True, activation="clamped_swiglu")
+        check(arguments, MXFP4)
+        call = ExpertsCall(**quantize(arguments, MXFP4)[0])
+        hopper = kernel.machine_of(call.x_TD.device).hopper
+        assert isinstance(kernel.tiles_for(call), PackedTiles) == (hopper and tokens > 2)
+
+
+@pytest.mark.gpu
+def test_packed_mxfp4_is_exact_on_a_gpu(poison: None) -> None:
+    """One input is 1 and all others are 0: the results are the weights, whatever their scales are."""
+    D, inner = 192, 64
+    for place in range(0, inner, 5):
+        arguments = draw(3, 2, 1, D, inner, torch.bfloat16, "cuda", biased=True, activation="clamped_swiglu")
+        arguments["x_TD"].zero_()
+        arguments["expert_TK"].copy_(torch.tensor([[1], [0], [1]]))
+        arguments["weight_TK"].fill_(1.0)
+        given, _ = quantize(arguments, MXFP4)
+        scale = given["down_EDI"].tensors["scale"]
+        scale.copy_(torch.randint(80, 170, scale.shape, dtype=torch.uint8))
+        gate_up, down = given["gate_up_bias_EF"].zero_(), given["down_bias_ED"].zero_()
+        assert gate_up.shape == (2, 2 * inner) and down.shape == (2, D)
+        gate_up[:, place], gate_up[:, inner + place] = 7.0, 0.0  # activated: 7 · sigmoid(11.9)
+        found = kernel.run(ExpertsCall(**given), PackedTiles(16, 8))
+        h = torch.tensor(7.0 * torch.sigmoid(torch.tensor(1.702 * 7.0)).item()).to(torch.bfloat16).float().item()
+        wanted = given["down_EDI"].dense(torch.float32)[[1, 0, 1], :, place].cuda() * h
+        assert torch.equal(found, wanted.to(torch.bfloat16)), f"input {place}"
+
+
+def ptx_of(name: str) -> list[str]:
+    """The instructions of a function of experts_hopper_packed."""
+    from anabranch.kernels.triton import experts_hopper_packed
+
+    body = re.search(r'\{\n(.*?)\n +\}\n +"""', getattr(experts_hopper_packed, name).src, re.DOTALL)
+    assert body is not None
+    return [line.strip().rstrip(";") for line in body[1].splitlines() if ".reg" not in line]
+
+
+def emulate(ptx: list[str], given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Registers after some instructions of PTX, on arrays of numbers: `given` are those before."""
+    registers = dict(given)
+
+    def value(name: str) -> Any:
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    def lanes(x: Any) -> list[np.ndarray]:
+        return [np.asarray(x) & 0xFFFF, np.asarray(x) >> 16]
+
+    def join(low: Any, high: Any) -> np.ndarray:
+        return (np.asarray(low).astype(np.uint32) | (np.asarray(high).astype(np.uint32) << 16)).astype(np.uint32)
+
+    def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        numbers = [torch.from_numpy(x.astype(np.int32) << 16).view(torch.float32).double() for x in (a, b)]
+        return (numbers[0] * numbers[1]).float().to(torch.bfloat16).view(torch.int16).numpy().astype(np.uint32) & 0xFFFF
+
+    for line in ptx:
+        operation, rest = line.split(maxsplit=1)
+        if operation == "mov.b32" and rest.startswith("{"):  # one number apart
+            names, source = re.fullmatch(r"\{(.*)\}, (.*)", rest).groups()  # type: ignore[union-attr]
+            registers.update(zip(names.split(", "), lanes(value(source))))
+        elif operation == "mov.b32" and "{" in rest:  # two together
+            name, low, high = re.fullmatch(r"(.*), \{(.*), (.*)\}", rest).groups()  # type: ignore[union-attr]
+            registers[name] = join(value(low), value(high))
+        else:
+            name, *sources = rest.split(", ")
+            of = [value(source) for source in sources]
+            if operation in ("mov.b32", "cvt.u32.u16"):
+                result = of[0]
+            elif operation == "prmt.b32":
+                both = np.asarray(of[0]).astype(np.uint64) | (np.asarray(of[1]).astype(np.uint64) << np.uint64(32))
+                result = np.zeros_like(both)
+                for place in range(4):
+                    chosen = int(of[2]) >> 4 * place & 15
+                    assert chosen < 8
+                    result |= (both >> np.uint64(8 * chosen) & np.uint64(255)) << np.uint64(8 * place)
+            elif operation == "and.b32":
+                result = of[0] & of[1]
+            elif operation == "mul.lo.u32":
+                result = of[0].astype(np.uint64) * np.uint64(of[1])
+            elif operation == "mad.lo.u32":
+                result = of[0].astype(np.uint64) * np.uint64(of[1]) + np.uint64(of[2])
+            elif operation == "min.u16x2":
+                result = join(*(np.minimum(a, b) for a, b in zip(lanes(of[0]), lanes(of[1]))))
+            else:
+                assert operation == "mul.bf16x2", line
+                result = join(*(multiply(a, b) for a, b in zip(lanes(of[0]), lanes(of[1]))))
+            registers[name] = (np.asarray(result).astype(np.uint64) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    return registers
+
+
+def test_instructions_unpack_all_bytes_with_all_scales() -> None:
+    scale, byte = (x.ravel().astype(np.uint32) for x in np.mgrid[0:255, 0:256])
+    other = (byte * 37 + 11) & 255
+    made = emulate(ptx_of("factors"), {"$2": scale | (100 << 8)})
+    found = emulate(ptx_of("unpack_scaled"), {"$4": byte | (other << 8), "$5": made["$0"]})
+    assert (made["$1"] == (100 + 62) << 7).all()
+    levels = np.array([*FP4, *(-x for x in FP4)])
+    numbers = [byte & 15, other & 15, byte >> 4, other >> 4]
+    for place, number in enumerate(numbers):
+        bits = torch.from_numpy((found[f"${place}"] << 16).astype(np.uint32).view(np.int32))
+        real = bits.view(torch.float32).double().numpy() * 2.0**64
+        wanted = levels[number] * 2.0 ** (scale.astype(np.float64) - 127)
+        exact = (scale >= 59) & (scale <= 192)
+        assert (real[exact] == wanted[exact]).all()
+        assert (abs(real - wanted)[scale < 59] <= 2.0**-70).all()
+        assert not np.isfinite(real[scale > 192]).any()
+
+
+def test_threads_have_the_numbers_that_the_matrix_unit_takes_from_them() -> None:
+    """Of an operand of 64 rows and 16 inputs, lane l of warp w has rows 16 w + l / 4 and 8 more, and of each the
+    inputs 2 (l % 4), the next, and 8 more (PTX ISA, wgmma with A in registers)."""
+    from anabranch.kernels.triton import experts_hopper_packed
+
+    layout = experts_hopper_packed.GROUPS.value
+
+    def place(index: int, bases: Any) -> np.ndarray:
+        chosen = [base for bit, base in enumerate(bases) if index >> bit & 1]
+        return np.array(chosen).sum(0) if chosen else np.zeros(3, int)
+
+    for warp, lane in itertools.product(range(4), range(32)):
+        mine = set()
+        for register in range(1 << len(layout.reg_bases)):
+            row, group, pair = (
+                place(register, layout.reg_bases) + place(lane, layout.lane_bases) + place(warp, layout.warp_bases)
+            )
+            for byte, half in itertools.product((0, 1), (0, 1)):
+                mine.add((int(row), int(32 * group + 16 * half + 2 * pair + byte)))
+        rows, inputs = (16 * warp + lane // 4, 16 * warp + lane // 4 + 8), (0, 1, 8, 9)
+        assert mine == {(r, 16 * s + 2 * (lane % 4) + i) for r in rows for s in range(4) for i in inputs}
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16, 64, 256, 1024, 4096])
+def test_tiles_of_gpt_oss(tokens: int) -> None:
+    shape, hopper = TileShape(32, 2880, 2880, 4, torch.bfloat16, MXFP4.name), Machine(227 << 10, 132, True, True)
+    tiles = choose(tokens, shape, machine=hopper)
+    assert isinstance(tiles, PackedTiles) == (tokens > 2)
+    if isinstance(tiles, PackedTiles):
+        assert tiles.rows == (16 if tokens <= 64 else 64 if tokens <= 512 else 128)
+        assert tiles.stages * (256 * 64 + tiles.rows * 256) + 2 * tiles.rows * 128 <= 226 << 10
+    assert isinstance(choose(tokens, shape, machine=replace(hopper, fixed=True)), GroupedTiles)
+    for combine in ("fused", "ordered", "unfused"):
+        other = choose(tokens, shape, combine, hopper)
+        assert isinstance(other, PackedTiles) == (tokens > 2 and combine != "fused")
+
+
+def test_packed_tiles_take_biases_and_widths_of_whole_64s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "machine_of", lambda device: Machine(227 << 10, 132, True, True))
+
+    def usable(format: Grouped, D: int, inner: int, biased: bool, dtype: torch.dtype = torch.bfloat16) -> bool:
+        given, _ = quantize(draw(4, 2, 2, D, inner, dtype, biased=biased), format)
+        return kernel.machine_for(ExpertsCall(**given)).hopper
+
+    assert usable(MXFP4, 192, 320, True) and usable(MXFP4, 128, 64, False)
+    assert not usable(MXFP4, 192, 96, True) and not usable(MXFP4, 96, 64, True)
+    assert not usable(MXFP4, 192, 320, True, torch.float16)
+    assert usable(FORMATS[6], 128, 256, True) and not usable(FORMATS[0], 128, 128, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", MXFP4_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+def test_packed_mxfp4_compiles_ahead_of_time(
+    tiles: PackedTiles, launches: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import triton
+
+    place = {"biased": True, "activation": "clamped_swiglu"}
+    arguments, _ = quantize(draw(30, 2, 2, 1344, 320, torch.bfloat16, **place), MXFP4)
+    for compiled in compile_packed(arguments, tiles, launches, monkeypatch):
+        (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+        command = [triton.knobs.nvidia.ptxas.path, "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "out"]
+        noted = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "serialized" not in noted.stdout + noted.stderr, "it waits for every product"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", PACKED_TILES, ids=lambda tiles: f"{tiles.rows} rows")
 @pytest.mark.parametrize("zero", [False, True])
 def test_packed_compiles_ahead_of_time(
     tiles: PackedTiles, zero: bool, launches: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    arguments, _ = quantize(draw(30, 4, 2, 512, 256, torch.bfloat16), Grouped("int4", 1, 128, "bfloat16", zero))
+    compile_packed(arguments, tiles, launches, monkeypatch)
+
+
+def compile_packed(
+    arguments: Arguments, tiles: PackedTiles, launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
     from anabranch.kernels.triton import experts_hopper_packed
 
     for name in ("gate_up_hopper_packed", "down_hopper_packed"):
@@ -250,15 +461,17 @@ def test_packed_compiles_ahead_of_time(
         monkeypatch.setattr(experts_hopper_packed, name, recorder)
     monkeypatch.setattr(kernel, "packed_kernels", lambda device: experts_hopper_packed)
     monkeypatch.setattr(kernel, "num_processors", lambda device: 132)
-    arguments, _ = quantize(draw(30, 4, 2, 512, 256, torch.bfloat16), Grouped("int4", 1, 128, "bfloat16", zero))
     kernel.run(ExpertsCall(**arguments), tiles)
     products = [launch for launch in launches if "packed" in launch[0].__name__]
     assert len(products) == 2
+    found = []
     for function, args, kwargs in products:
         compiled = compile_launch(function, args, kwargs, "sm_90")
         assert compiled.metadata.shared <= 227 << 10
         assert resources(compiled)["STACK"] == 0
         assert f"wgmma.mma_async.sync.aligned.m64n{tiles.rows}k16.f32.bf16.bf16" in compiled.asm["ptx"]
+        found.append(compiled)
+    return found
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_candidates_can_run_and_come_back_from_disk(machine: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("format", ["fp8_128x128", "int4_1x128_bf16"])
+@pytest.mark.parametrize("format", ["fp8_128x128", "int4_1x128_bf16", "fp4_1x32_e8m0"])
 def test_candidates_for_quantized_weights(machine: str, format: str) -> None:
     given = MACHINES[machine]
     for tokens in TOKENS:
@@ -103,7 +103,7 @@ def test_candidates_for_quantized_weights(machine: str, format: str) -> None:
                 assert [(one.columns, one.depth) for one in tile] == [(128, 128), (256, 128)]
             assert CODEC.decode(json.loads(json.dumps(CODEC.encode(tiles)))) == tiles
         on_hopper = any(isinstance(tiles, HopperTiles if format == "fp8_128x128" else PackedTiles) for tiles in tried)
-        assert on_hopper == (given.hopper and tokens > 8)
+        assert on_hopper == (given.hopper and tokens > (2 if format.startswith("fp4") else 8))
 
 
 @pytest.mark.parametrize(

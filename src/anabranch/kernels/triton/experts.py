@@ -3,7 +3,7 @@
 T tokens, D hidden width, K experts per token, E experts, I expert width (`inner`), N = T · K pairs.
 
 A few tokens: experts_small. More: experts_grouped, or on Hopper experts_hopper, for block FP8 experts_hopper_fp8, and
-for INT4 experts_hopper_packed; all after experts_plan.
+for INT4 and MXFP4 experts_hopper_packed; all after experts_plan.
 
 Three ways to bring rows back to their token (`combine`):
 
@@ -274,8 +274,8 @@ def run_hopper_packed(call: ExpertsCall, tiles: PackedTiles) -> torch.Tensor:
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     weight = call.gate_up_EFD.tensors
     packed.gate_up_hopper_packed[(min(places, plan.max_tiles * cdiv(inner, 128)),)](
-        call.x_TD, call.x_TD.stride(0), packed.weight_descriptor(weight["data"], 128), weight["scale"],
-        weight.get("zero"), h_NI, plan.order_N, plan.tile_3M, plan.head, plan.max_tiles, inner,
+        call.x_TD, call.x_TD.stride(0), packed.weight_descriptor(weight["data"], 128), packed.scales(weight["scale"]),
+        weight.get("zero"), call.gate_up_bias_EF, h_NI, plan.order_N, plan.tile_3M, plan.head, plan.max_tiles, inner,
         K=top_k, DEPTH=D, ACTIVATION=call.activation, **common,
     )  # fmt: skip
     y = new_result(call)
@@ -283,8 +283,8 @@ def run_hopper_packed(call: ExpertsCall, tiles: PackedTiles) -> torch.Tensor:
     weight = call.down_EDI.tensors
     packed.down_hopper_packed[(min(places, plan.max_tiles * cdiv(D, 256)),)](
         plan.weight_N, packed.row_descriptor(h_NI, tiles.rows), packed.weight_descriptor(weight["data"], 256),
-        weight["scale"], weight.get("zero"), rows_ND, plan.order_N, plan.tile_3M, plan.head, plan.max_tiles, D,
-        DEPTH=inner, **common,
+        packed.scales(weight["scale"]), weight.get("zero"), call.down_bias_ED, rows_ND, plan.order_N, plan.tile_3M,
+        plan.head, plan.max_tiles, D, DEPTH=inner, **common,
     )  # fmt: skip
     return sum_into(call, rows_ND, y, False, launch) if call.combined else y
 
@@ -294,15 +294,14 @@ def machine_for(call: ExpertsCall) -> Machine:
     machine = machine_of(call.x_TD.device)
     x_TD, aligned, format = call.x_TD, 16, call.gate_up_EFD.format
     copied = (x_TD, call.gate_up_EFD.data, call.down_EDI.data)
-    # What D and I must be multiples of.
-    multiples = (64, 16) if format is PLAIN else (GROUP, GROUP)
     packed = is_packed(format) and x_TD.dtype == torch.bfloat16 and call.down_EDI.format == format
+    # What D and I must be multiples of.
+    multiples = (64, 16) if format is PLAIN else (64, 64) if packed and format.kind == "fp4" else (GROUP, GROUP)
     usable = (
         machine.hopper
         and (format is PLAIN or format.is_block_fp8 or packed)
         and x_TD.dtype.itemsize == 2
-        and call.gate_up_bias_EF is None
-        and call.down_bias_ED is None
+        and (packed or (call.gate_up_bias_EF is None and call.down_bias_ED is None))
         and x_TD.shape[1] % multiples[0] == 0
         and call.down_EDI.shape[2] % multiples[1] == 0
         and all(tensor.data_ptr() % aligned == 0 and tensor.stride(-2) % aligned == 0 for tensor in copied)

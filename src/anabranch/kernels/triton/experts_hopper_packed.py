@@ -4,12 +4,18 @@ T tokens, D hidden width, K experts per token, I expert width (`inner`), N = T �
 
 Like experts_hopper, with operands swapped: weights are the rows of a product and tokens its columns, so a tile of a few
 tokens costs little. Packed weights go from shared memory to the registers that the matrix unit reads, and become bf16
-on the way. A stage has 128 inputs, which share a scale: of a byte, the lower half belongs to the first 64 and the upper
-half to the others. Their sum starts from zero, and is multiplied by the scale and added in fp32 on ordinary cores.
+on the way. A stage has 128 inputs. Each of two warpgroups has 128 rows of weights: 64 of gate and 64 of up, or 128 of
+down.
 
-Each of two warpgroups has 128 rows of weights: 64 of gate and 64 of up, or 128 of down.
+INT4: the inputs of a stage share a scale; of a byte, the lower half belongs to the first 64 and the upper half to the
+others. Their sum starts from zero, and is multiplied by the scale and added in fp32 on ordinary cores.
 
-Not supported: biases, groups of other sizes than 128, inputs that are no multiple of it.
+MXFP4: a stage has four groups of 32 inputs; of a group's 16 bytes, the lower halves are the first 16 inputs and the
+upper halves the others: one step of the matrix unit each. Scales are powers of two (bytes) and multiplied into the
+weights, so sums stay in the matrix unit, and one product runs while the weights of the next are unpacked. The last
+stage may reach beyond the last input, where weights and activations are zeros.
+
+Not supported: groups of other sizes than these, inputs that are no multiple of 128, or for MXFP4 of 64.
 """
 
 import torch
@@ -39,12 +45,25 @@ def weight_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor.view(torch.int16).view(-1, tensor.shape[-1] // 2), [rows, 32], PACKED)
 
 
+def scales(tensor: torch.Tensor) -> torch.Tensor:
+    """Scales as the kernels take them: bytes, which are MXFP4's, two at a time."""
+    return tensor.view(torch.uint16) if tensor.dtype == torch.uint8 else tensor
+
+
 def row_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, [rows, 64], ROWS)
 
 
 # Partitions have long parameter lists; one name per line would hide what they do.
 # fmt: off
+
+GROUPS = gl.constexpr(gl.DistributedLinearLayout(
+    reg_bases=[[0, 1, 0], [0, 0, 4], [8, 0, 0]], lane_bases=[[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+    warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[64, 2, 8],
+))
+"""Which thread has which bytes of MXFP4: of 64 outputs two groups, eight times two bytes each."""
+OUTPUTS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, GROUPS.value)))
+"""And which thread has the scales of these outputs."""
 
 
 @gluon.jit
@@ -117,10 +136,10 @@ def load_point(zero, place):
 
 
 @gluon.jit
-def multiply(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-             DEPTH: gl.constexpr, GATHERED: gl.constexpr):
-    """Products of 64 outputs from row LEFT of a stage on and 64 from row RIGHT on, and the next step. `left` and
-    `right`: where the scales of each output begin; they are loaded one step ahead."""
+def multiply_parts(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                   DEPTH: gl.constexpr, GATHERED: gl.constexpr):
+    """Like multiply, of INT4. `left` and `right`: where the scales of each output begin; they are loaded one step
+    ahead."""
     w_ring, x_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = w_ring.shape[0]
     R: gl.constexpr = x_ring.shape[1]
@@ -162,8 +181,149 @@ def multiply(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIGHT: gl
 
 
 @gluon.jit
+def unpack_scaled(packed, scale):
+    """Of two bytes of MXFP4: both lower halves and both upper halves, times scale · 2⁻⁶⁴, in bf16.
+
+    A number's bits, moved to where bf16 has them (the sign apart from the others: one factor for both moves), are the
+    number times 2⁻¹²⁶. `scale`: twice 2¹²⁶⁻⁶⁴ times the scale in bf16, see factors.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, s;
+        mov.b32 s, {$5, $5};
+        cvt.u32.u16 a, $4;
+        prmt.b32 a, a, 0, 0x4140;
+        and.b32 b, a, 0x00F000F0;
+        and.b32 a, a, 0x000F000F;
+        mul.lo.u32 b, b, 0x0104;
+        mul.lo.u32 a, a, 0x1040;
+        and.b32 b, b, 0x81C081C0;
+        and.b32 a, a, 0x81C081C0;
+        mul.bf16x2 a, a, s;
+        mul.bf16x2 b, b, s;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        }
+        """,
+        "=h,=h,=h,=h,h,h", [packed, scale],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+    )
+
+
+@gluon.jit
+def factors(scale):
+    """Of two scales, 2^(s − 127) for a byte s: each times 2¹²⁶⁻⁶⁴ in bf16. From s = 193 on they are infinite."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, most;
+        mov.b32 most, 0x00C100C1;
+        prmt.b32 a, $2, 0, 0x4140;
+        min.u16x2 a, a, most;
+        mad.lo.u32 a, a, 128, 0x1F001F00;
+        mov.b32 {$0, $1}, a;
+        }
+        """,
+        "=h,=h,r", [scale], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+    )
+
+
+@gluon.jit
+def scaled_operand(data, scale, R: gl.constexpr):
+    """The operand of 64 outputs and 64 inputs: 32 bytes and two scales of each output."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16]), 2)
+    first, second = factors(scale)
+    factor = gl.convert_layout(gl.join(first, second), gl.SliceLayout(2, GROUPS), assert_trivial=True)
+    data = gl.convert_layout(gl.reshape(data, [64, 2, 8]), GROUPS, assert_trivial=True)
+    a, b, c, d = unpack_scaled(data, gl.expand_dims(factor, 2))
+    # output, group, two bytes, byte, half → output, group, half, two bytes, byte
+    numbers = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), [0, 1, 4, 2, 3])
+    return gl.convert_layout(gl.reshape(numbers, [64, 64]), operand, assert_trivial=True)
+
+
+@gluon.jit
+def load_halves(packed):
+    """The bytes of the first 64 inputs and of the last 64, from 64 x 64 bytes in shared memory, two in a number."""
+    pairs: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 8], [0, 4], [8, 0], [0, 16]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]], block_bases=[],
+        shape=[64, 32],
+    )
+    return gl.split(gl.permute(gl.reshape(packed.load(pairs), [64, 2, 16]), [0, 2, 1]))
+
+
+@gluon.jit
+def load_scales(scale, row, k, DEPTH: gl.constexpr):
+    """Of 64 inputs from k on and of the 64 after them, two in a number; those beyond the last input repeat others."""
+    last: gl.constexpr = DEPTH // 64 - 1
+    low = gl.load(scale + row + gl.minimum(k // 64, last)).to(gl.int32)
+    return low, gl.load(scale + row + gl.minimum(k // 64 + 1, last)).to(gl.int32)
+
+
+@gluon.jit
+def multiply_scaled(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                    DEPTH: gl.constexpr, GATHERED: gl.constexpr):
+    """Like multiply, of MXFP4. Weights of the second 64 outputs are unpacked while the first 64 are multiplied. No
+    product may run while the loop begins again: the assembler would then wait for each one."""
+    w_ring, x_ring, full, empty, tile_info = ring
+    STAGES: gl.constexpr = w_ring.shape[0]
+    R: gl.constexpr = x_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    first = gl.zeros([64, R], gl.float32, layout)
+    second = gl.zeros([64, R], gl.float32, layout)
+    left_low, left_high = load_scales(scale, left, 0, DEPTH)
+    right_low, right_high = load_scales(scale, right, 0, DEPTH)
+    for k in range(0, DEPTH, 128):
+        s_left_low, s_left_high, s_right_low, s_right_high = left_low, left_high, right_low, right_high
+        left_low, left_high = load_scales(scale, left, k + 128, DEPTH)
+        right_low, right_high = load_scales(scale, right, k + 128, DEPTH)
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        if GATHERED:
+            fence_async_shared()
+        weights = w_ring.index(stage)
+        x_low = x_ring.index(2 * stage).permute([1, 0])
+        x_high = x_ring.index(2 * stage + 1).permute([1, 0])
+        low, high = load_halves(weights.slice(LEFT, 64, dim=0))
+        first = warpgroup_mma(scaled_operand(low, s_left_low, R), x_low, first, is_async=True)
+        first = warpgroup_mma(scaled_operand(high, s_left_high, R), x_high, first, is_async=True)
+        low, high = load_halves(weights.slice(RIGHT, 64, dim=0))
+        second = warpgroup_mma(scaled_operand(low, s_right_low, R), x_low, second, is_async=True)
+        if R > 64:  # for want of registers
+            first, second = warpgroup_mma_wait(1, deps=[first, second])
+        second = warpgroup_mma(scaled_operand(high, s_right_high, R), x_high, second, is_async=True)
+        first, second = warpgroup_mma_wait(0, deps=[first, second])
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    return first, second, step
+
+
+@gluon.jit
+def multiply(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+             DEPTH: gl.constexpr, GATHERED: gl.constexpr):
+    """Products of 64 outputs from row LEFT of a stage on and 64 from row RIGHT on, and the next step. `left` and
+    `right`: each output's row of weights."""
+    G: gl.constexpr = DEPTH // (64 if scale.dtype.element_ty == gl.uint16 else 128)
+    if scale.dtype.element_ty == gl.uint16:
+        return multiply_scaled(ring, step, scale, left * G, right * G, LEFT, RIGHT, DEPTH, GATHERED)
+    else:
+        return multiply_parts(ring, step, scale, zero, left * G, right * G, LEFT, RIGHT, DEPTH, GATHERED)
+
+
+@gluon.jit
+def finish(acc, scale, bias, place):
+    """The sums of products of 64 outputs, plus their biases."""
+    if scale.dtype.element_ty == gl.uint16:
+        acc *= 18446744073709551616.0  # 2⁶⁴, see unpack_scaled
+    if bias is not None:
+        acc += gl.load(bias + place).to(gl.float32)[:, None]
+    return acc
+
+
+@gluon.jit
 def gate_up_warpgroup(
-    scale, zero, h_NI, inner, ring,
+    scale, zero, bias, h_NI, inner, ring,
     WHO: gl.constexpr, DEPTH: gl.constexpr, ACTIVATION: gl.constexpr,
 ):
     w_ring, x_ring, full, empty, tile_info = ring
@@ -171,20 +331,26 @@ def gate_up_warpgroup(
     R: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    of_scale: gl.constexpr = OUTPUTS if scale.dtype.element_ty == gl.uint16 else gl.SliceLayout(1, layout)
     f = gl.arange(0, 64, gl.SliceLayout(1, layout)) + WHO * 64
+    f_scale = gl.arange(0, 64, of_scale) + WHO * 64
     out_r = gl.arange(0, R, gl.SliceLayout(1, out))
     out_c = gl.arange(0, 64, gl.SliceLayout(0, out)) + WHO * 64
     step = 0
     block, begin, end, expert = read_tile(tile_info, full, step)
     while block >= 0:
-        row = (expert * (2 * inner) + block * BN + f) * (DEPTH // 128)
+        # Columns after the last one repeat it and are not stored.
+        row = expert * (2 * inner) + gl.minimum(block * BN + f_scale, inner - 1)
         gate, up, step = multiply(
-            ring, step, scale, zero, row, row + inner * (DEPTH // 128), WHO * 64, BN + WHO * 64, DEPTH, True,
+            ring, step, scale, zero, row, row + inner, WHO * 64, BN + WHO * 64, DEPTH, True,
         )
+        place = expert * (2 * inner) + gl.minimum(block * BN + f, inner - 1)
+        gate, up = finish(gate, scale, bias, place), finish(up, scale, bias, place + inner)
         h = activate(gate, up, ACTIVATION).to(h_NI.dtype.element_ty)
         h = gl.convert_layout(gl.permute(h, [1, 0]), out)
-        pointer = h_NI + (begin + out_r).to(gl.int64)[:, None] * inner + (block * BN + out_c)[None, :]
-        gl.store(pointer, h, mask=(begin + out_r < end)[:, None])
+        column = block * BN + out_c
+        pointer = h_NI + (begin + out_r).to(gl.int64)[:, None] * inner + column[None, :]
+        gl.store(pointer, h, mask=(begin + out_r < end)[:, None] & (column < inner)[None, :])
         block, begin, end, expert = read_tile(tile_info, full, step)
 
 
@@ -199,7 +365,7 @@ def store_columns(acc, weight, pair, rows_ND, first_column, D, out: gl.constexpr
 
 @gluon.jit
 def down_warpgroup(
-    scale, zero, weight_N, rows_ND, order_N, D, ring,
+    scale, zero, bias, weight_N, rows_ND, order_N, D, ring,
     WHO: gl.constexpr, DEPTH: gl.constexpr,
 ):
     w_ring, x_ring, full, empty, tile_info = ring
@@ -207,28 +373,37 @@ def down_warpgroup(
     R: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    of_scale: gl.constexpr = OUTPUTS if scale.dtype.element_ty == gl.uint16 else gl.SliceLayout(1, layout)
     f = gl.arange(0, 64, gl.SliceLayout(1, layout)) + WHO * 128
+    f_scale = gl.arange(0, 64, of_scale) + WHO * 128
     out_r = gl.arange(0, R, gl.SliceLayout(1, out))
     r = gl.arange(0, R, gl.SliceLayout(0, layout))
     step = 0
     block, begin, end, expert = read_tile(tile_info, full, step)
     while block >= 0:
-        pair = gl.load(order_N + begin + out_r, mask=begin + out_r < end, other=-1)
-        weight = gl.load(weight_N + begin + r, mask=begin + r < end, other=0.0)
-        first = block * BN + f
+        if R <= 64:  # early, where registers hold them during the product
+            pair = gl.load(order_N + begin + out_r, mask=begin + out_r < end, other=-1)
+            weight = gl.load(weight_N + begin + r, mask=begin + r < end, other=0.0)
+        first = block * BN + f_scale
         left, right, step = multiply(
-            ring, step, scale, zero, (expert * D + gl.minimum(first, D - 1)) * (DEPTH // 128),
-            (expert * D + gl.minimum(first + 64, D - 1)) * (DEPTH // 128), WHO * 128, WHO * 128 + 64, DEPTH, False,
+            ring, step, scale, zero, expert * D + gl.minimum(first, D - 1), expert * D + gl.minimum(first + 64, D - 1),
+            WHO * 128, WHO * 128 + 64, DEPTH, False,
         )
-        column = block * BN + WHO * 128
+        if R > 64:
+            pair = gl.load(order_N + begin + out_r, mask=begin + out_r < end, other=-1)
+            weight = gl.load(weight_N + begin + r, mask=begin + r < end, other=0.0)
+        place, column = block * BN + f, block * BN + WHO * 128
+        left = finish(left, scale, bias, expert * D + gl.minimum(place, D - 1))
         store_columns(left, weight, pair, rows_ND, column, D, out)
+        right = finish(right, scale, bias, expert * D + gl.minimum(place + 64, D - 1))
         store_columns(right, weight, pair, rows_ND, column + 64, D, out)
         block, begin, end, expert = read_tile(tile_info, full, step)
 
 
 @gluon.jit
 def gather_depth(
-    x_TD, w_desc, offset, real, first, inner, step, ring, BEGIN: gl.constexpr, END: gl.constexpr,
+    x_TD, w_desc, offset, real, first, inner, step, ring,
+    DEPTH: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr,
 ):
     """Fill a stage for every 128 inputs from BEGIN to END."""
     w_ring, x_ring, full, empty, tile_info = ring
@@ -243,7 +418,10 @@ def gather_depth(
         tma_load(w_desc, [first, k // 4], bar, w.slice(0, BN, dim=0))
         tma_load(w_desc, [first + inner, k // 4], bar, w.slice(BN, BN, dim=0))
         thread_load(x_ring.index(2 * stage), x_TD + (offset + k), mask=real)
-        thread_load(x_ring.index(2 * stage + 1), x_TD + (offset + k + 64), mask=real)
+        inside = real
+        if DEPTH % 128 != 0:  # beyond the last input, zeros
+            inside = real & (k + 64 < DEPTH)
+        thread_load(x_ring.index(2 * stage + 1), x_TD + (offset + k + 64), mask=inside)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         step += 1
     return step
@@ -272,11 +450,11 @@ def gather_and_load(
         offset = (pair // K)[:, None] * x_stride + d[None, :]
         real = (begin + r < end)[:, None]
         first = expert * (2 * inner) + block * BN
-        step = gather_depth(x_TD, w_desc, offset, real, first, inner, step, ring, 0, HEAD)
+        step = gather_depth(x_TD, w_desc, offset, real, first, inner, step, ring, DEPTH, 0, HEAD)
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
         pair = gl.load(order_N + begin + r, mask=begin + r < end, other=0)
-        step = gather_depth(x_TD, w_desc, offset, real, first, inner, step, ring, HEAD, DEPTH)
+        step = gather_depth(x_TD, w_desc, offset, real, first, inner, step, ring, DEPTH, HEAD, DEPTH)
     publish_tile(tile_info, empty, step, -1, 0, 0, 0)
     mbarrier.expect(full.index(step % STAGES), 0)
     async_copy.mbarrier_arrive(full.index(step % STAGES), increment_count=False)
@@ -312,7 +490,7 @@ def load_rows(
     STAGES: gl.constexpr = w_ring.shape[0]
     BN: gl.constexpr = w_ring.shape[1]
     HEAD: gl.constexpr = STAGES * 128 if STAGES * 128 < DEPTH else DEPTH
-    EARLY: gl.constexpr = HEAD // 128
+    EARLY: gl.constexpr = (HEAD + 127) // 128
     step = 0
     index = gl.program_id(0)
     block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
@@ -335,7 +513,7 @@ def load_rows(
 
 @gluon.jit(do_not_specialize=["max_tiles"])
 def gate_up_hopper_packed(
-    x_TD, x_stride, w_desc, scale, zero, h_NI, order_N, tile_3M, head, max_tiles, inner,
+    x_TD, x_stride, w_desc, scale, zero, bias, h_NI, order_N, tile_3M, head, max_tiles, inner,
     K: gl.constexpr, R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     BAND: gl.constexpr, ACTIVATION: gl.constexpr,
 ):
@@ -348,8 +526,8 @@ def gate_up_hopper_packed(
     num_blocks = gl.cdiv(inner, BN)
     gl.warp_specialize(
         [
-            (gate_up_warpgroup, (scale, zero, h_NI, inner, ring, 0, DEPTH, ACTIVATION)),
-            (gate_up_warpgroup, (scale, zero, h_NI, inner, ring, 1, DEPTH, ACTIVATION)),
+            (gate_up_warpgroup, (scale, zero, bias, h_NI, inner, ring, 0, DEPTH, ACTIVATION)),
+            (gate_up_warpgroup, (scale, zero, bias, h_NI, inner, ring, 1, DEPTH, ACTIVATION)),
             (gather_and_load, (x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner,
                                head + 1, ring, K, DEPTH, BAND)),
         ],
@@ -359,7 +537,7 @@ def gate_up_hopper_packed(
 
 @gluon.jit(do_not_specialize=["max_tiles"])
 def down_hopper_packed(
-    weight_N, h_desc, w_desc, scale, zero, rows_ND, order_N, tile_3M, head, max_tiles, D,
+    weight_N, h_desc, w_desc, scale, zero, bias, rows_ND, order_N, tile_3M, head, max_tiles, D,
     R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):
     """rows[pair, columns] = weight · (down · h); DEPTH is I, weights are in tile order."""
@@ -370,8 +548,8 @@ def down_hopper_packed(
     num_blocks = gl.cdiv(D, BN)
     gl.warp_specialize(
         [
-            (down_warpgroup, (scale, zero, weight_N, rows_ND, order_N, D, ring, 0, DEPTH)),
-            (down_warpgroup, (scale, zero, weight_N, rows_ND, order_N, D, ring, 1, DEPTH)),
+            (down_warpgroup, (scale, zero, bias, weight_N, rows_ND, order_N, D, ring, 0, DEPTH)),
+            (down_warpgroup, (scale, zero, bias, weight_N, rows_ND, order_N, D, ring, 1, DEPTH)),
             (load_rows, (h_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2, ring,
                          DEPTH, BAND)),
         ],

@@ -37,7 +37,7 @@ def searches(num_tokens: int, shape: Shape, machine: Machine, full: bool = False
         if isinstance(rule, HopperTiles):
             found += fp8_searches(rule)
         if isinstance(rule, PackedTiles):
-            found += packed_searches(rule)
+            found += packed_searches(rule, shape)
         portable = choose(num_tokens, shape, machine=replace(machine, hopper=False))
         if isinstance(portable, GroupedTiles) and (rule == portable or num_tokens <= 64):
             found += quantized_searches(portable, shape, machine, full)
@@ -117,9 +117,10 @@ def fp8_searches(rule: HopperTiles) -> Iterator[Search[Tiles]]:
     yield Search(rule, (gate_ups, tuple({"down": replace(rule.down, group=group)} for group in (2, 8))))
 
 
-def packed_searches(rule: PackedTiles) -> Iterator[Search[Tiles]]:
+def packed_searches(rule: PackedTiles, shape: Shape) -> Iterator[Search[Tiles]]:
     """experts_hopper_packed: tiles of other sizes."""
-    for rows, stages in (16, 8), (32, 6), (64, 5):
+    most = [(128, 4)] if shape.format.startswith("fp4") and rule.rows > 32 else []
+    for rows, stages in ((16, 8), (32, 6), (64, 5), *most):
         yield Search(PackedTiles(rows, stages), (tuple({"group": group} for group in (4,) if rule.rows > 32),))
 
 

@@ -115,7 +115,7 @@ class PackedTiles:
     """experts_hopper_packed."""
 
     rows: int
-    """Tokens of a tile: 16, 32 or 64."""
+    """Tokens of a tile: 16, 32 or 64, of MXFP4 also 128."""
     stages: int
     group: int = 1
     """As in Tile."""
@@ -136,8 +136,8 @@ HOPPER_TOKENS = 64
 HOPPER_FP8_TOKENS = 8
 """Likewise experts_hopper_fp8."""
 LEAST_COLUMNS = 16
-PACKED_TOKENS = 8
-"""Likewise experts_hopper_packed."""
+PACKED_TOKENS = {"int4": 8, "fp4": 2}
+"""Likewise experts_hopper_packed, for kinds of numbers."""
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -163,8 +163,8 @@ def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Mac
             return choose_hopper(rows_per_expert, shape.inner)
         if format.is_block_fp8 and num_tokens > HOPPER_FP8_TOKENS:
             return HopperTiles(2, 2, 1, Tile(128, 128, 4, 4, group=4), Tile(256, 128, 4, 4, group=4))
-        if is_packed(format) and num_tokens > PACKED_TOKENS:
-            return choose_packed(rows_per_expert)
+        if isinstance(format, Grouped) and is_packed(format) and num_tokens > PACKED_TOKENS[format.numbers]:
+            return choose_packed(rows_per_expert, format)
     if isinstance(format, Grouped):
         tiles = fit(choose_quantized(num_tokens, rows_per_expert, shape, format), shape.dtype, machine)
     else:
@@ -215,12 +215,17 @@ def choose_hopper(rows_per_expert: float, inner: int) -> HopperTiles:
 
 def is_packed(format: Format) -> bool:
     """Whether experts_hopper_packed multiplies weights of this format."""
-    return isinstance(format, Grouped) and (format.numbers, format.rows, format.group) == ("int4", 1, 128)
+    if not isinstance(format, Grouped):
+        return False
+    mxfp4 = (format.numbers, format.rows, format.group, format.scale) == ("fp4", 1, 32, "uint8")
+    return mxfp4 or (format.numbers, format.rows, format.group) == ("int4", 1, 128)
 
 
-def choose_packed(rows_per_expert: float) -> PackedTiles:
+def choose_packed(rows_per_expert: float, format: Grouped) -> PackedTiles:
     if rows_per_expert <= 8:
         return PackedTiles(16, 8)
+    if format.numbers == "fp4" and rows_per_expert > 64:  # INT4 has no registers for as many
+        return PackedTiles(128, 4, group=4)
     return PackedTiles(32, 6) if rows_per_expert <= 24 else PackedTiles(64, 5)
 
 
