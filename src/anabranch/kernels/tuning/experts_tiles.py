@@ -138,6 +138,8 @@ HOPPER_FP8_TOKENS = 8
 LEAST_COLUMNS = 16
 PACKED_TOKENS = {"int4": 8, "fp4": 2}
 """Likewise experts_hopper_packed, for kinds of numbers."""
+NOT_RUN = {"fp4"}
+"""Kinds that it has not multiplied on a GPU yet: others serve them until its tests have passed there."""
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -163,8 +165,9 @@ def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Mac
             return choose_hopper(rows_per_expert, shape.inner)
         if format.is_block_fp8 and num_tokens > HOPPER_FP8_TOKENS:
             return HopperTiles(2, 2, 1, Tile(128, 128, 4, 4, group=4), Tile(256, 128, 4, 4, group=4))
-        if isinstance(format, Grouped) and is_packed(format) and num_tokens > PACKED_TOKENS[format.numbers]:
-            return choose_packed(rows_per_expert, format)
+        if isinstance(format, Grouped) and is_packed(format) and format.numbers not in NOT_RUN:
+            if num_tokens > PACKED_TOKENS[format.numbers]:
+                return choose_packed(rows_per_expert, format)
     if isinstance(format, Grouped):
         tiles = fit(choose_quantized(num_tokens, rows_per_expert, shape, format), shape.dtype, machine)
     else:
