@@ -207,8 +207,7 @@ class RanksRunner(RankRunner):
                 follower.node.close()
         self.followers.clear()
         if dist.is_initialized():
-            if dist.get_backend() != "gloo":  # whose collectives no device waits for
-                super().close()
+            super().close()
             dist.destroy_process_group()
         if self.store is not None:
             self.store.close()
