@@ -238,7 +238,9 @@ def test_plan(
         arguments = draw(tokens, 9, 3, 4, 4, routing=routing)
         expert_N, weight_N = arguments["expert_TK"].flatten(), arguments["weight_TK"].flatten()
         call = ExpertsCall(**arguments, scaling=2.0)
-        plan = experts_plan.order_rows(call, rows, extra, {"DEPENDENT": False})
+        zeros = torch.empty(tokens, 301)
+        plan = experts_plan.order_rows(call, rows, extra, {"DEPENDENT": False}, zeros)
+        assert not zeros.any()
         num_tiles = int(plan.head[0])
         assert plan.head[1:].tolist() == [0, 0]
         assert plan.tile_3M[0, num_tiles:].tolist() == [-1] * (plan.max_tiles - num_tiles)
@@ -333,6 +335,10 @@ GPU_TILES: dict[str, Tiles] = {
     "hopper 64, two programs": HopperTiles(1, 1, 2, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
     "hopper 128": HopperTiles(2, 2, 1, Tile(128, 64, 4, 4, group=4), Tile(256, 64, 4, 4, group=4)),
     "hopper 128+16": HopperTiles(2, 2, 1, Tile(128, 64, 4, 4, group=2), Tile(256, 64, 4, 4, group=2), extra=16),
+    "hopper 64, added": HopperTiles(1, 1, 1, Tile(64, 64, 4, 8), Tile(128, 64, 4, 8), add=True),
+    "hopper 128+16, added": HopperTiles(
+        2, 2, 1, Tile(128, 64, 4, 4, group=2), Tile(256, 64, 4, 4, group=2), extra=16, add=True
+    ),
     "hopper 256": HopperTiles(2, 4, 1, Tile(64, 64, 4, 4, group=2), Tile(128, 64, 4, 4, group=2)),
 }
 gpu_tiles = pytest.mark.parametrize("tiles", GPU_TILES.values(), ids=GPU_TILES)

@@ -128,7 +128,7 @@ def test_what_are_no_tiles_is_refused(wrong: dict[str, Any]) -> None:
         CODEC.decode(wrong)
 
 
-def test_tiles_in_another_mode_or_machine() -> None:
+def test_tiles_in_another_mode_or_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     small, tile = SmallTiles(), Tile(64, 64, 4, 4)
     matched = GroupedTiles(16, tile, tile, match=True)
     adding = GroupedTiles(16, tile, tile, add=True)
@@ -142,6 +142,14 @@ def test_tiles_in_another_mode_or_machine() -> None:
         assert adapt(hopper, 500, combine, Machine()) is None
         # Atomics would not give the same bits every time.
         assert adapt(adding, 500, combine, HOPPER) == (adding if combine in ("fastest", "fused") else None)
+    monkeypatch.setattr(experts_tiles, "NOT_RUN", set())
+    assert adapt(hopper, 500, "fused", HOPPER) == replace(hopper, add=True)
+    assert adapt(replace(hopper, add=True), 500, "ordered", HOPPER) is None
+    assert adapt(replace(hopper, gate_up=replace(tile, depth=128)), 500, "fused", HOPPER) is None, "FP8 by FP8"
+    shape = Shape(128, 2048, 768, 8, torch.bfloat16)
+    for combine in ("fastest", "ordered", "unfused", "fused"):
+        tiles = choose(500, shape, combine, HOPPER)
+        assert isinstance(tiles, HopperTiles) and tiles.add == (combine == "fused")
 
 
 # -- Which table serves a call -----------------------------------------------------------------------------------------

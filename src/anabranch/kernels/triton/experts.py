@@ -206,7 +206,10 @@ def run_hopper(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
     num_pairs, launch = tokens * top_k, launch_options(call.x_TD.device)
     gluon = hopper_kernels(call.x_TD.device)
     assert gluon is not None
-    plan = order_rows(call, 64 * tiles.slabs, tiles.extra, launch)
+    add = tiles.add and call.combined
+    # Zeros in all rows: a token may have no expert here.
+    sum_TD = torch.empty(tokens, D, dtype=torch.float32, device=call.x_TD.device) if add else None
+    plan = order_rows(call, 64 * tiles.slabs, tiles.extra, launch, sum_TD)
     places = tiles.programs * num_processors(call.x_TD.device)
     common = {"GROUPS": tiles.groups, "SLABS": tiles.slabs, "EXTRA": tiles.extra, "num_warps": 4, "launch_pdl": True}
     if tiles.programs > 1:
@@ -222,15 +225,20 @@ def run_hopper(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
         STAGES=tile.stages, BAND=tile.group, **common,
     )  # fmt: skip
     y = new_result(call)
-    rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
+    rows_ND = y
+    if call.combined:
+        rows_ND = call.x_TD.new_empty(num_pairs, D) if sum_TD is None else sum_TD
     tile = tiles.down
     h_desc = gluon.descriptor(h_NI, 64, tile.depth)
     gluon.down_hopper[(min(places, plan.max_tiles * cdiv(D, tile.columns)),)](
         plan.weight_N, h_desc, gluon.descriptor(h_NI, 16, tile.depth) if tiles.extra else h_desc,
         gluon.descriptor(call.down_EDI.data, tile.columns, tile.depth), rows_ND, plan.order_N, plan.tile_3M, plan.head,
         plan.max_tiles, D,
-        DEPTH=inner, BN=tile.columns, BK=tile.depth, STAGES=tile.stages, BAND=tile.group, **common,
+        DEPTH=inner, BN=tile.columns, BK=tile.depth, STAGES=tile.stages, BAND=tile.group, ADD=top_k if add else 0,
+        **common,
     )  # fmt: skip
+    if sum_TD is not None:
+        return y.copy_(sum_TD)
     return sum_into(call, rows_ND, y, False, launch) if call.combined else y
 
 

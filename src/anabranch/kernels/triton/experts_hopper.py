@@ -293,6 +293,12 @@ def gate_up_warpgroup(
 
 
 @gluon.jit
+def add_rows(value, pair, rows_ND, column, D, mask, K: gl.constexpr):
+    """Add to the rows of tokens, which have K pairs each. Neighbouring columns of a thread are added at once."""
+    gl.atomic_add(rows_ND + (pair // K).to(gl.int64) * D + column, value, mask=mask, sem="relaxed")
+
+
+@gluon.jit
 def fetch_scatter(weight_N, order_N, begin, end, width: gl.constexpr, out: gl.constexpr):
     """Pair and weight of 64 rows, each in the layout in which it is used."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
@@ -303,40 +309,50 @@ def fetch_scatter(weight_N, order_N, begin, end, width: gl.constexpr, out: gl.co
 
 
 @gluon.jit
-def store_weighted(acc, weight, pair, rows_ND, first_column, D, out: gl.constexpr):
-    """64 weighted rows, each to its pair; in halves, to leave shared memory for the ring."""
-    PART: gl.constexpr = acc.shape[1] // 2
-    dtype: gl.constexpr = rows_ND.dtype.element_ty
-    column = first_column + gl.arange(0, PART, gl.SliceLayout(0, out))
-    left, right = gl.split(gl.permute(gl.reshape(acc * weight[:, None], [64, 2, PART]), [0, 2, 1]))
-    pointer = rows_ND + pair.to(gl.int64)[:, None] * D + column[None, :]
-    gl.store(pointer, gl.convert_layout(left.to(dtype), out), mask=(pair >= 0)[:, None] & (column < D)[None, :])
-    mask = (pair >= 0)[:, None] & (column + PART < D)[None, :]
-    gl.store(pointer + PART, gl.convert_layout(right.to(dtype), out), mask=mask)
+def store_weighted(acc, weight, pair, rows_ND, first_column, D, out: gl.constexpr, ADD: gl.constexpr):
+    """64 weighted rows, each to its pair; in halves, to leave shared memory for the ring. Or added, from where they
+    are."""
+    if ADD:
+        column = first_column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, out))
+        mask = (pair >= 0)[:, None] & (column < D)[None, :]
+        add_rows(acc * weight[:, None], pair[:, None], rows_ND, column[None, :], D, mask, ADD)
+    else:
+        PART: gl.constexpr = acc.shape[1] // 2
+        dtype: gl.constexpr = rows_ND.dtype.element_ty
+        column = first_column + gl.arange(0, PART, gl.SliceLayout(0, out))
+        left, right = gl.split(gl.permute(gl.reshape(acc * weight[:, None], [64, 2, PART]), [0, 2, 1]))
+        pointer = rows_ND + pair.to(gl.int64)[:, None] * D + column[None, :]
+        gl.store(pointer, gl.convert_layout(left.to(dtype), out), mask=(pair >= 0)[:, None] & (column < D)[None, :])
+        mask = (pair >= 0)[:, None] & (column + PART < D)[None, :]
+        gl.store(pointer + PART, gl.convert_layout(right.to(dtype), out), mask=mask)
 
 
 @gluon.jit
-def store_extra_weighted(acc, weight_N, order_N, rows_ND, begin, end, first_column, D):
+def store_extra_weighted(acc, weight_N, order_N, rows_ND, begin, end, first_column, D, ADD: gl.constexpr):
     """The extra rows, which are columns of the product."""
     layout: gl.constexpr = acc.type.layout
     column = first_column + gl.arange(0, 64, gl.SliceLayout(1, layout))
     row = begin + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     pair = gl.load(order_N + row, mask=row < end, other=0)
     weight = gl.load(weight_N + row, mask=row < end, other=0.0)
-    pointer = rows_ND + pair.to(gl.int64)[None, :] * D + column[:, None]
     value = (acc * weight[None, :]).to(rows_ND.dtype.element_ty)
-    gl.store(pointer, value, mask=(row < end)[None, :] & (column < D)[:, None])
+    mask = (row < end)[None, :] & (column < D)[:, None]
+    if ADD:
+        add_rows(value, pair[None, :], rows_ND, column[:, None], D, mask, ADD)
+    else:
+        gl.store(rows_ND + pair.to(gl.int64)[None, :] * D + column[:, None], value, mask=mask)
 
 
 @gluon.jit
 def down_warpgroup(
     weight_N, rows_ND, order_N, D, ring,
-    WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr,
+    WHO: gl.constexpr, GROUPS: gl.constexpr, DEPTH: gl.constexpr, EXTRA: gl.constexpr, ADD: gl.constexpr,
 ):
     a_ring, b_ring, x_ring, full, empty, tile_info = ring
     BN: gl.constexpr = b_ring.shape[1]
     SLABS: gl.constexpr = a_ring.shape[0] // b_ring.shape[0]
-    out: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BN // 16), BN // 16], [4, 1], [1, 0])
+    moved: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BN // 16), BN // 16], [4, 1], [1, 0])
+    out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]) if ADD else moved
     step = 0
     block, begin, end, _ = read_tile(tile_info, full, step)
     while block >= 0:
@@ -348,21 +364,21 @@ def down_warpgroup(
                 plain = False
                 pair2, weight2 = fetch_scatter(weight_N, order_N, begin + (GROUPS + WHO) * 64, end, BN, out)
                 first, second, step = multiply_two(ring, step, WHO, GROUPS, DEPTH, False)
-                store_weighted(first, weight, pair, rows_ND, column, D, out)
-                store_weighted(second, weight2, pair2, rows_ND, column, D, out)
+                store_weighted(first, weight, pair, rows_ND, column, D, out, ADD)
+                store_weighted(second, weight2, pair2, rows_ND, column, D, out, ADD)
         if EXTRA:
             if end - begin > SLABS * 64:
                 plain = False
                 LEFT: gl.constexpr = WHO * (BN // 2)
                 acc, left, right, step = multiply_extra(ring, step, WHO, BN, LEFT, LEFT + 64, DEPTH, False)
-                store_weighted(acc, weight, pair, rows_ND, column, D, out)
+                store_weighted(acc, weight, pair, rows_ND, column, D, out, ADD)
                 rows = begin + SLABS * 64
-                store_extra_weighted(left, weight_N, order_N, rows_ND, rows, end, column + LEFT, D)
-                store_extra_weighted(right, weight_N, order_N, rows_ND, rows, end, column + LEFT + 64, D)
+                store_extra_weighted(left, weight_N, order_N, rows_ND, rows, end, column + LEFT, D, ADD)
+                store_extra_weighted(right, weight_N, order_N, rows_ND, rows, end, column + LEFT + 64, D, ADD)
         if plain:
             acc, step = multiply_slab(ring, step, end - begin, WHO, BN, DEPTH, False)
             if end - begin > WHO * 64:
-                store_weighted(acc, weight, pair, rows_ND, column, D, out)
+                store_weighted(acc, weight, pair, rows_ND, column, D, out, ADD)
         block, begin, end, _ = read_tile(tile_info, full, step)
 
 
@@ -406,9 +422,10 @@ def gate_up_hopper(
 def down_hopper(
     weight_N, h_desc, extra_desc, w_desc, rows_ND, order_N, tile_3M, head, max_tiles, D,
     SLABS: gl.constexpr, EXTRA: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr, ADD: gl.constexpr,
 ):
-    """rows[pair, columns] = weight · (down · h); DEPTH is I, weights are in tile order."""
+    """rows[pair, columns] = weight · (down · h); DEPTH is I, weights are in tile order. ADD: rows of tokens, of so many
+    pairs each, to which it is added."""
     ring = make_ring(w_desc, SLABS, BN, BK, STAGES, GROUPS, EXTRA, 1)
     gdc_launch_dependents()
     # The row order was complete before the gate/up kernel let this one start, so it may be read. Only the loading warp
@@ -418,8 +435,8 @@ def down_hopper(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (down_warpgroup, (weight_N, rows_ND, order_N, D, ring, 0, GROUPS, DEPTH, EXTRA)),
-                (down_warpgroup, (weight_N, rows_ND, order_N, D, ring, 1, GROUPS, DEPTH, EXTRA)),
+                (down_warpgroup, (weight_N, rows_ND, order_N, D, ring, 0, GROUPS, DEPTH, EXTRA, ADD)),
+                (down_warpgroup, (weight_N, rows_ND, order_N, D, ring, 1, GROUPS, DEPTH, EXTRA, ADD)),
                 (load_rows, (h_desc, extra_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2,
                              ring, DEPTH, BAND, EXTRA)),
             ],
@@ -428,7 +445,7 @@ def down_hopper(
     else:
         gl.warp_specialize(
             [
-                (down_warpgroup, (weight_N, rows_ND, order_N, D, ring, 0, GROUPS, DEPTH, EXTRA)),
+                (down_warpgroup, (weight_N, rows_ND, order_N, D, ring, 0, GROUPS, DEPTH, EXTRA, ADD)),
                 (load_rows, (h_desc, extra_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2,
                              ring, DEPTH, BAND, EXTRA)),
             ],

@@ -25,6 +25,12 @@ FEW_CHUNKS = 64
 """The least number of chunks that the second kernel is compiled for."""
 
 
+ZEROS = tl.constexpr(4096)
+"""That a program writes at once."""
+ZERO_PROGRAMS = 128
+"""That share zeros out, at most: about as many as a large device has multiprocessors."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowOrder:
     """Tile m holds rows begin[m] .. end[m] of expert[m]; row r belongs to pair order_N[r].
@@ -49,7 +55,10 @@ def max_tiles(num_pairs: int, num_experts: int, block_rows: int) -> int:
     return partial + (num_pairs - partial) // block_rows
 
 
-def order_rows(call: ExpertsCall, block_rows: int, extra_rows: int, launch: dict[str, Any]) -> RowOrder:
+def order_rows(
+    call: ExpertsCall, block_rows: int, extra_rows: int, launch: dict[str, Any], zeros: torch.Tensor | None = None
+) -> RowOrder:
+    """`zeros`: is filled with zeros besides."""
     expert_TK, num_experts = call.expert_TK, call.down_EDI.shape[0]
     num_pairs, device = expert_TK.numel(), expert_TK.device
     tiles = max_tiles(num_pairs, num_experts, block_rows)
@@ -63,15 +72,18 @@ def order_rows(call: ExpertsCall, block_rows: int, extra_rows: int, launch: dict
     weight_N = torch.empty(num_pairs, dtype=torch.float32, device=device)
     tile_3M = torch.empty(3, tiles, dtype=torch.int32, device=device)
     head = torch.empty(3, dtype=torch.int32, device=device)
-    cursor_GE = torch.empty(num_chunks, padded, dtype=torch.int32, device=device)
+    num_zeros = 0 if zeros is None else zeros.numel()
+    more = 0 if zeros is None else min(cdiv(num_zeros, ZEROS.value), ZERO_PROGRAMS)
+    programs = max(num_chunks, more)
+    cursor_GE = torch.empty(programs, padded, dtype=torch.int32, device=device)
     count_GE = cursor_GE  # not read where every program counts all pairs
     warps = 4 if 0 < bound <= 1024 else 8
     if not bound:
         count_GE = torch.empty_like(cursor_GE)
         count_pairs[(num_chunks,)](expert_TK, count_GE, num_pairs, CHUNK=chunk, EP=padded, num_warps=warps, **launch)
-    place_pairs[(num_chunks,)](
-        expert_TK, count_GE, cursor_GE, call.weight_TK, order_N, weight_N, tile_3M, head,
-        num_pairs, tiles, num_chunks, call.scaling,
+    place_pairs[(programs,)](
+        expert_TK, count_GE, cursor_GE, call.weight_TK, order_N, weight_N, tile_3M, head, zeros,
+        num_pairs, tiles, num_chunks, num_zeros, call.scaling,
         BM=block_rows, EXTRA=extra_rows, CHUNK=chunk, EP=padded,
         GP=1 if bound else max(FEW_CHUNKS, next_power_of_2(cdiv(most_pairs, chunk))),
         NP=bound, num_warps=warps, **launch,
@@ -88,17 +100,21 @@ def count_pairs(expert_N, count_GE, num_pairs, CHUNK: tl.constexpr, EP: tl.const
     tl.store(count_GE + g * EP + tl.arange(0, EP), tl.histogram(expert, EP, mask=expert >= 0))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "max_tiles", "num_chunks"])
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles", "num_chunks", "num_zeros"])
 def place_pairs(
-    expert_N, count_GE, cursor_GE, weight_TK, order_N, weight_N, tile_3M, head,
-    num_pairs, max_tiles, num_chunks, scaling,
+    expert_N, count_GE, cursor_GE, weight_TK, order_N, weight_N, tile_3M, head, zeros,
+    num_pairs, max_tiles, num_chunks, num_zeros, scaling,
     BM: tl.constexpr, EXTRA: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr, GP: tl.constexpr, NP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Every program places the pairs of its chunk and writes its share of the tiles."""
+    """Every program places the pairs of its chunk and writes its share of the tiles and of zeros."""
     g = tl.program_id(0)
     e = tl.arange(0, EP)
     wait_for_predecessor(DEPENDENT)
+    if zeros is not None:
+        for first in range(g * ZEROS, num_zeros, tl.num_programs(0) * ZEROS):
+            place = first + tl.arange(0, ZEROS)
+            tl.store(zeros + place, tl.zeros([ZEROS], zeros.dtype.element_ty), mask=place < num_zeros)
     pair = g * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(expert_N + pair, mask=pair < num_pairs, other=-1)
     weight = tl.load(weight_TK + pair, mask=expert >= 0, other=0.0)

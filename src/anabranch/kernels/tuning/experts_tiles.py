@@ -108,6 +108,8 @@ class HopperTiles:
     down: Tile
     extra: int = 0
     """Rows that a tile may hold beyond its slabs: 0 or 16, the latter with two warpgroups of one slab each."""
+    add: bool = False
+    """As in GroupedTiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,9 @@ HOPPER_FP8_TOKENS = 8
 LEAST_COLUMNS = 16
 PACKED_TOKENS = {"int4": 8, "fp4": 2}
 """Likewise experts_hopper_packed, for kinds of numbers."""
-NOT_RUN = {"fp4"}
-"""Kinds that it has not multiplied on a GPU yet: others serve them until its tests have passed there."""
+NOT_RUN = {"fp4", "add"}
+"""What has not run on a GPU yet: experts_hopper_packed with MXFP4, experts_hopper that adds. Others serve until their
+tests have passed there."""
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -160,9 +163,10 @@ def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Mac
         if small is not None:
             return replace(small, by_token=False) if combine == "unfused" else small
     rows_per_expert = num_tokens * shape.top_k / shape.num_experts
+    if machine.hopper and format is PLAIN and num_tokens > HOPPER_TOKENS:
+        if combine != "fused" or "add" not in NOT_RUN:
+            return replace(choose_hopper(rows_per_expert, shape.inner), add=combine == "fused")
     if machine.hopper and combine != "fused":
-        if format is PLAIN and num_tokens > HOPPER_TOKENS:
-            return choose_hopper(rows_per_expert, shape.inner)
         if format.is_block_fp8 and num_tokens > HOPPER_FP8_TOKENS:
             return HopperTiles(2, 2, 1, Tile(128, 128, 4, 4, group=4), Tile(256, 128, 4, 4, group=4))
         if isinstance(format, Grouped) and is_packed(format) and format.numbers not in NOT_RUN:
@@ -290,9 +294,14 @@ def adapt(tiles: Tiles, num_tokens: int, combine: str, machine: Machine) -> Tile
         if num_tokens > MOST_SMALL_TOKENS:
             return None
         return replace(tiles, by_token=False) if combine == "unfused" else tiles
-    if isinstance(tiles, HopperTiles | PackedTiles):
-        return tiles if machine.hopper and combine != "fused" else None
-    if (tiles.match and num_tokens > tiles.rows) or (tiles.add and combine not in ("fastest", "fused")):
+    if isinstance(tiles, HopperTiles | PackedTiles) and not machine.hopper:
+        return None
+    adds = isinstance(tiles, HopperTiles) and tiles.gate_up.depth == 64 and "add" not in NOT_RUN  # bf16 or fp16
+    if isinstance(tiles, PackedTiles) or (isinstance(tiles, HopperTiles) and not adds):
+        return tiles if combine != "fused" else None
+    if tiles.add and combine not in ("fastest", "fused"):
+        return None
+    if isinstance(tiles, GroupedTiles) and tiles.match and num_tokens > tiles.rows:
         return None
     return replace(tiles, add=True) if combine == "fused" else tiles
 
@@ -310,7 +319,8 @@ def label(tiles: Tiles) -> str:
         return f"small gate {gate} down {down} ahead {tiles.ahead} {how}"
     if isinstance(tiles, HopperTiles):
         rows = f"{64 * tiles.slabs}{f'+{tiles.extra}' if tiles.extra else ''}/{tiles.groups}"
-        return f"hopper {rows} p{tiles.programs}: {one(tiles.gate_up)} | {one(tiles.down)}"
+        add = " add" if tiles.add else ""
+        return f"hopper {rows} p{tiles.programs}{add}: {one(tiles.gate_up)} | {one(tiles.down)}"
     if isinstance(tiles, PackedTiles):
         return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}"
     how = (" match" if tiles.match else "") + (" add" if tiles.add else "")
