@@ -1,6 +1,7 @@
 """Experts in MXFP4 at the sizes of gpt-oss: ours, and triton_kernels' where that package can be imported.
 
     python benchmarks/mxfp4_experts.py --json FILE                  gpt-oss-20b and -120b, 1 to 4,096 tokens
+    python benchmarks/mxfp4_experts.py --packed                     on Hopper: also each tile of experts_hopper_packed
     python benchmarks/mxfp4_experts.py --models tiny --tokens 1 3   without a GPU
 
 Experts with biases and the clamped SwiGLU, from hidden rows and the router's choice to summed rows. Calls alternate
@@ -132,10 +133,30 @@ def theirs(call: ExpertsCall) -> Callable[[], torch.Tensor]:
     return run
 
 
+def time_packed(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
+    """µs with each tile, and how far its result is from that of the tiles that are chosen."""
+    from anabranch.kernels.triton import experts as kernel
+    from anabranch.kernels.tuning.experts_tiles import PackedTiles, label
+
+    found, expected = {}, ops.experts(sets[0]).float()
+    for tiles in (
+        PackedTiles(16, 8),
+        PackedTiles(32, 6),
+        PackedTiles(64, 5),
+        PackedTiles(64, 5, 4),
+        PackedTiles(128, 4, 4),
+    ):
+        error = float((kernel.run(sets[0], tiles).float() - expected).norm() / expected.norm())
+        assert error < 0.02, f"{label(tiles)}: {error:.1%} off"
+        found[label(tiles)] = microseconds(platform, [partial(kernel.run, call, tiles) for call in sets])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["gpt-oss-20b", "gpt-oss-120b"], choices=MODELS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096], metavar="N")
+    parser.add_argument("--packed", action="store_true", help="also each tile of experts_hopper_packed")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     platform = platforms.current()
@@ -159,6 +180,9 @@ def main() -> None:
                 ours = microseconds(platform, [partial(ops.experts, call) for call in sets])
                 row = {"model": model, "tokens": tokens, "us": ours, "gb_s": num_bytes / ours / 1e3}
                 cells = f"{ours:10.1f} {row['gb_s']:7.0f}"
+                if options.packed:
+                    row["packed_us"] = packed = time_packed(platform, sets)
+                    print(f"{'packed':>14} {tokens:7} " + "  ".join(f"{name}: {us:.1f}" for name, us in packed.items()))
                 if problem is None:
                     try:
                         others = [theirs(call) for call in sets]
