@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import (
     closed_loops,
+    combine,
     compare_answers,
     expert_skew,
     make_checkpoint,
@@ -68,6 +69,13 @@ def test_mxfp4_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
     _, found = run(mxfp4_experts, "--models", "tiny", "--tokens", "1", "3", **given)
     assert [row["tokens"] for row in found["rows"]] == [1, 3] and all(row["us"] > 0 for row in found["rows"])
+
+
+def test_combine(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
+    _, found = run(combine, "--models", "tiny", "--tokens", "1", "40", **given)
+    assert [row["tokens"] for row in found["rows"]] == [1, 40]
+    assert all(set(row["us"]) == set(combine.MODES) and min(row["us"].values()) > 0 for row in found["rows"])
 
 
 def test_make_checkpoint_and_expert_skew(
