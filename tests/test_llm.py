@@ -170,6 +170,37 @@ def test_streams_run_together(llm: LLM) -> None:
     assert texts == [output.text for output in llm.generate([f"prompt {i}" for i in range(6)], GREEDY)]
 
 
+def test_closing_waits_for_the_step_of_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is given back then, which the step would read."""
+    tiny_model.write(tmp_path)
+    with LLM(tmp_path, max_model_len=64) as own:
+        step, events = own.engine.step, list[str]()
+
+        def slow() -> list[Update]:
+            events.append("begin")
+            time.sleep(0.1)
+            found = step()
+            events.append("end")
+            return found
+
+        monkeypatch.setattr(own.engine, "step", slow)
+
+        async def consume() -> None:
+            with pytest.raises(ValueError, match="the engine is closed"):
+                [delta async for delta in own.stream([5, 9, 2], GREEDY)]
+
+        async def run() -> None:
+            task = asyncio.create_task(consume())
+            while events.count("begin") == events.count("end"):
+                await asyncio.sleep(0.01)
+            own.close()
+            events.append("closed")
+            await task
+
+        asyncio.run(run())
+        assert events[: events.index("closed") + 1] == ["begin", "end", "closed"]
+
+
 def test_leaving_a_stream_aborts_the_request(llm: LLM) -> None:
     assert len(collect(llm, "once", SamplingParams(max_tokens=400), take=3)) == 3
     assert llm.stats()["running"] == 0 and llm.stats()["kv_usage"] == 0

@@ -378,7 +378,8 @@ class LLM:
         return {**self.engine.stats(), "startup": self.stages.as_dict()}
 
     def close(self) -> None:
-        self.engine.close()
+        with self._stepping:  # a stream's step ends first
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -131,6 +131,11 @@ class Serving:
         if rng.random() < 0.2:
             self.runner.idle()
 
+    def prompts(self) -> None:
+        """Forty at once, or as many as a step takes, longer than latent attention does by absorption."""
+        count = min(40, self.most_requests, self.most_tokens // 200)
+        self.launch([self.share(slot, GREEDY, 0, 200, 1) for slot in range(count)] if count else [])
+
     def drafted(self, shares: list[Share], room: int) -> tuple[list[Share], list[Share]]:
         """(shares of one token, those of them that have drafts now)"""
         single, drafting = [], []
@@ -180,6 +185,9 @@ def dry_run_jobs(case: str, folder: Path, num_steps: int) -> tuple[list[Job], li
             before = len(jobs)
             serving.step()
             where += [f"step {number}"] * (len(jobs) - before)
+        before = len(jobs)
+        serving.prompts()
+        where += ["prompts"] * (len(jobs) - before)
     forget(job.kernel for job in jobs)
     return jobs[:num_dry], jobs[num_dry:], where
 

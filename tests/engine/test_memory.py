@@ -133,3 +133,5 @@ def test_an_engine_that_is_closed_has_no_memory(platform: str, tmp_path: Path) -
         kept += [tensor for cache in llm.engine.runner.kv for tensor in cache] * (platform != "cpu")  # type: ignore[attr-defined]
         assert all(tensor.device.type == platform and tensor.untyped_storage().nbytes() for tensor in kept)
     assert not any(tensor.untyped_storage().nbytes() for tensor in kept)
+    with pytest.raises(ValueError, match="the engine is closed"):
+        llm.generate([[1, 2, 3]])

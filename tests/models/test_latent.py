@@ -243,8 +243,9 @@ def test_expanded_heads(
 def test_which_spans_are_expanded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent, "EXPANDED_ROWS", 64)
     spans = [Span(1, 3, 20, 17), Span(2, 20, 36, 30), Span(3, 36, 40, 4), Span(5, 50, 60, 90), Span(6, 60, 61, 1)]
-    found = latent.consecutive(spans, 16)
-    assert [[span.request for span in some] for some in found] == [[1, 2], [3], [5], [6]]
+    for most, expected in ((8, [[1, 2], [3], [5], [6]]), (1, [[1], [2], [3], [5], [6]])):
+        found = latent.consecutive(spans, 16, most)
+        assert [[span.request for span in some] for some in found] == expected
     table_RM, start_R, context_R = latent.pages_in_order(((17, 17), (16, 30), (2, 40)), 16, torch.device("cpu"))
     assert [row[:n].tolist() for row, n in zip(table_RM, (2, 2, 3))] == [[0, 1], [2, 3], [4, 5, 6]]
     assert table_RM.max() == 6 and start_R.tolist() == [0, 17, 33, 35] and context_R.tolist() == [17, 30, 40]

@@ -119,6 +119,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it can never be served."""
+        if self.closed:
+            raise ValueError("the engine is closed")
         self._check(request)
         params = request.params
         bad_word_ids = self._bad_words(request)
@@ -226,6 +228,8 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
+        if self.closed:
+            raise ValueError("the engine is closed")
         updates = self._take_compiled() if self.compiling else []
         shares = self.scheduler.schedule()
         launched = self._launch(shares) if shares else None

@@ -200,7 +200,8 @@ class TorchRunner(Runner):
         """Gives memory back, also where something still refers to the engine: another one may follow."""
         if "forward" in vars(self):
             self.forward.close()
-            caches = [tensor for cache in self.kv for tensor in cache]
+            drafts = [] if self.layer_drafts is None else [self.layer_drafts.cache]
+            caches = [tensor for cache in (*self.kv, *drafts) for tensor in cache]
             for tensor in (*self.model.parameters(), *self.model.buffers(), *caches):
                 storage = tensor.untyped_storage()
                 if storage.resizable():

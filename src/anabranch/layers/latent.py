@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 EPS = 1e-6
 """Of the norms in here, whatever the model's is."""
+MOST_TOGETHER = 16
+"""Requests that are expanded together: attention of up to 31 is one version of its kernel."""
 
 
 class LatentAttention(nn.Module):
@@ -86,7 +88,9 @@ class LatentAttention(nn.Module):
             starts, lengths = step.query_start_R[: num_requests + 1], step.context_len_R[:num_requests]
             others = replace(step, query_start_R=starts, context_len_R=lengths, max_query=max_query)
             mixed_THV[:num_rows] = self._absorbed(written[:num_rows], others, table_RM[:num_requests], cache)
-        for spans in consecutive(long, cache[0].shape[1]):
+        # With keys as wide as values, attention of several requests would look for rows of a decode step too.
+        most = MOST_TOGETHER if self.config.key_dim != self.config.value_dim else 1
+        for spans in consecutive(long, cache[0].shape[1], most):
             begin, end = spans[0].begin, spans[-1].end
             mixed_THV[begin:end] = self._expanded(written[begin:end], spans, table_RM, cache)
         return mixed_THV
@@ -140,12 +144,12 @@ class Expansion(nn.Module):
         self.weight = Weight((outputs, inputs), shard=shard)
 
 
-def consecutive(spans: list[Span], page_size: int) -> Iterator[tuple[Span, ...]]:
-    """Spans whose rows follow each other, of no more tokens together than are expanded at once, or of one request."""
+def consecutive(spans: list[Span], page_size: int, most: int) -> Iterator[tuple[Span, ...]]:
+    """Spans whose rows follow each other, at most so many, of no more tokens than are expanded at once, or one."""
     some: list[Span] = []
     for span in spans:
         num_tokens = sum(-(-one.context // page_size) * page_size for one in (*some, span))
-        if some and (span.begin != some[-1].end or num_tokens > EXPANDED_ROWS):
+        if some and (span.begin != some[-1].end or num_tokens > EXPANDED_ROWS or len(some) == most):
             yield tuple(some)
             some = []
         some.append(span)
@@ -164,5 +168,5 @@ def pages_in_order(
     table_RM = torch.tensor(firsts)[:, None] + torch.arange(max(counts))
     table_RM.clamp_(max=sum(counts) - 1)  # what lies beyond a request's pages is not read
     made = table_RM, torch.tensor(starts), torch.tensor([context for _, context in lengths])
-    table_RM, start_R, context_R = (tensor.to(device, torch.int32) for tensor in made)
+    table_RM, start_R, context_R = (tensor.to(torch.int32).to(device, non_blocking=True) for tensor in made)
     return table_RM, start_R, context_R

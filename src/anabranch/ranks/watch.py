@@ -159,11 +159,11 @@ class Watch(threading.Thread):
         self.failed.set()
         aborting = threading.Thread(target=abort, name="abort-collectives", daemon=True)  # may wait for the device
         aborting.start()
-        groups, idle, deadline = list(GROUPS.values()), [False], now + START_SECONDS  # it may compile before it sums
+        groups, idle, deadline = GROUPS.copy(), [False], now + START_SECONDS  # it may compile before it sums
         with contextlib.suppress(RuntimeError):  # the device has failed, and waits for nothing
             while time.monotonic() < deadline and not (all(idle) and self.closed.is_set()):
-                idle = [group.one_shot is None or group.one_shot.release() for group in groups]
-                self.closed.wait(BEAT / 10 if all(idle) else 0.001)
+                idle = [group.one_shot is None or group.one_shot.release() for group in groups.values()]
+                time.sleep(BEAT / 10 if all(idle) else 0.001)
         aborting.join()
 
     def close(self) -> None:

@@ -309,7 +309,7 @@ def fetch_scatter(weight_N, order_N, begin, end, width: gl.constexpr, out: gl.co
 
 
 @gluon.jit
-def store_weighted(acc, weight, pair, rows_ND, first_column, D, out: gl.constexpr, ADD: gl.constexpr):
+def store_weighted(acc, weight, pair, rows_ND, first_column, D, out: gl.constexpr, ADD: gl.constexpr = 0):
     """64 weighted rows, each to its pair; in halves, to leave shared memory for the ring. Or added, from where they
     are."""
     if ADD:

@@ -112,8 +112,8 @@ def place_pairs(
     e = tl.arange(0, EP)
     wait_for_predecessor(DEPENDENT)
     if zeros is not None:
-        for first in range(g * ZEROS, num_zeros, tl.num_programs(0) * ZEROS):
-            place = first + tl.arange(0, ZEROS)
+        for some in range(g * ZEROS, num_zeros, tl.num_programs(0) * ZEROS):
+            place = some + tl.arange(0, ZEROS)
             tl.store(zeros + place, tl.zeros([ZEROS], zeros.dtype.element_ty), mask=place < num_zeros)
     pair = g * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(expert_N + pair, mask=pair < num_pairs, other=-1)
