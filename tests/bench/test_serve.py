@@ -352,7 +352,7 @@ def test_random_prompts_that_would_all_be_equal_are_refused() -> None:
 
 def test_warm_ups_run_at_once_after_the_first() -> None:
     """As many as in the load, with prompts of their own, and none of them counts."""
-    running, most, seen = 0, [0, 0], []
+    running, most, seen, failing = 0, [0, 0], [], ""
 
     class Slow(Client):
         async def stream(self, path: str, body: bytes, sent: Sent) -> None:
@@ -362,7 +362,7 @@ def test_warm_ups_run_at_once_after_the_first() -> None:
             most[len(seen) > 1] = max(most[len(seen) > 1], running)
             await asyncio.sleep(0.01)
             running -= 1
-            sent.error = "busy" if len(seen) == 5 else ""
+            sent.error = "busy" if failing in seen else ""
 
     async def talk() -> Load:
         prompts = [Prompt({"prompt": str(i)}, 1) for i in range(12)]
@@ -374,6 +374,10 @@ def test_warm_ups_run_at_once_after_the_first() -> None:
 
     load = asyncio.run(talk())
     assert seen[9:] == ["9", "10", "11"] and len(load.done) == 3
+    failing = "8"
+    seen.clear()
+    with pytest.raises(ValueError, match="warm-ups failed, so nothing was measured: busy"):
+        asyncio.run(talk())
 
 
 # -- arithmetic -------------------------------------------------------------------------------------------------------

@@ -195,6 +195,9 @@ class Load:
         others = self.warm_ups[1:]
         self.progress = Counter("warm-ups", len(others))
         await self.arrive([self.body(prompt) for prompt in others], others)
+        errors = [sent.error for sent in self.done if sent.error]
+        if errors:
+            raise ValueError(f"{len(errors)} warm-ups failed, so nothing was measured: {errors[0]}")
         self.done.clear()
 
     async def run(self) -> bool:

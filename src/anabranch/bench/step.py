@@ -5,9 +5,9 @@
     anabranch bench step FOLDER --prompts --batch 16 --context 1024
 
 All requests are in the middle of their answers; with --prompts, a step computes whole prompts, for which no floor is
-known. Some steps are timed as they are, others under torch's profiler, which
-also sees the kernels inside a captured graph. The floor of a group is the time to read the bytes it needs at the rate
-of the machine's memory (known for H200; else give --bandwidth). Without an accelerator the host's ops are shown.
+known. Some steps are timed as they are, others under torch's profiler, which also sees the kernels inside a captured
+graph. The floor of a group is the time to read the bytes it needs at the rate of the machine's memory (known for H200;
+else give --bandwidth). Without an accelerator the host's ops are shown.
 """
 
 from __future__ import annotations
@@ -180,13 +180,10 @@ def run(options: argparse.Namespace) -> int:
         **fields,
     ) as llm:
         if options.prompts:
-            for _ in range(WARM_STEPS):
-                prompts_step(llm.engine, options.batch, options.context)
-            times = [prompts_step(llm.engine, options.batch, options.context) for _ in range(options.steps)]
-            plain = 1e6 * statistics.median(times)
-            profile = profiled_steps(
-                llm, options.steps, partial(prompts_step, llm.engine, options.batch, options.context)
-            )
+            step = partial(prompts_step, llm.engine, options.batch, options.context)
+            times = [step() for _ in range(WARM_STEPS + options.steps)]
+            plain = 1e6 * statistics.median(times[WARM_STEPS:])
+            profile = profiled_steps(llm, options.steps, step)
         else:
             decode(llm.engine, [options.context] * options.batch, room)
             plain = timed_steps(llm.engine, options.steps)

@@ -36,7 +36,7 @@ COMMANDS = {
     "bench offline": "measure start, first token, decode and throughput",
     "bench serve": "measure latencies and throughput of a server under load",
     "bench report": "show result files as tables with ratios and targets",
-    "bench step": "profile one decode step, kernel by kernel",
+    "bench step": "profile one step, kernel by kernel",
     "bench ops": "time each op's kernel alone, beside what the machine can do",
     "bench host": "measure the host's time in a step, without a model",
 }
