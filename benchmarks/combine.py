@@ -3,9 +3,9 @@
     python benchmarks/combine.py --json FILE                    Qwen3, Qwen1.5 and Gemma 4, 1 to 16,384 tokens
     python benchmarks/combine.py --models tiny --tokens 1 40    without a GPU
 
-naive: a row for every pair, [T, K, D], and torch's sum over K. The others are combine modes of the op `experts`. With
---not-run, kernels that add into rows on Hopper serve `fused` even where they have not been proven yet. Calls alternate
-between sets of weights that no cache holds together, and are replayed as one captured graph where there are graphs.
+naive: a row for every pair, [T, K, D], and torch's sum over K. The others are combine modes of the op `experts`. Calls
+alternate between sets of weights that no cache holds together, and are replayed as one captured graph where there are
+graphs.
 """
 
 from __future__ import annotations
@@ -39,15 +39,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=models, metavar="NAME")
     sizes = [1, 8, 64, 256, 1024, 2048, 4096, 8192, 16384]
     parser.add_argument("--tokens", type=int, nargs="+", default=sizes, metavar="N")
-    parser.add_argument("--not-run", action="store_true", help="also kernels that have not been proven on a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     platform = platforms.current()
     kernels.bind(platform)
-    if options.not_run:
-        from anabranch.kernels.tuning import experts_tiles
-
-        experts_tiles.NOT_RUN.clear()
     device, dtype = platform.device, platform.compute_dtype(torch.bfloat16)
     rows: list[dict[str, Any]] = []
     print(f"{'model':>20} {'tokens':>7}" + "".join(f"{mode + ' µs':>12}" for mode in MODES) + "  fused against naive")
@@ -77,7 +72,7 @@ def main() -> None:
                 cells = "".join(f"{us[mode]:12.1f}" for mode in MODES)
                 print(f"{name:>20} {tokens:7}{cells} {us['fused'] / us['naive'] - 1:+12.1%}", flush=True)
                 if options.json is not None:
-                    about = {"commit": commit(), "machine": platform.describe(), "not_run": options.not_run}
+                    about = {"commit": commit(), "machine": platform.describe()}
                     options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 

@@ -16,7 +16,6 @@ from anabranch.formats.grouped import FP4
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
-from anabranch.kernels.tuning import experts_tiles
 from anabranch.kernels.tuning.experts_tiles import (
     GroupedTiles,
     HopperTiles,
@@ -266,10 +265,8 @@ def test_packed_mxfp4_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
 
 
 @pytest.mark.gpu
-def test_gpt_oss_on_a_gpu(poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpt_oss_on_a_gpu(poison: None) -> None:
     """With the tiles that are chosen."""
-    monkeypatch.setattr(experts_tiles, "NOT_RUN", set())
-    kernel.chosen.cache_clear()
     for tokens in (1, 2, 3, 5, 16, 17, 64, 100, 300):
         arguments = draw(tokens, 4, 2, 2880, 2880, torch.bfloat16, "cuda", biased=True, activation="clamped_swiglu")
         check(arguments, MXFP4)
@@ -402,10 +399,8 @@ def test_threads_have_the_numbers_that_the_matrix_unit_takes_from_them() -> None
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16, 64, 256, 1024, 4096])
-def test_tiles_of_gpt_oss(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_gpt_oss(tokens: int) -> None:
     shape, hopper = TileShape(32, 2880, 2880, 4, torch.bfloat16, MXFP4.name), Machine(227 << 10, 132, True, True)
-    assert not isinstance(choose(tokens, shape, machine=hopper), PackedTiles), "not before it has run"
-    monkeypatch.setattr(experts_tiles, "NOT_RUN", set())
     tiles = choose(tokens, shape, machine=hopper)
     assert isinstance(tiles, PackedTiles) == (tokens > 2)
     if isinstance(tiles, PackedTiles):

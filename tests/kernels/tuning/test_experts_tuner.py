@@ -19,7 +19,7 @@ from anabranch import platforms
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
-from anabranch.kernels.tuning import experts_tables, experts_tiles, experts_tuner
+from anabranch.kernels.tuning import experts_tables, experts_tuner
 from anabranch.kernels.tuning import table as tables
 from anabranch.kernels.tuning.experts_candidates import searches
 from anabranch.kernels.tuning.experts_tables import CODEC
@@ -90,8 +90,7 @@ def test_candidates_can_run_and_come_back_from_disk(machine: str, dtype: torch.d
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("format", ["fp8_128x128", "int4_1x128_bf16", "fp4_1x32_e8m0"])
-def test_candidates_for_quantized_weights(machine: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_tiles, "NOT_RUN", set())
+def test_candidates_for_quantized_weights(machine: str, format: str) -> None:
     given = MACHINES[machine]
     for tokens in TOKENS:
         shape = replace(SHAPES["qwen3-30b-a3b"], format=format)
@@ -128,7 +127,7 @@ def test_what_are_no_tiles_is_refused(wrong: dict[str, Any]) -> None:
         CODEC.decode(wrong)
 
 
-def test_tiles_in_another_mode_or_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_in_another_mode_or_machine() -> None:
     small, tile = SmallTiles(), Tile(64, 64, 4, 4)
     matched = GroupedTiles(16, tile, tile, match=True)
     adding = GroupedTiles(16, tile, tile, add=True)
@@ -142,7 +141,6 @@ def test_tiles_in_another_mode_or_machine(monkeypatch: pytest.MonkeyPatch) -> No
         assert adapt(hopper, 500, combine, Machine()) is None
         # Atomics would not give the same bits every time.
         assert adapt(adding, 500, combine, HOPPER) == (adding if combine in ("fastest", "fused") else None)
-    monkeypatch.setattr(experts_tiles, "NOT_RUN", set())
     assert adapt(hopper, 500, "fused", HOPPER) == replace(hopper, add=True)
     assert adapt(replace(hopper, add=True), 500, "ordered", HOPPER) is None
     assert adapt(replace(hopper, gate_up=replace(tile, depth=128)), 500, "fused", HOPPER) is None, "FP8 by FP8"

@@ -140,9 +140,6 @@ HOPPER_FP8_TOKENS = 8
 LEAST_COLUMNS = 16
 PACKED_TOKENS = {"int4": 8, "fp4": 2}
 """Likewise experts_hopper_packed, for kinds of numbers."""
-NOT_RUN = {"fp4", "add"}
-"""What has not run on a GPU yet: experts_hopper_packed with MXFP4, experts_hopper that adds. Others serve until their
-tests have passed there."""
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -164,14 +161,12 @@ def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Mac
             return replace(small, by_token=False) if combine == "unfused" else small
     rows_per_expert = num_tokens * shape.top_k / shape.num_experts
     if machine.hopper and format is PLAIN and num_tokens > HOPPER_TOKENS:
-        if combine != "fused" or "add" not in NOT_RUN:
-            return replace(choose_hopper(rows_per_expert, shape.inner), add=combine == "fused")
+        return replace(choose_hopper(rows_per_expert, shape.inner), add=combine == "fused")
     if machine.hopper and combine != "fused":
         if format.is_block_fp8 and num_tokens > HOPPER_FP8_TOKENS:
             return HopperTiles(2, 2, 1, Tile(128, 128, 4, 4, group=4), Tile(256, 128, 4, 4, group=4))
-        if isinstance(format, Grouped) and is_packed(format) and format.numbers not in NOT_RUN:
-            if num_tokens > PACKED_TOKENS[format.numbers]:
-                return choose_packed(rows_per_expert, format)
+        if isinstance(format, Grouped) and is_packed(format) and num_tokens > PACKED_TOKENS[format.numbers]:
+            return choose_packed(rows_per_expert, format)
     if isinstance(format, Grouped):
         tiles = fit(choose_quantized(num_tokens, rows_per_expert, shape, format), shape.dtype, machine)
     else:
@@ -296,7 +291,7 @@ def adapt(tiles: Tiles, num_tokens: int, combine: str, machine: Machine) -> Tile
         return replace(tiles, by_token=False) if combine == "unfused" else tiles
     if isinstance(tiles, HopperTiles | PackedTiles) and not machine.hopper:
         return None
-    adds = isinstance(tiles, HopperTiles) and tiles.gate_up.depth == 64 and "add" not in NOT_RUN  # bf16 or fp16
+    adds = isinstance(tiles, HopperTiles) and tiles.gate_up.depth == 64  # bf16 or fp16
     if isinstance(tiles, PackedTiles) or (isinstance(tiles, HopperTiles) and not adds):
         return tiles if combine != "fused" else None
     if tiles.add and combine not in ("fastest", "fused"):
