@@ -14,10 +14,12 @@ import torch
 from anabranch import platforms
 from anabranch.compile import capture, prompt
 from anabranch.compile.compiled import CompiledDecoder
+from anabranch.compile.pieces import PiecesStep
 from anabranch.config import CHOICES, EngineConfig
 from anabranch.engine import engine as engine_module
 from anabranch.engine import forward
 from anabranch.engine.engine import Engine, make_engine
+from anabranch.layers.config import LatentConfig
 from anabranch.layers.norm import UnreducedRows
 from anabranch.llm import LLM
 from anabranch.moe import setup as moe_setup
@@ -236,6 +238,31 @@ def test_steps_larger_than_any_captured_one(
     monkeypatch.setattr(CompiledDecoder, "start", noted)
     compare(folder, fake, requests([0, 1, 2, 4, 7, 0], 4), ("none", "traced", "full"), max_num_seqs=4)
     assert min(sizes) == 16 < max(sizes)
+
+
+@pytest.mark.parametrize(("family", "largest"), [("qwen3_moe", 16), ("deepseek_v3", 32)])
+def test_long_prompts_of_latent_models_run_in_pieces(
+    family: str, largest: int, tmp_path: Path, fake: FakePlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not captured whole, and launching each kernel takes longer than most of their kernels."""
+    monkeypatch.setattr(forward, "LARGEST_PREFILL", 16)
+    monkeypatch.setattr(LatentConfig, "most_absorbed", 8)
+    sizes: list[int] = []
+    run = PiecesStep.run
+    monkeypatch.setattr(PiecesStep, "run", lambda self, step: (sizes.append(self.size), run(self, step))[1])
+    found = []
+    for mode in ("full", "none"):
+        with LLM(
+            str(tiny.save(FAMILIES[family], tmp_path / mode)), **(DEFAULTS | {"graphs": mode, "max_num_seqs": 4})
+        ) as llm:
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            found.append([one.token_ids for one in llm.generate([[*range(1, 31)], [*range(2, 60)]], params)])
+            if mode == "full":
+                prefills = llm.engine.runner.forward.prefills
+                assert prefills is not None and prefills.sizes[-1] == largest
+                llm.generate([[*range(3, 33)]], params)
+    assert found[0] == found[1]
+    assert (32 in sizes) == (largest == 32)
 
 
 @pytest.mark.slow  # `compare` has the same pieces without a compiler, and tests/compile compiles some

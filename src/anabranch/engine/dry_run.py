@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from anabranch.compile.sizes import decode_sizes, prefill_sizes
-from anabranch.engine.forward import largest_captured
 from anabranch.engine.sampler import Sampler
 from anabranch.layers.step import Step
 from anabranch.request import Request
@@ -51,7 +50,7 @@ def dry_run(runner: Any) -> None:
                 model.draft(step.token_T, hidden_TD, replace(step, num_tokens=num_tokens), runner.layer_drafts.cache)
 
     largest = config.max_num_batched_tokens
-    captured = 0 if forward.prefills is None else largest_captured(config)
+    captured = 0 if forward.prefills is None else forward.prefills.sizes[-1]
 
     sizes = prefill_sizes(largest)
     if captured < sizes[0]:

@@ -79,8 +79,12 @@ class Forward:
             self.decodes = BySize(decode_sizes(config.max_samples), captured)
             if keeps_drafts:
                 self.drafted = BySize(decode_sizes(config.max_samples), partial(captured, drafts=True))
+        largest, longest = max(2, largest_captured(config)), longest_prompt(config, platform)  # one row is special
+        # With more rows of a request, latent attention needs lengths that a graph of the whole step does not know.
+        whole = max(2, min([longest, *(getattr(one.mixer, "most_absorbed", longest) for one in model.config.layers)]))
+        if config.graphs == "full" and whole < longest:
+            largest = max(largest, min(longest, 2 * LARGEST_PREFILL))  # long prompts then, in pieces
         if config.graphs not in ("decode", "none"):
-            largest = max(2, largest_captured(config))  # compilers take one for special
             buffers = Buffers(model, largest, platform.device, dtype)
             start = self._start
             if config.graphs in ("compiled", "traced"):
@@ -95,12 +99,8 @@ class Forward:
             )
         if config.graphs == "full":
             unpack = partial(steps.unpack_any, num_requests=1, columns=steps.width)
-            longest = longest_prompt(config, platform)
-            # With more rows, latent attention needs lengths that a captured step does not know.
-            most_absorbed = (getattr(layer.mixer, "most_absorbed", longest) for layer in model.config.layers)
-            longest = max(2, min(longest, *most_absorbed))
             self.prompts = BySize(
-                prompt_sizes(largest, longest),
+                prompt_sizes(largest, whole),
                 lambda _, size: PromptStep(platform, pool, model, kv, steps.padding_of_one(size), unpack, start),
                 padded=largest,
             )

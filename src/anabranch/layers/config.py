@@ -192,7 +192,8 @@ class LatentConfig:
     @property
     def scratch(self) -> int:
         """Numbers that a step takes besides, however many rows it has; for the memory plan."""
-        return EXPANDED_ROWS * (self.num_heads * (self.key_dim + self.value_dim) * 5 // 4 + self.row)
+        expanded = self.num_heads * (self.key_dim + self.value_dim)
+        return EXPANDED_ROWS * (expanded + self.row) + expanded * self.row
 
     def weight_shapes(self, width: int) -> Iterator[Shape]:
         q = self.num_heads * self.key_dim
