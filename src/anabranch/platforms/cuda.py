@@ -19,10 +19,13 @@ class CudaPlatform(AcceleratorPlatform):
     graph_mode = "full"
     deterministic = True
     memory_fraction = 0.85
-    proven = "kernels, families, drafts, captured steps and throughput runs on an H200, with Triton 3.6 and 3.7"
+    proven = (
+        "kernels, families, drafts, --deterministic, captured steps and throughput runs on an H200, with Triton 3.6 "
+        "and 3.7; two ranks, one of which ends, on one H200"
+    )
     unproven = (
-        "--deterministic with preemption or drafts, several GPUs, a rank that ends; other GPUs than an H200 (kernels "
-        "compile for sm_80 and sm_100), Triton 3.8 and 3.9 (kernels compile)"
+        "several GPUs; other GPUs than an H200 (kernels compile for sm_80 and sm_100), Triton 3.8 and 3.9 (kernels "
+        "compile)"
     )
 
     @property
