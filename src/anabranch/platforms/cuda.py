@@ -19,14 +19,8 @@ class CudaPlatform(AcceleratorPlatform):
     graph_mode = "full"
     deterministic = True
     memory_fraction = 0.85
-    proven = (
-        "kernels, families, drafts, --deterministic, captured steps and throughput runs on an H200, with Triton 3.6 "
-        "and 3.7; two ranks, one of which ends, on one H200"
-    )
-    unproven = (
-        "several GPUs; other GPUs than an H200 (kernels compile for sm_80 and sm_100), Triton 3.8 and 3.9 (kernels "
-        "compile)"
-    )
+    proven = "kernels, families, drafts, --deterministic, captured steps, throughput, two ranks: on an H200, Triton 3.6"
+    unproven = "several GPUs, other GPUs (kernels compile for sm_80 and sm_100), Triton from 3.8 on (kernels compile)"
 
     @property
     def batch_tokens(self) -> int:  # type: ignore[override]
