@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    closed_loops,
-    combine,
-    compare_answers,
-    expert_skew,
-    make_checkpoint,
-    mxfp4_experts,
-    serve_load,
-    state_error,
-)
+from benchmarks import combine, compare_answers, expert_skew, make_checkpoint, mxfp4_experts, serve_load, state_error
 from tests.models import tiny
 from tools import tiny_model
 
@@ -34,6 +25,14 @@ def run(
     patch.setattr(sys, "argv", [str(script.__file__), *arguments, "--json", str(file)])
     script.main()
     return capsys.readouterr().out, json.loads(file.read_text())
+
+
+@pytest.fixture
+def closed_loops() -> ModuleType:
+    pytest.importorskip("msgspec")  # a server is started: its packages are not on every machine with a GPU
+    from benchmarks import closed_loops
+
+    return closed_loops
 
 
 def test_compare_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +93,9 @@ def test_make_checkpoint_and_expert_skew(
         assert row["busiest"] < 0.15 and row["experts_with_half"] >= 4, "twelve experts, of which a token visits four"
 
 
-def test_closed_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_loops(
+    closed_loops: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
     tiny_model.write(tmp_path / "model")
     load = ("--loops", "1", "2", "--rounds", "2", "--input", "8", "--output", "4")
@@ -109,7 +110,7 @@ def test_closed_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_closed_loops_find_no_prompt_in_the_prefix_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    closed_loops: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the tokenizer of a config without one; a seed that is given counts for all loops."""
     given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
