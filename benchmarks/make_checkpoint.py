@@ -3,8 +3,9 @@
     python benchmarks/make_checkpoint.py CONFIG_FOLDER OUT --quantization fp8
 
 CONFIG_FOLDER has a config.json (and what else is to be copied, such as a tokenizer). Weights are drawn on the device, a
-matrix at a time; norms are ones. Matrices of layers are written plain, or quantised as `anabranch quantize` does. Where
-the config says MXFP4, as gpt-oss's does, experts are random bytes in that layout.
+matrix at a time; norms are ones. Delta nets forget as they do before training: decays exp(-A · dt) with A uniform in
+1 to 16 and dt log-uniform in 0.001 to 0.1. Matrices of layers are written plain, or quantised as `anabranch quantize`
+does. Where the config says MXFP4, as gpt-oss's does, experts are random bytes in that layout.
 
 Rows of the embedding are long enough that a token's own direction outweighs what all layers add: otherwise the average
 that attention computes does, and the tokens of a prompt go to the same few experts, which training prevents in models.
@@ -23,10 +24,11 @@ import torch
 from anabranch import platforms
 from anabranch.cli.write_quantized import Writer, stored_tensors, written_config
 from anabranch.formats import Grouped, rounded
+from anabranch.layers.norm import RMSNorm
 from anabranch.loader import names
 from anabranch.loader.checkpoint import INDEX_FILE
 from anabranch.loader.load import build
-from anabranch.models.config import read_config
+from anabranch.models.config import ModelConfig, read_config
 from anabranch.ops.weight import Weight
 
 FILE_BYTES = 4 << 30
@@ -52,8 +54,7 @@ def main() -> None:
     is_mxfp4 = raw.get("quantization_config", {}).get("quant_method") == "mxfp4"
     config = read_config(options.config)
     model = build(config, torch.float32)
-    # Each layer adds two terms, with a variance of at most one.
-    embedding_std = None if config.tie_embeddings else (2 * len(config.layers)) ** 0.5
+    less_one = {name for norm in norms_from_one(model) for name in model.family.checkpoint_names(norm)}
     format = rounded.FORMATS.get(options.quantization)
     quantized = set() if format is None else set(pieces(model, format))
     generator = torch.Generator(platform.device).manual_seed(options.seed)
@@ -69,8 +70,9 @@ def main() -> None:
                 if is_mxfp4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
                     tensors = draw_mxfp4(name, shape, platform.device, generator)
                 else:
-                    std = embedding_std if name.endswith("embed_tokens.weight") else None
-                    tensors = {name: draw(name, shape, std, platform.device, generator).to(dtype)}
+                    std = embedding_std(config) if name.endswith("embed_tokens.weight") else None
+                    drawn = draw(name, shape, std, platform.device, generator) - int(name in less_one)
+                    tensors = {name: drawn.to(dtype)}
                 if name in quantized:
                     assert isinstance(format, Grouped)
                     layer = name.removesuffix(".weight")
@@ -99,10 +101,27 @@ def pieces(model: torch.nn.Module, format: Grouped) -> list[str]:
     return found
 
 
+def norms_from_one(model: torch.nn.Module) -> list[str]:
+    """The model's names of norms' weights that checkpoints keep less 1."""
+    norms = {path: module for path, module in model.named_modules() if isinstance(module, RMSNorm)}
+    return [f"{path}.weight" for path, norm in norms.items() if norm.from_one]
+
+
+def embedding_std(config: ModelConfig) -> float | None:
+    """Each layer adds two terms, with a variance of at most one."""
+    return None if config.tie_embeddings else (2 * len(config.layers)) ** 0.5
+
+
 def draw(
     name: str, shape: tuple[int, ...], std: float | None, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
     """`std`: if None, what keeps the variance of a product's inputs."""
+    if name.endswith(("A_log", "dt_bias")):
+        uniform = torch.rand(shape, device=device, generator=generator)
+        if name.endswith("A_log"):
+            return (1 + 15 * uniform).log()
+        dt = 10 ** (2 * uniform - 3)
+        return dt + torch.log(-torch.expm1(-dt))  # softplus of this is dt
     if len(shape) == 1 and not name.endswith(("bias", "sinks")):
         return torch.ones(shape, device=device)
     return torch.randn(shape, device=device, generator=generator) * (std or shape[-1] ** -0.5)

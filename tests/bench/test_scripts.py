@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from anabranch import platforms
+from anabranch.platforms.fake import FakePlatform
 from benchmarks import combine, compare_answers, expert_skew, make_checkpoint, mxfp4_experts, serve_load, state_error
 from tests.models import tiny
 from tools import tiny_model
@@ -53,14 +55,57 @@ def test_compare_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert "first tokens: 3 of 3" in shown
 
 
-def test_state_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+HYBRID = {
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": 0,
+}
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_state_error(
+    captured: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights that it draws. The platform that captures steps computes in fp32: there no state is rounded."""
     given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
-    model = tiny.save(FAMILIES["qwen3_5_moe"], tmp_path / "model")
-    _, found = run(state_error, str(model), "--tokens", "24", "--every", "12", **given)
+    monkeypatch.setitem(sys.modules, "make_checkpoint", make_checkpoint)
+    if captured:
+        platform = FakePlatform()
+        monkeypatch.setattr(platforms, "current", lambda: platform)
+    config = write_config(tmp_path / "config", HYBRID)
+    options = "--tokens", "24", "--every", "12", "--sequences", "2", "--dtype", "float32" if captured else "bfloat16"
+    _, found = run(state_error, str(config), *options, **given)
     rounded = [row for row in found["rows"] if row["states"] == "model"]
     others = [row for row in found["rows"] if row["states"] == "other sums"]
-    assert [row["tokens"] for row in rounded] == [12, 24]
-    assert all(0 < row["state"] < 0.1 for row in rounded), "states are rounded, and no more than that"
+    assert [row["tokens"] for row in rounded] == [row["tokens"] for row in others] == [12, 24]
+    if captured:
+        assert any("replay" in call for call in platform.log)
+        assert all(row["logits"] < 1e-5 and row["state"] < 1e-5 and row["same_best"] == 1 for row in found["rows"])
+        return
+    assert all(1e-3 < row["state"] < 0.1 for row in rounded), "states are rounded, and no more than that"
+    assert all(1e-3 < row["logits"] < 0.1 and 1e-7 < row["kl"] < 1e-2 for row in rounded), "and logits depend on them"
     assert all(row["state"] < 0.1 for row in others)
 
 
