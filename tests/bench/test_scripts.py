@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from anabranch import platforms
+from anabranch.llm import LLM
 from anabranch.platforms.fake import FakePlatform
+from anabranch.sampling_params import SamplingParams
 from benchmarks import combine, compare_answers, expert_skew, make_checkpoint, mxfp4_experts, serve_load, state_error
 from tests.models import tiny
 from tools import tiny_model
@@ -27,6 +29,29 @@ def run(
     patch.setattr(sys, "argv", [str(script.__file__), *arguments, "--json", str(file)])
     script.main()
     return capsys.readouterr().out, json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("share, num_drafts", [(1.0, 2), (0.75, 2), (0.0, 1)])
+def test_make_checkpoint_with_known_drafts(
+    share: float, num_drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy answers count upwards, with drafts and without; as many drafts are right as was asked for."""
+    config, made = write_config(tmp_path / "config", HYBRID), tmp_path / "made"
+    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", str(config), str(made), "--drafts", str(share)])
+    make_checkpoint.main()
+    prompts = [[17 * i % 256, (90 * i + 5) % 256] for i in range(16)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
+    options: Any = {"num_pages": 200, "max_model_len": 128, "dtype": "float32", "show_progress": False}
+    for speculative in ("none", "mtp"):
+        llm = LLM(str(made), speculative=speculative, speculative_tokens=num_drafts, **options)
+        answers = [output.token_ids for output in llm.generate(prompts, params)]  # type: ignore[arg-type]
+        metrics = llm.engine.metrics
+        llm.close()
+        assert answers == [[(last + 1 + i) % 256 for i in range(48)] for _, last in prompts], speculative
+    assert metrics.draft_tokens > 300
+    right = sum(share ** (i + 1) for i in range(num_drafts)) / num_drafts
+    allowed = {1.0: 0, 0.75: 0.05, 0.0: 0.01}[share]  # what wrong drafts say is right after one of the 256 tokens
+    assert metrics.accepted_tokens / metrics.draft_tokens == pytest.approx(right, abs=allowed)
 
 
 @pytest.fixture
