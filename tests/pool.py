@@ -3,7 +3,11 @@
     PYTHONPATH=src python3 -m tests.pool 16 -m gpu tests          what follows the number is passed to pytest
 
 On a GPU machine most of the time is compilers' time, and a kernel may take ten times as long as the next: tests are
-therefore claimed one at a time. Every process collects all of them; fixtures of a module are made anew for each test.
+therefore claimed one at a time, those of FIRST before others, so that no long one is left for the end. Every process
+collects all of them; fixtures of a module are made anew for each test.
+
+Every half minute a line says how many tests have begun, ended and failed, and which have been running for long: whoever
+ends the pool by force has them.
 """
 
 from __future__ import annotations
@@ -24,6 +28,17 @@ from typing import Any
 import pytest
 
 PROGRESS_SECONDS = 30
+LONG_SECONDS = 30
+MAX_NAMES = 8
+"""A progress line names so many of the tests that are running."""
+FIRST = (
+    "tests/models/test_gpu.py",  # whole models and engines, which compile most
+    "tests/engine/",
+    "tests/compile/",
+    "tests/bundled/",
+    "tests/kernels/compiling/",
+    "tests/ops/test_every_kernel.py",
+)
 FOLDER = "ANABRANCH_TEST_POOL"
 """The environment variable that names the folder of claims and reports to the pool's processes."""
 
@@ -34,6 +49,11 @@ class Member:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.report = (folder / f"{os.getpid()}.reports").open("a", buffering=1)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: rank(item.nodeid))
+        self._write(["", "collected", str(len(items))])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
@@ -60,6 +80,11 @@ class Member:
 
     def _write(self, what: list[str]) -> None:
         self.report.write(json.dumps(what) + "\n")
+
+
+def rank(nodeid: str) -> int:
+    """Its place in the order of claims: that of its path in FIRST."""
+    return next((place for place, path in enumerate(FIRST) if nodeid.startswith(path)), len(FIRST))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,10 +114,11 @@ def main() -> int:
                 tell_failures(folder, told)
                 if time.monotonic() - shown > PROGRESS_SECONDS:
                     shown = time.monotonic()
-                    print(f"{shown - begin:.0f} s: {len(claims(folder))} tests begun", flush=True)
+                    print(f"{shown - begin:.0f} s: {progress(folder)}", flush=True)
         finally:  # those still running when this process has to end
             for member in members:
                 member.terminate()
+            for member in members:
                 member.wait()
             tell_failures(folder, told)
             good = summarize(folder, [member.returncode for member in members], logs)
@@ -101,11 +127,33 @@ def main() -> int:
 
 
 def tell_failures(folder: str, told: set[str]) -> None:
-    """Print those that are new: whoever ends the pool by force has them."""
+    """Print those that are new."""
     for nodeid, outcome, text in reports(folder):
         if outcome == "failed" and nodeid not in told:
             told.add(nodeid)
             print(f"\n== {nodeid}\n{text}", flush=True)
+
+
+def progress(folder: str) -> str:
+    """Counts; and the names and ages of tests that are running, the oldest first: of those that have been for long, or
+    of all once all have begun."""
+    rows, now = reports(folder), time.time()
+    collected = max((int(text) for _, outcome, text in rows if outcome == "collected"), default=0)
+    ended = {nodeid for nodeid, outcome, _ in rows if outcome == "ended"}
+    failed = {nodeid for nodeid, outcome, _ in rows if outcome == "failed"}
+    begun = {path.read_text(): now - path.stat().st_mtime for path in claims(folder)}
+    least = 0 if len(begun) == collected else LONG_SECONDS
+    running = sorted(((age, id) for id, age in begun.items() if id not in ended and age >= least), reverse=True)
+    names = ", ".join(f"{short(nodeid)} {age:.0f} s" for age, nodeid in running[:MAX_NAMES])
+    more = f" and {len(running) - MAX_NAMES} more" if len(running) > MAX_NAMES else ""
+    counts = f"{len(begun)} of {collected} tests begun, {len(ended)} ended, {len(failed)} failed"
+    return counts + (f"; running: {names}{more}" if running else "")
+
+
+def short(nodeid: str) -> str:
+    """Without the folders of its path."""
+    path, _, test = nodeid.partition("::")
+    return f"{Path(path).name}::{test}"
 
 
 def reports(folder: str) -> list[Any]:
@@ -125,7 +173,7 @@ def summarize(folder: str, codes: list[int], logs: list[Path]) -> bool:
     """Print counts, and tests whose process ended before them; whether all is well."""
     rows = reports(folder)
     failed = {nodeid for nodeid, outcome, _ in rows if outcome == "failed"}
-    outcomes = dict(Counter(outcome for _, outcome, _ in rows if outcome not in ("failed", "ended")))
+    outcomes = dict(Counter(outcome for _, outcome, _ in rows if outcome not in ("failed", "ended", "collected")))
     ended = {nodeid: float(text) for nodeid, outcome, text in rows if outcome == "ended"}
     lost = sorted({path.read_text() for path in claims(folder)} - ended.keys())
     for nodeid in lost:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pool import FIRST
+
 TESTS = """
 import os, pathlib, pytest
 
@@ -52,6 +54,22 @@ def test_failures_are_reported(tmp_path: Path) -> None:
     assert "test_wrong" in done.stdout and "arithmetic" in done.stdout
     assert "test_crash\nits process ended before it did" in done.stdout
     assert "a process ended with 3" in done.stdout and "1 failed, 12 passed, 1 skipped, 1 lost" in done.stdout
+
+
+def test_long_ones_begin_first_and_progress_names_those_that_run(tmp_path: Path) -> None:
+    """One process, which would find test_a first."""
+    assert all(Path(path).exists() for path in FIRST)
+    for path, text in {
+        "tests/bench/test_a.py": "import time\n\n\ndef test_a():\n    time.sleep(1.5)\n",
+        "tests/engine/test_z.py": "def test_z():\n    assert False\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    often = "import sys; from tests import pool; pool.PROGRESS_SECONDS = 0.2; sys.exit(pool.main())"
+    command = [sys.executable, "-c", often, "1", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert " s: 2 of 2 tests begun, 1 ended, 1 failed; running: test_a.py::test_a " in done.stdout, done.stdout
 
 
 def test_no_process_outlives_the_pool(tmp_path: Path) -> None:

@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    closed_loops,
-    combine,
-    compare_answers,
-    expert_skew,
-    make_checkpoint,
-    mxfp4_experts,
-    serve_load,
-    state_error,
-)
+from anabranch import platforms
+from anabranch.llm import LLM
+from anabranch.platforms.fake import FakePlatform
+from anabranch.sampling_params import SamplingParams
+from benchmarks import combine, compare_answers, expert_skew, make_checkpoint, mxfp4_experts, serve_load, state_error
 from tests.models import tiny
 from tools import tiny_model
 
@@ -34,6 +29,37 @@ def run(
     patch.setattr(sys, "argv", [str(script.__file__), *arguments, "--json", str(file)])
     script.main()
     return capsys.readouterr().out, json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("share, num_drafts", [(1.0, 2), (0.75, 2), (0.0, 1)])
+def test_make_checkpoint_with_known_drafts(
+    share: float, num_drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy answers count upwards, with drafts and without; as many drafts are right as was asked for."""
+    config, made = write_config(tmp_path / "config", HYBRID), tmp_path / "made"
+    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", str(config), str(made), "--drafts", str(share)])
+    make_checkpoint.main()
+    prompts = [[17 * i % 256, (90 * i + 5) % 256] for i in range(16)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
+    options: Any = {"num_pages": 200, "max_model_len": 128, "dtype": "float32", "show_progress": False}
+    for speculative in ("none", "mtp"):
+        llm = LLM(str(made), speculative=speculative, speculative_tokens=num_drafts, **options)
+        answers = [output.token_ids for output in llm.generate(prompts, params)]  # type: ignore[arg-type]
+        metrics = llm.engine.metrics
+        llm.close()
+        assert answers == [[(last + 1 + i) % 256 for i in range(48)] for _, last in prompts], speculative
+    assert metrics.draft_tokens > 300
+    right = sum(share ** (i + 1) for i in range(num_drafts)) / num_drafts
+    allowed = {1.0: 0, 0.75: 0.05, 0.0: 0.01}[share]  # what wrong drafts say is right after one of the 256 tokens
+    assert metrics.accepted_tokens / metrics.draft_tokens == pytest.approx(right, abs=allowed)
+
+
+@pytest.fixture
+def closed_loops() -> ModuleType:
+    pytest.importorskip("msgspec")  # a server is started: its packages are not on every machine with a GPU
+    from benchmarks import closed_loops
+
+    return closed_loops
 
 
 def test_compare_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,14 +80,57 @@ def test_compare_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert "first tokens: 3 of 3" in shown
 
 
-def test_state_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+HYBRID = {
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": 0,
+}
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_state_error(
+    captured: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights that it draws. The platform that captures steps computes in fp32: there no state is rounded."""
     given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
-    model = tiny.save(FAMILIES["qwen3_5_moe"], tmp_path / "model")
-    _, found = run(state_error, str(model), "--tokens", "24", "--every", "12", **given)
+    monkeypatch.setitem(sys.modules, "make_checkpoint", make_checkpoint)
+    if captured:
+        platform = FakePlatform()
+        monkeypatch.setattr(platforms, "current", lambda: platform)
+    config = write_config(tmp_path / "config", HYBRID)
+    options = "--tokens", "24", "--every", "12", "--sequences", "2", "--dtype", "float32" if captured else "bfloat16"
+    _, found = run(state_error, str(config), *options, **given)
     rounded = [row for row in found["rows"] if row["states"] == "model"]
     others = [row for row in found["rows"] if row["states"] == "other sums"]
-    assert [row["tokens"] for row in rounded] == [12, 24]
-    assert all(0 < row["state"] < 0.1 for row in rounded), "states are rounded, and no more than that"
+    assert [row["tokens"] for row in rounded] == [row["tokens"] for row in others] == [12, 24]
+    if captured:
+        assert any("replay" in call for call in platform.log)
+        assert all(row["logits"] < 1e-5 and row["state"] < 1e-5 and row["same_best"] == 1 for row in found["rows"])
+        return
+    assert all(1e-3 < row["state"] < 0.1 for row in rounded), "states are rounded, and no more than that"
+    assert all(1e-3 < row["logits"] < 0.1 and 1e-7 < row["kl"] < 1e-2 for row in rounded), "and logits depend on them"
     assert all(row["state"] < 0.1 for row in others)
 
 
@@ -94,7 +163,9 @@ def test_make_checkpoint_and_expert_skew(
         assert row["busiest"] < 0.15 and row["experts_with_half"] >= 4, "twelve experts, of which a token visits four"
 
 
-def test_closed_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_loops(
+    closed_loops: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
     tiny_model.write(tmp_path / "model")
     load = ("--loops", "1", "2", "--rounds", "2", "--input", "8", "--output", "4")
@@ -109,7 +180,7 @@ def test_closed_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_closed_loops_find_no_prompt_in_the_prefix_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    closed_loops: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the tokenizer of a config without one; a seed that is given counts for all loops."""
     given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
