@@ -1,7 +1,7 @@
 """Experts in MXFP4 at the sizes of gpt-oss: ours, and triton_kernels' where that package can be imported.
 
     python benchmarks/mxfp4_experts.py --json FILE                  gpt-oss-20b and -120b, 1 to 4,096 tokens
-    python benchmarks/mxfp4_experts.py --packed                     on Hopper: also each tile of experts_hopper_packed
+    python benchmarks/mxfp4_experts.py --packed                     on Hopper: also other tiles
     python benchmarks/mxfp4_experts.py --models tiny --tokens 1 3   without a GPU
 
 Experts with biases and the clamped SwiGLU, from hidden rows and the router's choice to summed rows. Calls alternate
@@ -136,7 +136,7 @@ def theirs(call: ExpertsCall) -> Callable[[], torch.Tensor]:
 def time_packed(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
     """µs with each tile, and how far its result is from that of the tiles that are chosen."""
     from anabranch.kernels.triton import experts as kernel
-    from anabranch.kernels.tuning.experts_tiles import PackedTiles, label
+    from anabranch.kernels.tuning.experts_tiles import FewTiles, PackedTiles, label
 
     found, expected = {}, ops.experts(sets[0]).float()
     for tiles in (
@@ -145,6 +145,7 @@ def time_packed(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
         PackedTiles(64, 5),
         PackedTiles(64, 5, 4),
         PackedTiles(128, 4, 4),
+        *((FewTiles(4, 2), FewTiles(8, 2)) if sets[0].x_TD.shape[0] <= 8 else ()),
     ):
         error = float((kernel.run(sets[0], tiles).float() - expected).norm() / expected.norm())
         assert error < 0.02, f"{label(tiles)}: {error:.1%} off"
@@ -156,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["gpt-oss-20b", "gpt-oss-120b"], choices=MODELS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096], metavar="N")
-    parser.add_argument("--packed", action="store_true", help="also each tile of experts_hopper_packed")
+    parser.add_argument("--packed", action="store_true", help="also tiles of experts_hopper_packed and experts_few")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     platform = platforms.current()

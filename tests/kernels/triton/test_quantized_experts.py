@@ -1,5 +1,6 @@
 """The experts' kernels with quantised weights, against the same numbers in fp64: in the interpreter, and on a GPU."""
 
+import importlib
 import itertools
 import re
 import subprocess
@@ -17,6 +18,7 @@ from anabranch.formats.grouped import FP4
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.tuning.experts_tiles import (
+    FewTiles,
     GroupedTiles,
     HopperTiles,
     Machine,
@@ -25,6 +27,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     Tile,
     Tiles,
     choose,
+    choose_few,
 )
 from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
 from anabranch.ops.experts import ExpertsCall
@@ -296,11 +299,10 @@ def test_packed_mxfp4_is_exact_on_a_gpu(poison: None) -> None:
         assert torch.equal(found, wanted.to(torch.bfloat16)), f"input {place}"
 
 
-def ptx_of(name: str) -> list[str]:
-    """The instructions of a function of experts_hopper_packed."""
-    from anabranch.kernels.triton import experts_hopper_packed
-
-    body = re.search(r'\{\n(.*?)\n +\}\n +"""', getattr(experts_hopper_packed, name).src, re.DOTALL)
+def ptx_of(name: str, module: str = "experts_hopper_packed") -> list[str]:
+    """The instructions of a function."""
+    function = getattr(importlib.import_module(f"anabranch.kernels.triton.{module}"), name)
+    body = re.search(r'\{\n(.*?)\n +\}\n +"""', function.src, re.DOTALL)
     assert body is not None
     return [line.strip().rstrip(";") for line in body[1].splitlines() if ".reg" not in line]
 
@@ -318,9 +320,11 @@ def emulate(ptx: list[str], given: dict[str, np.ndarray]) -> dict[str, np.ndarra
     def join(low: Any, high: Any) -> np.ndarray:
         return (np.asarray(low).astype(np.uint32) | (np.asarray(high).astype(np.uint32) << 16)).astype(np.uint32)
 
-    def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        numbers = [torch.from_numpy(x.astype(np.int32) << 16).view(torch.float32).double() for x in (a, b)]
-        return (numbers[0] * numbers[1]).float().to(torch.bfloat16).view(torch.int16).numpy().astype(np.uint32) & 0xFFFF
+    def fused(a: np.ndarray, b: Any, c: Any) -> np.ndarray:
+        """a · b + c in bf16."""
+        x, y, z = (torch.from_numpy(np.int32(n) << np.int32(16) | np.zeros_like(a, np.int32)) for n in (a, b, c))
+        exact = x.view(torch.float32).double() * y.view(torch.float32) + z.view(torch.float32)
+        return exact.float().to(torch.bfloat16).view(torch.int16).numpy().astype(np.uint32) & 0xFFFF
 
     for line in ptx:
         operation, rest = line.split(maxsplit=1)
@@ -350,9 +354,19 @@ def emulate(ptx: list[str], given: dict[str, np.ndarray]) -> dict[str, np.ndarra
                 result = of[0].astype(np.uint64) * np.uint64(of[1]) + np.uint64(of[2])
             elif operation == "min.u16x2":
                 result = join(*(np.minimum(a, b) for a, b in zip(lanes(of[0]), lanes(of[1]))))
+            elif operation in ("shl.b32", "shr.b32"):
+                wide = np.asarray(of[0]).astype(np.uint64)
+                result = wide << np.uint64(of[1]) if operation == "shl.b32" else wide >> np.uint64(of[1])
+            elif operation == "lop3.b32":
+                assert sources[3] == "0xEA"
+                result = (of[0] & of[1]) | of[2]
+            elif operation == "add.rn.bf16x2":
+                result = join(*(fused(a, 0x3F80, b) for a, b in zip(lanes(of[0]), lanes(of[1]))))
+            elif operation == "fma.rn.bf16x2":
+                result = join(*(fused(a, b, c) for a, b, c in zip(lanes(of[0]), lanes(of[1]), lanes(of[2]))))
             else:
                 assert operation == "mul.bf16x2", line
-                result = join(*(multiply(a, b) for a, b in zip(lanes(of[0]), lanes(of[1]))))
+                result = join(*(fused(a, b, 0x8000) for a, b in zip(lanes(of[0]), lanes(of[1]))))
             registers[name] = (np.asarray(result).astype(np.uint64) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     return registers
 
@@ -373,6 +387,88 @@ def test_instructions_unpack_all_bytes_with_all_scales() -> None:
         assert (real[exact] == wanted[exact]).all()
         assert (abs(real - wanted)[scale < 59] <= 2.0**-70).all()
         assert not np.isfinite(real[scale > 192]).any()
+
+
+def test_instructions_unpack_words() -> None:
+    """Each of four bytes in turn has every value, beside others: numbers in the order of experts_few."""
+    byte = np.arange(256, dtype=np.uint32)
+    others = [(byte * n + 3) & 255 for n in (37, 11, 201)]
+    fp4 = np.array([*FP4, *(-x for x in FP4)])
+    fp8 = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+    for place in range(4):
+        bytes_ = [*others[:place], byte, *others[place:]]
+        word = bytes_[0] | bytes_[1] << 8 | bytes_[2] << 16 | bytes_[3] << 24
+        halves = [one & 15 for one in bytes_] + [one >> 4 for one in bytes_]
+        scale = np.uint32((120 + 62) << 7)  # 2⁻⁷, see factors
+        for name, given, wanted in (
+            ("unpack_int4", {"$8": word}, [half.astype(float) - 8 for half in halves]),
+            ("unpack_fp4", {"$8": word, "$9": scale + 0 * word}, [fp4[half] * 2.0 ** (-7 - 64) for half in halves]),
+            ("unpack_fp8", {"$4": word}, [fp8[one] for one in bytes_]),
+        ):
+            found = emulate(ptx_of(name, "experts_few"), given)
+            for index, numbers in enumerate(wanted):
+                bits = torch.from_numpy((found[f"${index}"] << 16).astype(np.uint32).view(np.int32))
+                real, usual = bits.view(torch.float32).double().numpy(), np.isfinite(numbers)
+                assert (real[usual] == numbers[usual]).all(), f"{name}: number {index}"
+
+
+FEW = [
+    (Grouped("int4", 1, 128, "bfloat16"), 8, 2048, 768),
+    (Grouped("int4", 1, 128, "float16"), 6, 384, 256),
+    (MXFP4, 4, 2880, 2880),
+    (MXFP4, 2, 192, 320),
+    (Grouped("fp8", 128, 128, "float32"), 8, 2048, 768),
+    (Grouped("fp8", 128, 128, "bfloat16"), 1, 512, 1408),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("format", "top_k", "D", "inner"), FEW)
+def test_few_on_a_gpu(format: Grouped, top_k: int, D: int, inner: int, poison: None) -> None:
+    tiles = choose_few(TileShape(8, D, inner, top_k, torch.bfloat16, format.name))
+    assert tiles is not None
+    for tokens, biased in itertools.product((1, 2, 5), (False, True)):
+        activation = "clamped_swiglu" if biased else "silu"
+        place: Any = {"biased": biased, "activation": activation}
+        arguments = draw(tokens, 8, top_k, D, inner, torch.bfloat16, "cuda", **place)
+        if tokens > 1:
+            arguments["expert_TK"][0] = -1
+            arguments["expert_TK"][1, 0] = -1
+        check(arguments, format, tiles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("format", "top_k", "D", "inner"), FEW)
+def test_few_compiles_ahead_of_time(
+    format: Grouped, top_k: int, D: int, inner: int, launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number goes from one thread to another, but for sums at the end."""
+    from anabranch.kernels.triton import experts_few
+
+    for name in ("gate_up_few", "down_few"):
+        monkeypatch.setattr(experts_few, name, Recorder(getattr(experts_few, name), launches))
+    monkeypatch.setattr(kernel, "few_kernels", lambda device: experts_few)
+    tiles = choose_few(TileShape(8, D, inner, top_k, torch.bfloat16, format.name))
+    assert tiles is not None
+    given, _ = quantize(draw(2, 8, top_k, D, inner, torch.bfloat16, biased=format == MXFP4), format)
+    kernel.run(ExpertsCall(**given), tiles)
+    assert len(launches) == 2
+    for function, args, kwargs in launches:
+        compiled = compile_launch(function, args, kwargs, "sm_90")
+        assert compiled.metadata.shared <= 1024 and resources(compiled)["STACK"] == 0
+        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16" in compiled.asm["ptx"]
+        assert "ld.global.v4" in compiled.asm["ptx"]
+
+
+def test_where_few_tiles_serve() -> None:
+    shape = TileShape(128, 2048, 768, 8, torch.bfloat16, FEW[0][0].name)
+    assert choose_few(shape) == FewTiles(4, 1)
+    assert choose_few(TileShape(32, 2880, 2880, 4, torch.bfloat16, MXFP4.name)) == FewTiles(4, 2)
+    assert choose_few(replace(shape, top_k=10)) is None and choose_few(replace(shape, dtype=torch.float16)) is None
+    assert choose_few(replace(shape, inner=2048)) is None, "too much for a warp"
+    assert choose_few(replace(shape, D=16384)) is None
+    assert choose_few(replace(shape, format=Grouped("int4", 1, 128, "float16", zero=True).name)) is None
+    assert choose_few(TileShape(128, 2048, 768, 8, torch.bfloat16)) is None
 
 
 def test_threads_have_the_numbers_that_the_matrix_unit_takes_from_them() -> None:

@@ -43,6 +43,7 @@ from anabranch.kernels.triton.quantized import KINDS, is_supported, options
 from anabranch.kernels.tuning.experts_tables import table_for
 from anabranch.kernels.tuning.experts_tiles import (
     CHUNK,
+    FewTiles,
     GroupedTiles,
     HopperTiles,
     Machine,
@@ -56,10 +57,12 @@ from anabranch.kernels.tuning.experts_tiles import (
     padded_tokens,
 )
 from anabranch.ops.experts import COMBINES, ExpertsCall, new_result
+from anabranch.ops.weight import Weight
 
 hopper_kernels = functools.partial(gluon_kernels, "experts_hopper")
 fp8_kernels = functools.partial(gluon_kernels, "experts_hopper_fp8")
 packed_kernels = functools.partial(gluon_kernels, "experts_hopper_packed")
+few_kernels = functools.partial(gluon_kernels, "experts_few")
 
 
 def accepts(call: ExpertsCall) -> bool:
@@ -113,6 +116,8 @@ def run(call: ExpertsCall, tiles: Tiles) -> torch.Tensor:
     """The op with these tiles. At least one token."""
     if isinstance(tiles, SmallTiles):
         return run_small(call, tiles)
+    if isinstance(tiles, FewTiles):
+        return run_few(call, tiles)
     if isinstance(tiles, PackedTiles):
         return run_hopper_packed(call, tiles)
     if isinstance(tiles, HopperTiles):
@@ -151,6 +156,31 @@ def run_small(call: ExpertsCall, tiles: SmallTiles) -> torch.Tensor:
         num_warps=tiles.down_warps, **sharing, **shape, **launch,
     )  # fmt: skip
     return sum_into(call, rows_ND, y, False, launch) if call.combined else y
+
+
+def run_few(call: ExpertsCall, tiles: FewTiles) -> torch.Tensor:
+    (_, D, inner), (tokens, top_k), device = call.down_EDI.shape, call.expert_TK.shape, call.x_TD.device
+    kernels = few_kernels(device)
+    assert kernels is not None and call.combined
+
+    def shape(weight: Weight, warps: int, parts: int) -> dict[str, Any]:
+        width = weight.data.shape[-1] * weight.data.element_size() // 4
+        of = options(weight)
+        constants = {name: of[name] for name in ("KIND", "OUTPUTS", "INPUTS", "num_groups", "scale")}
+        return {"W": warps, "CHUNKS": cdiv(width, 16 * parts), "width": width, "num_warps": warps, **constants}
+
+    launch, h_NI, y_TD = launch_options(device), call.x_TD.new_empty(tokens * top_k, inner), new_result(call)
+    kernels.gate_up_few[(tokens * top_k, cdiv(inner, 8))](
+        call.x_TD, call.x_TD.stride(0), call.expert_TK, call.gate_up_EFD.data.view(torch.int32),
+        bias_EF=call.gate_up_bias_EF, h_NI=h_NI, D=D, inner=inner, K=top_k, ACTIVATION=call.activation,
+        **shape(call.gate_up_EFD, tiles.gate_warps, tiles.gate_warps), **launch,
+    )  # fmt: skip
+    kernels.down_few[(tokens, cdiv(D, 16))](
+        call.weight_TK, call.expert_TK, h_NI, call.down_EDI.data.view(torch.int32), bias_ED=call.down_bias_ED,
+        y_TD=y_TD, scaling=call.scaling, D=D, inner=inner, K=top_k, PARTS=tiles.down_parts,
+        **shape(call.down_EDI, next_power_of_2(top_k) * tiles.down_parts, tiles.down_parts), **launch,
+    )  # fmt: skip
+    return y_TD
 
 
 def chunks(weight: torch.Tensor) -> dict[str, int]:

@@ -11,6 +11,7 @@ import triton
 from anabranch.formats import PLAIN
 from anabranch.kernels.tuning.experts_tiles import (
     MANY,
+    FewTiles,
     GroupedTiles,
     HopperTiles,
     PackedTiles,
@@ -28,6 +29,7 @@ KINDS: dict[str, type[Tiles]] = {
     "grouped": GroupedTiles,
     "hopper": HopperTiles,
     "packed": PackedTiles,
+    "few": FewTiles,
 }
 
 

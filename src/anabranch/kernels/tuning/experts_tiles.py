@@ -123,7 +123,17 @@ class PackedTiles:
     """As in Tile."""
 
 
-Tiles = SmallTiles | GroupedTiles | HopperTiles | PackedTiles
+@dataclass(frozen=True, slots=True)
+class FewTiles:
+    """experts_few."""
+
+    gate_warps: int
+    """Parts of the inputs of a gate/up program."""
+    down_parts: int
+    """The same of an expert's inputs in a down program."""
+
+
+Tiles = SmallTiles | GroupedTiles | HopperTiles | PackedTiles | FewTiles
 
 SMALL_TOKENS = 8
 """Up to this many experts_small is fastest."""
@@ -138,6 +148,8 @@ HOPPER_TOKENS = 64
 HOPPER_FP8_TOKENS = 8
 """Likewise experts_hopper_fp8."""
 LEAST_COLUMNS = 16
+MOST_CHUNKS = 12
+"""Of 64 bytes of 16 rows, which a warp of experts_few has at once."""
 PACKED_TOKENS = {"int4": 8, "fp4": 2}
 """Likewise experts_hopper_packed, for kinds of numbers."""
 
@@ -201,6 +213,19 @@ def choose_small(shape: Shape) -> SmallTiles | None:
     if shape.top_k * chunks_I > 32:
         return SmallTiles(rows, warps, 8, 8, by_token=False)
     return SmallTiles(rows, warps, ahead=min(shape.top_k, max(1, 10 // chunks_I)))
+
+
+def choose_few(shape: Shape) -> FewTiles | None:
+    """None where a program would have more than eight warps, or a warp more than its registers hold."""
+    format, experts = named(shape.format), 1 << (shape.top_k - 1).bit_length()
+    if not isinstance(format, Grouped) or format.zero or shape.dtype != torch.bfloat16 or experts > 8:
+        return None
+    if not is_packed(format) and not (format.is_block_fp8 and format.scale != "uint8"):
+        return None
+    chunks_D, chunks_I = (-(-width * format.bits // 512) for width in (shape.D, shape.inner))
+    warps = 4 if chunks_D <= 4 * MOST_CHUNKS else 8
+    fits = max(-(-chunks_D // warps), -(-chunks_I * experts // 8)) <= MOST_CHUNKS
+    return FewTiles(warps, 8 // experts) if fits else None
 
 
 def choose_hopper(rows_per_expert: float, inner: int) -> HopperTiles:
@@ -289,8 +314,10 @@ def adapt(tiles: Tiles, num_tokens: int, combine: str, machine: Machine) -> Tile
         if num_tokens > MOST_SMALL_TOKENS:
             return None
         return replace(tiles, by_token=False) if combine == "unfused" else tiles
-    if isinstance(tiles, HopperTiles | PackedTiles) and not machine.hopper:
+    if isinstance(tiles, HopperTiles | PackedTiles | FewTiles) and not machine.hopper:
         return None
+    if isinstance(tiles, FewTiles):
+        return None if combine == "unfused" else tiles
     adds = isinstance(tiles, HopperTiles) and tiles.gate_up.depth == 64  # bf16 or fp16
     if isinstance(tiles, PackedTiles) or (isinstance(tiles, HopperTiles) and not adds):
         return tiles if combine != "fused" else None
@@ -316,6 +343,8 @@ def label(tiles: Tiles) -> str:
         rows = f"{64 * tiles.slabs}{f'+{tiles.extra}' if tiles.extra else ''}/{tiles.groups}"
         add = " add" if tiles.add else ""
         return f"hopper {rows} p{tiles.programs}{add}: {one(tiles.gate_up)} | {one(tiles.down)}"
+    if isinstance(tiles, FewTiles):
+        return f"few gate {tiles.gate_warps} down {tiles.down_parts}"
     if isinstance(tiles, PackedTiles):
         return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}"
     how = (" match" if tiles.match else "") + (" add" if tiles.add else "")
