@@ -12,7 +12,15 @@ from anabranch import platforms
 from anabranch.llm import LLM
 from anabranch.platforms.fake import FakePlatform
 from anabranch.sampling_params import SamplingParams
-from benchmarks import combine, compare_answers, expert_skew, make_checkpoint, mxfp4_experts, serve_load, state_error
+from benchmarks import (
+    combine,
+    compare_answers,
+    expert_skew,
+    make_checkpoint,
+    quantized_experts,
+    serve_load,
+    state_error,
+)
 from tests.models import tiny
 from tools import tiny_model
 
@@ -134,10 +142,10 @@ def test_state_error(
     assert all(row["state"] < 0.1 for row in others)
 
 
-def test_mxfp4_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
-    _, found = run(mxfp4_experts, "--models", "tiny", "--tokens", "1", "3", **given)
-    assert [row["tokens"] for row in found["rows"]] == [1, 3] and all(row["us"] > 0 for row in found["rows"])
+    _, found = run(quantized_experts, "--models", "tiny", "tiny-int4", "--tokens", "1", "3", **given)
+    assert [row["tokens"] for row in found["rows"]] == [1, 3] * 2 and all(row["us"] > 0 for row in found["rows"])
 
 
 def test_combine(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,13 @@
-"""Experts in MXFP4 at the sizes of gpt-oss: ours, and triton_kernels' where that package can be imported.
+"""Experts in MXFP4, FP8 and INT4, of gpt-oss and Qwen3: ours, and for MXFP4 triton_kernels' if it can be imported.
 
-    python benchmarks/mxfp4_experts.py --json FILE                  gpt-oss-20b and -120b, 1 to 4,096 tokens
-    python benchmarks/mxfp4_experts.py --packed                     on Hopper: also other tiles
-    python benchmarks/mxfp4_experts.py --models tiny --tokens 1 3   without a GPU
+    python benchmarks/quantized_experts.py --json FILE                  all models, 1 to 4,096 tokens
+    python benchmarks/quantized_experts.py --packed                     on Hopper: also other tiles
+    python benchmarks/quantized_experts.py --models tiny --tokens 1 3   without a GPU
 
-Experts with biases and the clamped SwiGLU, from hidden rows and the router's choice to summed rows. Calls alternate
-between sets of weights that no cache holds together, and are replayed as one captured graph where there are graphs. The
-other package gets the same numbers, and its result is compared with ours. Its routing tables are made before it is
-timed; the order of rows is part of our time. Bytes are those of the experts that are hit.
+From hidden rows and the router's choice to summed rows; experts of gpt-oss have biases and the clamped SwiGLU. Calls
+alternate between sets of weights that no cache holds together, and are replayed as one captured graph where there are
+graphs. The other package gets the same numbers, and its result is compared with ours. Its routing tables are made
+before it is timed; the order of rows is part of our time. Bytes are those of the experts that are hit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from anabranch.kernels.tuning.timing import microseconds
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
 
-FORMAT = Grouped("fp4", 1, 32, "uint8")
+MXFP4 = Grouped("fp4", 1, 32, "uint8")
 CACHE = 256 << 20
 """Bytes that the sets of weights have together at least: several times what caches hold."""
 
@@ -40,25 +40,42 @@ class Sizes(NamedTuple):
     top_k: int
     width: int
     inner: int
+    format: Grouped = MXFP4
 
 
 MODELS = {
     "gpt-oss-20b": Sizes(32, 4, 2880, 2880),
     "gpt-oss-120b": Sizes(128, 4, 2880, 2880),
+    "qwen3-30b-a3b-fp8": Sizes(128, 8, 2048, 768, Grouped("fp8", 128, 128, "float32")),
+    "qwen3-30b-a3b-int4": Sizes(128, 8, 2048, 768, Grouped("int4", 1, 128, "bfloat16")),
     "tiny": Sizes(4, 2, 64, 96),
+    "tiny-int4": Sizes(4, 2, 128, 128, Grouped("int4", 1, 128, "bfloat16")),
 }
 
 
-def draw(sizes: Sizes, device: torch.device) -> tuple[Weight, Weight, torch.Tensor, torch.Tensor]:
+def bytes_of(sizes: Sizes) -> float:
+    """Of one expert."""
+    scale = {"uint8": 1, "bfloat16": 2, "float32": 4}[sizes.format.scale] / sizes.format.group / sizes.format.rows
+    return 3 * sizes.width * sizes.inner * (sizes.format.bits / 8 + scale)
+
+
+def draw(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[Weight, Weight, torch.Tensor, torch.Tensor]:
     """Random weights of all experts: gate rows, then up rows; and biases."""
-    E, _, D, inner = sizes
+    E, _, D, inner, format = sizes
     made = []
     for shape in ((E, 2 * inner, D), (E, D, inner)):
-        weight = Weight(shape, format=FORMAT, dtype=torch.bfloat16).to_empty(device=device)
-        weight.tensors["data"].random_(0, 256)
-        weight.tensors["scale"].random_(118, 124)
+        weight = Weight(shape, format=format, dtype=torch.bfloat16).to_empty(device=device)
+        data, scale = weight.tensors["data"].view(torch.uint8), weight.tensors["scale"]
+        if format.numbers == "fp8":  # up to 240, none of them NaN
+            data.random_(0, 120).add_(torch.empty_like(data).random_(0, 2), alpha=128)
+        else:
+            data.random_(0, 256)
+        if scale.dtype == torch.uint8:
+            scale.random_(118, 124)
+        else:
+            scale.uniform_(0.001, 0.002)
         made.append(weight)
-    biases = (torch.randn(E, size, device=device).bfloat16() for size in (2 * inner, D))
+    biases = (torch.randn(E, size, device=device).to(dtype) for size in (2 * inner, D))
     return made[0], made[1], *biases  # type: ignore[return-value]
 
 
@@ -66,7 +83,7 @@ def calls(sizes: Sizes, tokens: int, device: torch.device, dtype: torch.dtype) -
     logits_TE = torch.randn(tokens, sizes.num_experts, device=device)
     weight_TK, expert_TK = logits_TE.topk(sizes.top_k)
     x_TD = torch.randn(tokens, sizes.width, device=device).to(dtype)
-    num_bytes = int(expert_TK.unique().numel()) * 3 * sizes.width * sizes.inner * 17 // 32
+    num_bytes = int(bytes_of(sizes) * expert_TK.unique().numel())
     return [
         ExpertsCall(
             x_TD,
@@ -74,12 +91,12 @@ def calls(sizes: Sizes, tokens: int, device: torch.device, dtype: torch.dtype) -
             expert_TK.int(),
             gate_up,
             down,
-            "clamped_swiglu",
-            gate_up_bias.to(dtype),
-            down_bias.to(dtype),
+            "clamped_swiglu" if sizes.format == MXFP4 else "silu",
+            *(biases if sizes.format == MXFP4 else (None, None)),
         )
-        for gate_up, down, gate_up_bias, down_bias in (
-            draw(sizes, device) for _ in range(max(1, min(8, -(-CACHE // num_bytes))) if device.type != "cpu" else 1)
+        for gate_up, down, *biases in (
+            draw(sizes, device, dtype)
+            for _ in range(max(1, min(8, -(-CACHE // num_bytes))) if device.type != "cpu" else 1)
         )
     ]
 
@@ -95,7 +112,7 @@ def theirs(call: ExpertsCall) -> Callable[[], torch.Tensor]:
     from triton_kernels.tensor_details import layout
 
     def prepare(weight: Weight, alternate: bool) -> tuple[Any, Any]:
-        code, scale = unpack(weight.tensors["data"], FORMAT.span(weight.shape[-1])), weight.tensors["scale"]
+        code, scale = unpack(weight.tensors["data"], MXFP4.span(weight.shape[-1])), weight.tensors["scale"]
         data = code[..., 0::2] | (code[..., 1::2] << 4)
         if alternate:
             data, scale = (x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for x in (data, scale))
@@ -136,26 +153,29 @@ def theirs(call: ExpertsCall) -> Callable[[], torch.Tensor]:
 def time_packed(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
     """µs with each tile, and how far its result is from that of the tiles that are chosen."""
     from anabranch.kernels.triton import experts as kernel
-    from anabranch.kernels.tuning.experts_tiles import FewTiles, PackedTiles, label
+    from anabranch.kernels.tuning.experts_tiles import FewTiles, PackedTiles, Shape, choose_few, is_packed, label
 
-    found, expected = {}, ops.experts(sets[0]).float()
-    for tiles in (
-        PackedTiles(16, 8),
-        PackedTiles(32, 6),
-        PackedTiles(64, 5),
-        PackedTiles(64, 5, 4),
-        PackedTiles(128, 4, 4),
-        *((FewTiles(4, 2), FewTiles(8, 2)) if sets[0].x_TD.shape[0] <= 8 else ()),
-    ):
-        error = float((kernel.run(sets[0], tiles).float() - expected).norm() / expected.norm())
+    call = sets[0]
+    found, expected = {}, ops.experts(call).float()
+    (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
+    few = choose_few(Shape(num_experts, D, inner, top_k, call.x_TD.dtype, call.down_EDI.format.name))
+    tried: list[Any] = [PackedTiles(16, 8), PackedTiles(32, 6), PackedTiles(64, 5), PackedTiles(64, 5, 4)]
+    if call.down_EDI.format == MXFP4:
+        tried.append(PackedTiles(128, 4, 4))
+    if not is_packed(call.down_EDI.format):
+        tried = []
+    if few is not None and tokens <= 16:
+        tried += [few, FewTiles(12 - few.gate_warps, few.down_parts)]  # 4 or 8 warps
+    for tiles in tried:
+        error = float((kernel.run(call, tiles).float() - expected).norm() / expected.norm())
         assert error < 0.02, f"{label(tiles)}: {error:.1%} off"
-        found[label(tiles)] = microseconds(platform, [partial(kernel.run, call, tiles) for call in sets])
+        found[label(tiles)] = microseconds(platform, [partial(kernel.run, one, tiles) for one in sets])
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["gpt-oss-20b", "gpt-oss-120b"], choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=[name for name in MODELS if "tiny" not in name], choices=MODELS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096], metavar="N")
     parser.add_argument("--packed", action="store_true", help="also tiles of experts_hopper_packed and experts_few")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -177,14 +197,14 @@ def main() -> None:
             for tokens in options.tokens:
                 sets = calls(MODELS[model], tokens, device, dtype)
                 hit = int(sets[0].expert_TK.unique().numel())
-                num_bytes = hit * 3 * MODELS[model].width * MODELS[model].inner * 17 / 32
+                num_bytes = hit * bytes_of(MODELS[model])
                 ours = microseconds(platform, [partial(ops.experts, call) for call in sets])
                 row = {"model": model, "tokens": tokens, "us": ours, "gb_s": num_bytes / ours / 1e3}
                 cells = f"{ours:10.1f} {row['gb_s']:7.0f}"
                 if options.packed:
                     row["packed_us"] = packed = time_packed(platform, sets)
                     print(f"{'packed':>14} {tokens:7} " + "  ".join(f"{name}: {us:.1f}" for name, us in packed.items()))
-                if problem is None:
+                if problem is None and MODELS[model].format == MXFP4:
                     try:
                         others = [theirs(call) for call in sets]
                         y, expected = others[0]().float(), ops.experts(sets[0]).float()
