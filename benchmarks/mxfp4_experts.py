@@ -141,6 +141,7 @@ def time_packed(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
     found, expected = {}, ops.experts(sets[0]).float()
     for tiles in (
         PackedTiles(16, 8),
+        PackedTiles(16, 5, programs=2),
         PackedTiles(32, 6),
         PackedTiles(64, 5),
         PackedTiles(64, 5, 4),

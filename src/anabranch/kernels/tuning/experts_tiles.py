@@ -121,6 +121,8 @@ class PackedTiles:
     stages: int
     group: int = 1
     """As in Tile."""
+    programs: int = 1
+    """Per multiprocessor: 1, or 2 of 16 rows and up to 5 stages."""
 
 
 Tiles = SmallTiles | GroupedTiles | HopperTiles | PackedTiles
@@ -317,6 +319,6 @@ def label(tiles: Tiles) -> str:
         add = " add" if tiles.add else ""
         return f"hopper {rows} p{tiles.programs}{add}: {one(tiles.gate_up)} | {one(tiles.down)}"
     if isinstance(tiles, PackedTiles):
-        return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}"
+        return f"packed {tiles.rows} p{tiles.programs}: s{tiles.stages} g{tiles.group}"
     how = (" match" if tiles.match else "") + (" add" if tiles.add else "")
     return f"grouped {tiles.rows}{how}: {one(tiles.gate_up)} | {one(tiles.down)}"
