@@ -473,7 +473,7 @@ def compile_packed(
         compiled = compile_launch(function, args, kwargs, "sm_90")
         assert compiled.metadata.shared <= 227 << 10
         # Two programs and zero points: with some Triton versions a few registers are on the stack.
-        assert resources(compiled)["STACK"] <= (16 if tiles.programs == 2 and "zero" in weight.tensors else 0)
+        assert resources(compiled)["STACK"] <= (40 if tiles.programs == 2 and "zero" in weight.tensors else 0)
         assert f"wgmma.mma_async.sync.aligned.m64n{tiles.rows}k16.f32.bf16.bf16" in compiled.asm["ptx"]
         found.append(compiled)
     return found
