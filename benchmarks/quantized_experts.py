@@ -159,7 +159,8 @@ def time_packed(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
     found, expected = {}, ops.experts(call).float()
     (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
     few = choose_few(Shape(num_experts, D, inner, top_k, call.x_TD.dtype, call.down_EDI.format.name))
-    tried: list[Any] = [PackedTiles(16, 8), PackedTiles(32, 6), PackedTiles(64, 5), PackedTiles(64, 5, 4)]
+    two = PackedTiles(16, 5, programs=2)
+    tried: list[Any] = [PackedTiles(16, 8), two, PackedTiles(32, 6), PackedTiles(64, 5), PackedTiles(64, 5, 4)]
     if call.down_EDI.format == MXFP4:
         tried.append(PackedTiles(128, 4, 4))
     if not is_packed(call.down_EDI.format):

@@ -28,6 +28,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     Tiles,
     choose,
     choose_few,
+    label,
 )
 from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
 from anabranch.ops.experts import ExpertsCall
@@ -226,13 +227,13 @@ def test_fp8_by_fp8_on_a_gpu(scale: str, poison: None) -> None:
             check(arguments, Grouped("fp8", 128, 128, scale), replace(FP8_TILES, groups=groups, slabs=groups))
 
 
-PACKED_TILES = [PackedTiles(16, 8), PackedTiles(32, 6), PackedTiles(64, 5, group=4)]
+PACKED_TILES = [PackedTiles(16, 8), PackedTiles(16, 5, programs=2), PackedTiles(32, 6), PackedTiles(64, 5, group=4)]
 MXFP4 = Grouped("fp4", 1, 32, "uint8")
 MXFP4_TILES = [*PACKED_TILES, PackedTiles(128, 4, group=4)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", PACKED_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+@pytest.mark.parametrize("tiles", PACKED_TILES, ids=label)
 def test_packed_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
     """Shapes of Qwen3-30B-A3B and others, also numbers of tokens for which other kernels are faster."""
     formats = Grouped("int4", 1, 128, "bfloat16"), Grouped("int4", 1, 128, "float16", zero=True)
@@ -249,7 +250,7 @@ def test_packed_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", MXFP4_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+@pytest.mark.parametrize("tiles", MXFP4_TILES, ids=label)
 def test_packed_mxfp4_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
     """The widths of gpt-oss, at which the last stage and the last columns are not whole, and others."""
     for tokens, E, K, D, inner in (
@@ -322,7 +323,9 @@ def emulate(ptx: list[str], given: dict[str, np.ndarray]) -> dict[str, np.ndarra
 
     def fused(a: np.ndarray, b: Any, c: Any) -> np.ndarray:
         """a · b + c in bf16."""
-        x, y, z = (torch.from_numpy(np.int32(n) << np.int32(16) | np.zeros_like(a, np.int32)) for n in (a, b, c))
+        x, y, z = (
+            torch.from_numpy(np.int32(n) << np.int32(16) | np.zeros_like(np.atleast_1d(a), np.int32)) for n in (a, b, c)
+        )
         exact = x.view(torch.float32).double() * y.view(torch.float32) + z.view(torch.float32)
         return exact.float().to(torch.bfloat16).view(torch.int16).numpy().astype(np.uint32) & 0xFFFF
 
@@ -522,7 +525,7 @@ def test_packed_tiles_take_biases_and_widths_of_whole_64s(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", MXFP4_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+@pytest.mark.parametrize("tiles", MXFP4_TILES, ids=label)
 def test_packed_mxfp4_compiles_ahead_of_time(
     tiles: PackedTiles, launches: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -538,7 +541,7 @@ def test_packed_mxfp4_compiles_ahead_of_time(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", PACKED_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+@pytest.mark.parametrize("tiles", PACKED_TILES, ids=label)
 @pytest.mark.parametrize("zero", [False, True])
 def test_packed_compiles_ahead_of_time(
     tiles: PackedTiles, zero: bool, launches: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -558,13 +561,15 @@ def compile_packed(
     monkeypatch.setattr(kernel, "packed_kernels", lambda device: experts_hopper_packed)
     monkeypatch.setattr(kernel, "num_processors", lambda device: 132)
     kernel.run(ExpertsCall(**arguments), tiles)
+    weight = arguments["down_EDI"]
     products = [launch for launch in launches if "packed" in launch[0].__name__]
     assert len(products) == 2
     found = []
     for function, args, kwargs in products:
         compiled = compile_launch(function, args, kwargs, "sm_90")
         assert compiled.metadata.shared <= 227 << 10
-        assert resources(compiled)["STACK"] == 0
+        # Two programs and zero points: with some Triton versions a few registers are on the stack.
+        assert resources(compiled)["STACK"] <= (40 if tiles.programs == 2 and "zero" in weight.tensors else 0)
         assert f"wgmma.mma_async.sync.aligned.m64n{tiles.rows}k16.f32.bf16.bf16" in compiled.asm["ptx"]
         found.append(compiled)
     return found

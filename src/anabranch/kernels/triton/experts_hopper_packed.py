@@ -168,6 +168,8 @@ def multiply_parts(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIG
         low, high = operands(weights.slice(LEFT, 64, dim=0), z_left, R)
         part = warpgroup_mma(low, x_low, part, use_acc=False, is_async=True)
         part = warpgroup_mma(high, x_high, part, is_async=True)
+        if R <= 16:  # as in multiply_scaled
+            part = warpgroup_mma_wait(1, deps=[part])
         low, high = operands(weights.slice(RIGHT, 64, dim=0), z_right, R)
         part = warpgroup_mma_wait(0, deps=[part])
         first += part * s_left[:, None]
@@ -217,15 +219,15 @@ def factors(scale):
     return gl.inline_asm_elementwise(
         """
         {
-        .reg .b32 a, most;
-        mov.b32 most, 0x00C100C1;
+        .reg .b32 a, more;
+        mov.b32 more, 0x5E805E80;
         prmt.b32 a, $2, 0, 0x4140;
-        min.u16x2 a, a, most;
-        mad.lo.u32 a, a, 128, 0x1F001F00;
+        mul.lo.u32 a, a, 128;
+        mul.bf16x2 a, a, more;
         mov.b32 {$0, $1}, a;
         }
         """,
-        "=h,=h,r", [scale], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+        "=h,=h,r", [scale], dtype=(gl.bfloat16, gl.bfloat16), is_pure=False, pack=1,
     )
 
 
@@ -233,7 +235,7 @@ def factors(scale):
 def scaled_operand(data, scale, R: gl.constexpr):
     """The operand of 64 outputs and 64 inputs: 32 bytes and two scales of each output."""
     operand: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16]), 2)
-    first, second = factors(scale)
+    first, second = scale
     factor = gl.convert_layout(gl.join(first, second), gl.SliceLayout(2, GROUPS), assert_trivial=True)
     data = gl.convert_layout(gl.reshape(data, [64, 2, 8]), GROUPS, assert_trivial=True)
     a, b, c, d = unpack_scaled(data, gl.expand_dims(factor, 2))
@@ -257,8 +259,11 @@ def load_halves(packed):
 def load_scales(scale, row, k, DEPTH: gl.constexpr):
     """Of 64 inputs from k on and of the 64 after them, two in a number; those beyond the last input repeat others."""
     last: gl.constexpr = DEPTH // 64 - 1
-    low = gl.load(scale + row + gl.minimum(k // 64, last)).to(gl.int32)
-    return low, gl.load(scale + row + gl.minimum(k // 64 + 1, last)).to(gl.int32)
+    low, high = gl.minimum(k // 64, last), gl.minimum(k // 64 + 1, last)
+    return gl.inline_asm_elementwise(
+        "ld.global.u16 $0, [$2]; ld.global.u16 $1, [$3];", "=&r,=&r,l,l", [scale + row + low, scale + row + high],
+        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+    )
 
 
 @gluon.jit
@@ -275,7 +280,8 @@ def multiply_scaled(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: g
     left_low, left_high = load_scales(scale, left, 0, DEPTH)
     right_low, right_high = load_scales(scale, right, 0, DEPTH)
     for k in range(0, DEPTH, 128):
-        s_left_low, s_left_high, s_right_low, s_right_high = left_low, left_high, right_low, right_high
+        s_left_low, s_left_high = factors(left_low), factors(left_high)
+        s_right_low, s_right_high = factors(right_low), factors(right_high)
         left_low, left_high = load_scales(scale, left, k + 128, DEPTH)
         right_low, right_high = load_scales(scale, right, k + 128, DEPTH)
         stage = step % STAGES
@@ -288,9 +294,11 @@ def multiply_scaled(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: g
         low, high = load_halves(weights.slice(LEFT, 64, dim=0))
         first = warpgroup_mma(scaled_operand(low, s_left_low, R), x_low, first, is_async=True)
         first = warpgroup_mma(scaled_operand(high, s_left_high, R), x_high, first, is_async=True)
+        if R <= 16:  # two programs of a multiprocessor have few registers
+            first = warpgroup_mma_wait(1, deps=[first])
         low, high = load_halves(weights.slice(RIGHT, 64, dim=0))
         second = warpgroup_mma(scaled_operand(low, s_right_low, R), x_low, second, is_async=True)
-        if R > 64:  # for want of registers
+        if R <= 16 or R > 64:  # for want of registers
             first, second = warpgroup_mma_wait(1, deps=[first, second])
         second = warpgroup_mma(scaled_operand(high, s_right_high, R), x_high, second, is_async=True)
         first, second = warpgroup_mma_wait(0, deps=[first, second])
@@ -312,13 +320,11 @@ def multiply(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIGHT: gl
 
 
 @gluon.jit
-def finish(acc, scale, bias, place):
+def finish(acc, scale, bias):
     """The sums of products of 64 outputs, plus their biases."""
     if scale.dtype.element_ty == gl.uint16:
         acc *= 18446744073709551616.0  # 2⁶⁴, see unpack_scaled
-    if bias is not None:
-        acc += gl.load(bias + place).to(gl.float32)[:, None]
-    return acc
+    return acc if bias is None else acc + bias.to(gl.float32)[:, None]
 
 
 @gluon.jit
@@ -341,11 +347,13 @@ def gate_up_warpgroup(
     while block >= 0:
         # Columns after the last one repeat it and are not stored.
         row = expert * (2 * inner) + gl.minimum(block * BN + f_scale, inner - 1)
+        place = expert * (2 * inner) + gl.minimum(block * BN + f, inner - 1)
+        gate_bias = None if bias is None else gl.load(bias + place)
+        up_bias = None if bias is None else gl.load(bias + place + inner)
         gate, up, step = multiply(
             ring, step, scale, zero, row, row + inner, WHO * 64, BN + WHO * 64, DEPTH, True,
         )
-        place = expert * (2 * inner) + gl.minimum(block * BN + f, inner - 1)
-        gate, up = finish(gate, scale, bias, place), finish(up, scale, bias, place + inner)
+        gate, up = finish(gate, scale, gate_bias), finish(up, scale, up_bias)
         h = activate(gate, up, ACTIVATION).to(h_NI.dtype.element_ty)
         h = gl.convert_layout(gl.permute(h, [1, 0]), out)
         column = block * BN + out_c
@@ -366,7 +374,7 @@ def store_columns(acc, weight, pair, rows_ND, first_column, D, out: gl.constexpr
 @gluon.jit
 def down_warpgroup(
     scale, zero, bias, weight_N, rows_ND, order_N, D, ring,
-    WHO: gl.constexpr, DEPTH: gl.constexpr,
+    WHO: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr,
 ):
     w_ring, x_ring, full, empty, tile_info = ring
     BN: gl.constexpr = w_ring.shape[1]
@@ -381,23 +389,37 @@ def down_warpgroup(
     step = 0
     block, begin, end, expert = read_tile(tile_info, full, step)
     while block >= 0:
-        if R <= 64:  # early, where registers hold them during the product
+        if EARLY:  # registers hold them during the product
             pair = gl.load(order_N + begin + out_r, mask=begin + out_r < end, other=-1)
             weight = gl.load(weight_N + begin + r, mask=begin + r < end, other=0.0)
-        first = block * BN + f_scale
+        first, place = block * BN + f_scale, block * BN + f
+        left_bias = None if bias is None else gl.load(bias + expert * D + gl.minimum(place, D - 1))
+        right_bias = None if bias is None else gl.load(bias + expert * D + gl.minimum(place + 64, D - 1))
         left, right, step = multiply(
             ring, step, scale, zero, expert * D + gl.minimum(first, D - 1), expert * D + gl.minimum(first + 64, D - 1),
             WHO * 128, WHO * 128 + 64, DEPTH, False,
         )
-        if R > 64:
+        if not EARLY:
             pair = gl.load(order_N + begin + out_r, mask=begin + out_r < end, other=-1)
             weight = gl.load(weight_N + begin + r, mask=begin + r < end, other=0.0)
-        place, column = block * BN + f, block * BN + WHO * 128
-        left = finish(left, scale, bias, expert * D + gl.minimum(place, D - 1))
+        column = block * BN + WHO * 128
+        left = finish(left, scale, left_bias)
         store_columns(left, weight, pair, rows_ND, column, D, out)
-        right = finish(right, scale, bias, expert * D + gl.minimum(place + 64, D - 1))
+        right = finish(right, scale, right_bias)
         store_columns(right, weight, pair, rows_ND, column + 64, D, out)
         block, begin, end, expert = read_tile(tile_info, full, step)
+
+
+@gluon.jit
+def prefetch(scale, zero, first, end, DEPTH: gl.constexpr, ROWS: gl.constexpr):
+    """Scales and zero points of ROWS rows from `first` on, not from `end` on: memory takes longer than one stage."""
+    G: gl.constexpr = DEPTH // (64 if scale.dtype.element_ty == gl.uint16 else 128)
+    place = first * G + 64 * gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for begin in gl.static_range(0, ROWS * G, 2048 * gl.num_warps()):  # a thread: 64 scales, 128 bytes
+        at = gl.minimum(place + begin, end * G - 1)
+        for which in gl.static_range(1 if zero is None else 2):
+            pointer = (zero if which else scale) + at
+            gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -429,7 +451,7 @@ def gather_depth(
 
 @gluon.jit
 def gather_and_load(
-    x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner, counter, ring,
+    x_TD, x_stride, w_desc, scale, zero, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner, counter, ring,
     K: gl.constexpr, DEPTH: gl.constexpr, BAND: gl.constexpr,
 ):
     """The loading warps of the gate/up product."""
@@ -450,6 +472,8 @@ def gather_and_load(
         offset = (pair // K)[:, None] * x_stride + d[None, :]
         real = (begin + r < end)[:, None]
         first = expert * (2 * inner) + block * BN
+        prefetch(scale, zero, first, (2 * expert + 1) * inner, DEPTH, BN)
+        prefetch(scale, zero, first + inner, (2 * expert + 2) * inner, DEPTH, BN)
         step = gather_depth(x_TD, w_desc, offset, real, first, inner, step, ring, DEPTH, 0, HEAD)
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
@@ -481,7 +505,7 @@ def load_depth(h_desc, w_desc, first, row, step, ring, BEGIN: gl.constexpr, END:
 
 @gluon.jit
 def load_rows(
-    h_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, counter, ring,
+    h_desc, w_desc, scale, zero, tile_3M, max_tiles, num_tiles, num_blocks, D, counter, ring,
     DEPTH: gl.constexpr, BAND: gl.constexpr,
 ):
     """The loading warp of the down product: rows of h are in tile order. The first weights are loaded before the
@@ -503,6 +527,7 @@ def load_rows(
     while index < num_tiles * num_blocks:
         publish_tile(tile_info, empty, step, block, begin, end, expert)
         first, row = expert * D + block * BN, begin
+        prefetch(scale, zero, first, (expert + 1) * D, DEPTH, BN)
         step = load_depth(h_desc, w_desc, first, row, step, ring, 0, HEAD, EARLY)
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
@@ -515,7 +540,7 @@ def load_rows(
 def gate_up_hopper_packed(
     x_TD, x_stride, w_desc, scale, zero, bias, h_NI, order_N, tile_3M, head, max_tiles, inner,
     K: gl.constexpr, R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    BAND: gl.constexpr, ACTIVATION: gl.constexpr,
+    BAND: gl.constexpr, ACTIVATION: gl.constexpr, REGISTERS: gl.constexpr,
 ):
     """h[row, columns] = activation(gate · x) · (up · x); DEPTH is D."""
     BN: gl.constexpr = 128
@@ -528,30 +553,31 @@ def gate_up_hopper_packed(
         [
             (gate_up_warpgroup, (scale, zero, bias, h_NI, inner, ring, 0, DEPTH, ACTIVATION)),
             (gate_up_warpgroup, (scale, zero, bias, h_NI, inner, ring, 1, DEPTH, ACTIVATION)),
-            (gather_and_load, (x_TD, x_stride, w_desc, order_N, tile_3M, max_tiles, num_tiles, num_blocks, inner,
-                               head + 1, ring, K, DEPTH, BAND)),
+            (gather_and_load, (x_TD, x_stride, w_desc, scale, zero, order_N, tile_3M, max_tiles, num_tiles, num_blocks,
+                               inner, head + 1, ring, K, DEPTH, BAND)),
         ],
-        [4, 4], [224, 56],
+        [4, 4], [REGISTERS, 56 if REGISTERS > 128 else 32],
     )
 
 
 @gluon.jit(do_not_specialize=["max_tiles"])
 def down_hopper_packed(
     weight_N, h_desc, w_desc, scale, zero, bias, rows_ND, order_N, tile_3M, head, max_tiles, D,
-    R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+    R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, REGISTERS: gl.constexpr,
 ):
     """rows[pair, columns] = weight · (down · h); DEPTH is I, weights are in tile order."""
     BN: gl.constexpr = 256
+    EARLY: gl.constexpr = R <= 64 and REGISTERS > 128
     ring = make_ring(w_desc, BN, R, STAGES, 1)
     gdc_launch_dependents()
     num_tiles = gl.load(head)
     num_blocks = gl.cdiv(D, BN)
     gl.warp_specialize(
         [
-            (down_warpgroup, (scale, zero, bias, weight_N, rows_ND, order_N, D, ring, 0, DEPTH)),
-            (down_warpgroup, (scale, zero, bias, weight_N, rows_ND, order_N, D, ring, 1, DEPTH)),
-            (load_rows, (h_desc, w_desc, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2, ring,
+            (down_warpgroup, (scale, zero, bias, weight_N, rows_ND, order_N, D, ring, 0, DEPTH, EARLY)),
+            (down_warpgroup, (scale, zero, bias, weight_N, rows_ND, order_N, D, ring, 1, DEPTH, EARLY)),
+            (load_rows, (h_desc, w_desc, scale, zero, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2, ring,
                          DEPTH, BAND)),
         ],
-        [4, 1], [224, 40],
+        [4, 1], [REGISTERS, 40 if REGISTERS > 128 else 32],
     )

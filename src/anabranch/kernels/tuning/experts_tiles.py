@@ -121,6 +121,8 @@ class PackedTiles:
     stages: int
     group: int = 1
     """As in Tile."""
+    programs: int = 1
+    """Per multiprocessor: 1, or 2 of 16 rows and up to 5 stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +348,6 @@ def label(tiles: Tiles) -> str:
     if isinstance(tiles, FewTiles):
         return f"few gate {tiles.gate_warps} down {tiles.down_parts}"
     if isinstance(tiles, PackedTiles):
-        return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}"
+        return f"packed {tiles.rows} p{tiles.programs}: s{tiles.stages} g{tiles.group}"
     how = (" match" if tiles.match else "") + (" add" if tiles.add else "")
     return f"grouped {tiles.rows}{how}: {one(tiles.gate_up)} | {one(tiles.down)}"
