@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of each sequence (default 512)")
     parser.add_argument("--sequences", type=int, default=8, metavar="N", help="at a time (default 8)")
-    parser.add_argument("--every", type=int, default=64, metavar="N", help="a mark after so many tokens (default 64)")
+    parser.add_argument("--every", type=int, default=64, metavar="N", help="tokens between two marks (default 64)")
     parser.add_argument("--ids", type=Path, metavar="FILE", help="a JSON list of token ids (default: random)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -6,8 +6,8 @@ On a GPU machine most of the time is compilers' time, and a kernel may take ten 
 therefore claimed one at a time, those of FIRST before others, so that no long one is left for the end. Every process
 collects all of them; fixtures of a module are made anew for each test.
 
-Every half minute a line says how many tests have begun, ended and failed, and which have been running for long: whoever
-ends the pool by force has them.
+Every half minute a line says how many tests have begun, ended and failed, and which have been running for long. A pool
+that is killed has at least printed these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import pytest
 PROGRESS_SECONDS = 30
 LONG_SECONDS = 30
 MAX_NAMES = 8
-"""A progress line names so many of the tests that are running."""
+"""Most of the running tests that a progress line names."""
 FIRST = (
     "tests/models/test_gpu.py",  # whole models and engines, which compile most
     "tests/engine/",

@@ -43,6 +43,7 @@ class Buffers:
             torch.zeros(largest * max(map(math.prod, shapes)), dtype=dtype, device=device)
             for shapes in zip(*self.shapes)
         )
+        self.width = self.mixed.shape[0] // largest
 
     def rows(self, layer_id: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The beginning of `written` and of `mixed` as `num_rows` rows of a layer."""
@@ -127,7 +128,7 @@ class PiecesStep:
         buffers.input[:2, num_rows : self.size] = 0
         buffers.input[2:, num_rows : self.size] = -1
         if num_rows < self.size:
-            buffers.mixed.zero_()
+            buffers.mixed[: self.size * buffers.width].zero_()
         if step is not None:
             for row, values in zip(buffers.input, (step.token_T, step.position_T, *step.slots), strict=True):
                 row[:num_rows].copy_(values)

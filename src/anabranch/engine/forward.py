@@ -27,7 +27,8 @@ from anabranch.platforms import Platform
 
 LARGEST_PREFILL = 2048
 """Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host. But many
-requests are served at a time with small models, where it does not: see `largest_captured`."""
+requests are served at a time with small models, where it does not: see `largest_captured`. Twice as many with latent
+attention, whose prompts are not captured whole and have more kernels."""
 
 
 def largest_captured(config: EngineConfig) -> int:
@@ -118,7 +119,9 @@ class Forward:
         """Capture the steps that most requests will meet."""
         prefills: list[BySize[str, Any] | None] = [self.prompts, self.prefills]
         for prompts in filter(None, prefills):
-            for size in common_prefill(prompts.sizes):
+            # Of the largest ones all, since there a larger one in its place would take longer.
+            large = (size for size in prompts.sizes if size > largest_captured(self.config))
+            for size in sorted({*common_prefill(prompts.sizes), *large}, reverse=True):
                 prompts.add("any", size)
         for decodes in filter(None, (self.decodes, self.drafted)):
             for size in common_decode(decodes.sizes):

@@ -118,7 +118,7 @@ class LatentAttention(nn.Module):
         page_P = torch.cat([table_RM[span.request, : -(-span.context // S)] for span in spans])
         weight_HXC = with_turned(weight.unflatten(0, (H, -1)), config.plain_dim, D - config.plain_dim)
         num_pages, max_query = page_P.shape[0], max(num_queries for num_queries, _ in lengths)
-        at_once = -(-H // -(-num_pages * S // EXPANDED_ROWS))
+        at_once = max(1, min(H, H * EXPANDED_ROWS // (num_pages * S)))
         mixed = []
         for q, weight_hXC in zip(q_THD.split(at_once, 1), weight_HXC.split(at_once), strict=True):
             kv_PSHX = q.new_empty(num_pages, S, *weight_hXC.shape[:2])
@@ -129,6 +129,7 @@ class LatentAttention(nn.Module):
             k_PSHD, v_PSHV = kv_PSHX.tensor_split([D], -1)
             call = ops.AttentionCall(q, k_PSHD, v_PSHV, *requests, config.scale, max_query=max_query)
             mixed.append(ops.attention(call))
+            del kv_PSHX, kv_QX, k_PSHD, v_PSHV, call, row_PSC  # before the next are made
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1)
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:

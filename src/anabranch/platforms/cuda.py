@@ -19,7 +19,7 @@ class CudaPlatform(AcceleratorPlatform):
     graph_mode = "full"
     deterministic = True
     memory_fraction = 0.85
-    proven = "kernels, families, drafts, --deterministic, captured steps, throughput, two ranks: on an H200, Triton 3.6"
+    proven = "kernels, families, drafts, --deterministic, captured steps, throughput, two ranks: H200, Triton 3.6, 3.7"
     unproven = "several GPUs, other GPUs (kernels compile for sm_80 and sm_100), Triton from 3.8 on (kernels compile)"
 
     @property

@@ -297,7 +297,7 @@ def test_chosen_tiles_fit(machine: str, dtype: str) -> None:
                         assert stage * tile.stages <= MACHINES[machine].shared_bytes
                 else:
                     assert MACHINES[machine].hopper
-                    assert combine != "fused"
+                    assert isinstance(tiles, HopperTiles) and tiles.add == (combine == "fused")
 
 
 def test_what_it_does_not_accept() -> None:

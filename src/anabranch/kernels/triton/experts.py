@@ -164,10 +164,10 @@ def run_few(call: ExpertsCall, tiles: FewTiles) -> torch.Tensor:
     assert kernels is not None and call.combined
 
     def shape(weight: Weight, warps: int, parts: int) -> dict[str, Any]:
-        width = weight.data.shape[-1] * weight.data.element_size() // 4
+        width = weight.data.shape[-1] * weight.data.element_size() // 16
         of = options(weight)
         constants = {name: of[name] for name in ("KIND", "OUTPUTS", "INPUTS", "num_groups", "scale")}
-        return {"W": warps, "CHUNKS": cdiv(width, 16 * parts), "width": width, "num_warps": warps, **constants}
+        return {"W": warps, "CHUNKS": cdiv(width, 4 * parts), "width": width, "num_warps": warps, **constants}
 
     launch, h_NI, y_TD = launch_options(device), call.x_TD.new_empty(tokens * top_k, inner), new_result(call)
     kernels.gate_up_few[(tokens * top_k, cdiv(inner, 8))](

@@ -252,7 +252,9 @@ def gate_up_few(
     K: gl.constexpr, W: gl.constexpr, CHUNKS: gl.constexpr, ACTIVATION: gl.constexpr, DEPENDENT: gl.constexpr,
     KIND: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr,
 ):
-    """Eight columns of h of one pair; each warp has a part of the inputs. `width`: words of a row of weights."""
+    """Eight columns of h of one pair; each warp has a part of the inputs. `width`: of a row of weights, in pieces of 16
+    bytes, so that the compiler knows where rows begin."""
+    width = width * 4  # words
     HALVES: gl.constexpr = 1 if KIND == "fp8" else 2
     pair = gl.program_id(0)
     if DEPENDENT:
@@ -292,7 +294,8 @@ def down_few(
     K: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, CHUNKS: gl.constexpr, DEPENDENT: gl.constexpr,
     KIND: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr,
 ):
-    """16 outputs of one token; each warp has an expert, or one of PARTS parts of its inputs."""
+    """16 outputs of one token; each warp has an expert, or one of PARTS parts of its inputs. `width`: as above."""
+    width = width * 4
     HALVES: gl.constexpr = 1 if KIND == "fp8" else 2
     t = gl.program_id(0)
     r = gl.arange(0, 16 * W, layout=gl.SliceLayout(1, words_layout(W)))
