@@ -149,6 +149,8 @@ HOPPER_TOKENS = 64
 """Above, experts_hopper is at least as fast as experts_grouped."""
 HOPPER_FP8_TOKENS = 8
 """Likewise experts_hopper_fp8."""
+FEW_TOKENS = 8
+"""Up to this many experts_few is fastest, where it serves."""
 LEAST_COLUMNS = 16
 MOST_CHUNKS = 12
 """Of 64 bytes of 16 rows, which a warp of experts_few has at once."""
@@ -168,6 +170,10 @@ def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Mac
     format = named(shape.format)
     if machine.fixed:
         return choose_fixed(num_tokens, shape, format, machine)
+    if machine.hopper and num_tokens <= FEW_TOKENS and combine != "unfused":
+        few = choose_few(shape)
+        if few is not None:
+            return few
     # Converting quantised weights is work: from a few tokens on, it is faster to do it once for all of them.
     if num_tokens <= (QUANTIZED_SMALL_TOKENS if isinstance(format, Grouped) else SMALL_TOKENS):
         small = choose_small(shape)
