@@ -1,7 +1,7 @@
 """Experts in MXFP4, FP8 and INT4, of gpt-oss and Qwen3: ours, and for MXFP4 triton_kernels' if it can be imported.
 
     python benchmarks/quantized_experts.py --json FILE                  all models, 1 to 4,096 tokens
-    python benchmarks/quantized_experts.py --packed                     on Hopper: also other tiles
+    python benchmarks/quantized_experts.py --tiles                      on Hopper: also other tiles
     python benchmarks/quantized_experts.py --models tiny --tokens 1 3   without a GPU
 
 From hidden rows and the router's choice to summed rows; experts of gpt-oss have biases and the clamped SwiGLU. Calls
@@ -150,7 +150,7 @@ def theirs(call: ExpertsCall) -> Callable[[], torch.Tensor]:
     return run
 
 
-def time_packed(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
+def time_tiles(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
     """µs with each tile, and how far its result is from that of the tiles that are chosen."""
     from anabranch.kernels.triton import experts as kernel
     from anabranch.kernels.tuning.experts_tiles import FewTiles, PackedTiles, Shape, choose_few, is_packed, label
@@ -178,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[name for name in MODELS if "tiny" not in name], choices=MODELS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096], metavar="N")
-    parser.add_argument("--packed", action="store_true", help="also tiles of experts_hopper_packed and experts_few")
+    parser.add_argument("--tiles", action="store_true", help="also tiles of experts_hopper_packed and experts_few")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     platform = platforms.current()
@@ -202,9 +202,9 @@ def main() -> None:
                 ours = microseconds(platform, [partial(ops.experts, call) for call in sets])
                 row = {"model": model, "tokens": tokens, "us": ours, "gb_s": num_bytes / ours / 1e3}
                 cells = f"{ours:10.1f} {row['gb_s']:7.0f}"
-                if options.packed:
-                    row["packed_us"] = packed = time_packed(platform, sets)
-                    print(f"{'packed':>14} {tokens:7} " + "  ".join(f"{name}: {us:.1f}" for name, us in packed.items()))
+                if options.tiles:
+                    row["tiles_us"] = tried = time_tiles(platform, sets)
+                    print(f"{'tiles':>14} {tokens:7} " + "  ".join(f"{name}: {us:.1f}" for name, us in tried.items()))
                 if problem is None and MODELS[model].format == MXFP4:
                     try:
                         others = [theirs(call) for call in sets]

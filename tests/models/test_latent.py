@@ -4,6 +4,7 @@ heads. test_transformers judges their logits."""
 import itertools
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,30 @@ def test_expanded_heads(
     assert (logits - expected).abs().max() <= 1e-4
     monkeypatch.setattr(LatentConfig, "most_absorbed", sys.maxsize)
     assert (SingleSequence(model, 128).forward(tokens) - logits).abs().max() <= 1e-4
+
+
+def test_one_part_of_the_heads_is_in_memory(
+    judged: tuple[Any, list[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is made for heads that are done is gone before others are made, and is no larger than it may be."""
+    model, tokens, _ = judged
+    config = model.config.layers[0].mixer
+    monkeypatch.setattr(latent, "EXPANDED_ROWS", 80)
+    made: list[weakref.ref[torch.Tensor]] = []
+    new_empty = torch.Tensor.new_empty
+
+    def noted(x: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
+        result = new_empty(x, *shape, **options)
+        if result.dim() == 4:
+            assert not any(one() is not None for one in made)
+            assert result.numel() <= 80 * config.num_heads * (config.key_dim + config.value_dim)
+            made.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", noted)
+    with torch.inference_mode():
+        SingleSequence(model, 128).forward(tokens)
+    assert len(made) > len(model.layers)
 
 
 def test_which_spans_are_expanded_together(monkeypatch: pytest.MonkeyPatch) -> None:

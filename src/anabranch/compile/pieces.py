@@ -44,6 +44,7 @@ class Buffers:
             for shapes in zip(*self.shapes)
         )
         self.width = self.mixed.shape[0] // largest
+        """Numbers of a row of `mixed`, in the layer that has most."""
 
     def rows(self, layer_id: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The beginning of `written` and of `mixed` as `num_rows` rows of a layer."""

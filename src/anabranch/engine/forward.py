@@ -80,7 +80,7 @@ class Forward:
             self.decodes = BySize(decode_sizes(config.max_samples), captured)
             if keeps_drafts:
                 self.drafted = BySize(decode_sizes(config.max_samples), partial(captured, drafts=True))
-        largest, longest = max(2, largest_captured(config)), longest_prompt(config, platform)  # one row is special
+        largest, longest = max(2, largest_captured(config)), longest_prompt(config, platform)  # 1: special to compilers
         # With more rows of a request, latent attention needs lengths that a graph of the whole step does not know.
         whole = max(2, min([longest, *(getattr(one.mixer, "most_absorbed", longest) for one in model.config.layers)]))
         if config.graphs == "full" and whole < longest:

@@ -18,7 +18,6 @@ from anabranch.formats.grouped import FP4
 pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.tuning.experts_tiles import (
-    FewTiles,
     GroupedTiles,
     HopperTiles,
     Machine,
@@ -27,7 +26,6 @@ from anabranch.kernels.tuning.experts_tiles import (
     Tile,
     Tiles,
     choose,
-    choose_few,
     label,
 )
 from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
@@ -413,67 +411,6 @@ def test_instructions_unpack_words() -> None:
                 bits = torch.from_numpy((found[f"${index}"] << 16).astype(np.uint32).view(np.int32))
                 real, usual = bits.view(torch.float32).double().numpy(), np.isfinite(numbers)
                 assert (real[usual] == numbers[usual]).all(), f"{name}: number {index}"
-
-
-FEW = [
-    (Grouped("int4", 1, 128, "bfloat16"), 8, 2048, 768),
-    (Grouped("int4", 1, 128, "float16"), 6, 384, 256),
-    (MXFP4, 4, 2880, 2880),
-    (MXFP4, 2, 192, 320),
-    (Grouped("fp8", 128, 128, "float32"), 8, 2048, 768),
-    (Grouped("fp8", 128, 128, "bfloat16"), 1, 512, 1408),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("format", "top_k", "D", "inner"), FEW)
-def test_few_on_a_gpu(format: Grouped, top_k: int, D: int, inner: int, poison: None) -> None:
-    tiles = choose_few(TileShape(8, D, inner, top_k, torch.bfloat16, format.name))
-    assert tiles is not None
-    for tokens, biased in itertools.product((1, 2, 5), (False, True)):
-        activation = "clamped_swiglu" if biased else "silu"
-        place: Any = {"biased": biased, "activation": activation}
-        arguments = draw(tokens, 8, top_k, D, inner, torch.bfloat16, "cuda", **place)
-        if tokens > 1:
-            arguments["expert_TK"][0] = -1
-            arguments["expert_TK"][1, 0] = -1
-        check(arguments, format, tiles)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("format", "top_k", "D", "inner"), FEW)
-def test_few_compiles_ahead_of_time(
-    format: Grouped, top_k: int, D: int, inner: int, launches: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No number goes from one thread to another, but for sums at the end."""
-    from anabranch.kernels.triton import experts_few
-
-    for name in ("gate_up_few", "down_few"):
-        monkeypatch.setattr(experts_few, name, Recorder(getattr(experts_few, name), launches))
-    monkeypatch.setattr(kernel, "few_kernels", lambda device: experts_few)
-    tiles = choose_few(TileShape(8, D, inner, top_k, torch.bfloat16, format.name))
-    assert tiles is not None
-    given, _ = quantize(draw(2, 8, top_k, D, inner, torch.bfloat16, biased=format == MXFP4), format)
-    kernel.run(ExpertsCall(**given), tiles)
-    assert len(launches) == 2
-    for function, args, kwargs in launches:
-        compiled = compile_launch(function, args, kwargs, "sm_90")
-        assert compiled.metadata.shared <= 1024 and resources(compiled)["STACK"] == 0
-        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16" in compiled.asm["ptx"]
-        halves, chunks = 1 if format.numbers == "fp8" else 2, kwargs["CHUNKS"]
-        found = len(re.findall(r"ld\.global\.v4", compiled.asm["ptx"]))
-        assert found >= 2 * chunks + 2 * halves * chunks, "all of the weights and inputs, 16 bytes at a time"
-
-
-def test_where_few_tiles_serve() -> None:
-    shape = TileShape(128, 2048, 768, 8, torch.bfloat16, FEW[0][0].name)
-    assert choose_few(shape) == FewTiles(4, 1)
-    assert choose_few(TileShape(32, 2880, 2880, 4, torch.bfloat16, MXFP4.name)) == FewTiles(4, 2)
-    assert choose_few(replace(shape, top_k=10)) is None and choose_few(replace(shape, dtype=torch.float16)) is None
-    assert choose_few(replace(shape, inner=2048)) is None, "too much for a warp"
-    assert choose_few(replace(shape, D=16384)) is None
-    assert choose_few(replace(shape, format=Grouped("int4", 1, 128, "float16", zero=True).name)) is None
-    assert choose_few(TileShape(128, 2048, 768, 8, torch.bfloat16)) is None
 
 
 def test_threads_have_the_numbers_that_the_matrix_unit_takes_from_them() -> None:

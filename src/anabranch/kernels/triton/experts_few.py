@@ -3,7 +3,7 @@
 T tokens, D hidden width, K experts per token, I expert width (`inner`), W warps of a program, R = 16 rows of weights,
 pair p = t · K + k.
 
-Numbers of 8 or 4 bits cost a dozen instructions each if every one is converted and multiplied by itself (see
+Numbers of 8 or 4 bits cost 6 to 11 instructions each if every one is converted and multiplied by itself (see
 experts_small); a matrix unit takes them as bf16, eight of a thread at once. A warp has R rows and a part of their
 inputs, and loads all of it, 16 bytes a thread, before it uses any. A product has eight columns: column c is the part of
 the inputs that warp c has, so of the product of warp c only that column counts. Which input a number in a register
@@ -211,10 +211,7 @@ def load_scales(scale, first, group, own, num_groups, CHUNKS: gl.constexpr, KIND
     else:
         PER_CHUNK: gl.constexpr = 128 if KIND == "int4" else 64
         for c in gl.static_range(CHUNKS):
-            if INPUTS:
-                at = (group + c * PER_CHUNK) // INPUTS
-            else:
-                at = group * 0
+            at = (group + c * PER_CHUNK) // INPUTS
             found = found + (gl.load(scale + first + at, mask=own & (at < num_groups), other=0.0).to(gl.float32),)
     return found
 
@@ -246,6 +243,12 @@ def multiply(words, scales, inputs, begin, own, depth, CHUNKS: gl.constexpr, KIN
     return sums
 
 
+@gluon.jit
+def gate_up_rows(r, inner):
+    """Rows of weights of a program's rows: of 16, gate rows are the first 8. Those after the last one repeat it."""
+    return gl.where(r % 16 < 8, 0, inner) + gl.minimum(gl.program_id(1) * 8 + r % 8, inner - 1)
+
+
 @gluon.jit(do_not_specialize=["num_groups"])
 def gate_up_few(
     x_TD, x_stride, expert_N, gate_up_EFD, scale, bias_EF, h_NI, D, inner, width, num_groups,
@@ -263,13 +266,11 @@ def gate_up_few(
     e = gl.load(expert_N + pair).to(gl.int64)
     if e >= 0:
         r = gl.arange(0, 16 * W, layout=gl.SliceLayout(1, words_layout(W)))
-        row = gl.where(r % 16 < 8, 0, inner) + gl.minimum(gl.program_id(1) * 8 + r % 8, inner - 1)
         skipped = r // 16 * (CHUNKS * 16)
-        begin = (e * (2 * inner) + row) * width + skipped
+        begin = (e * (2 * inner) + gate_up_rows(r, inner)) * width + skipped
         words = load_words(gate_up_EFD, begin, r >= 0, width - skipped, CHUNKS, W)
         q = gl.arange(0, 16 * W, layout=scaled_rows(KIND, W))
-        row = gl.where(q % 16 < 8, 0, inner) + gl.minimum(gl.program_id(1) * 8 + q % 8, inner - 1)
-        first = (e * gl.cdiv(2 * inner, OUTPUTS) + row // OUTPUTS) * num_groups
+        first = (e * gl.cdiv(2 * inner, OUTPUTS) + gate_up_rows(q, inner) // OUTPUTS) * num_groups
         group = q // 16 * (CHUNKS * (4 if KIND == "fp4" else 64 * HALVES))
         scales = load_scales(scale, first, group, q >= 0, num_groups, CHUNKS, KIND, INPUTS)
         barrier()  # issue all loads before the first is used; without this the assembler saves registers instead
@@ -279,9 +280,8 @@ def gate_up_few(
         sums = multiply(words, scales, x, part, column < W, D - part, CHUNKS, KIND, W)
         both = gl.sum(gl.reshape(sums, [W, 16]), 0)
         if bias_EF is not None:
-            r16 = gl.arange(0, 16, layout=both.type.layout)
-            row16 = gl.where(r16 < 8, 0, inner) + gl.minimum(gl.program_id(1) * 8 + r16 % 8, inner - 1)
-            both += gl.load(bias_EF + e * (2 * inner) + row16).to(gl.float32)
+            row = gate_up_rows(gl.arange(0, 16, layout=both.type.layout), inner)
+            both += gl.load(bias_EF + e * (2 * inner) + row).to(gl.float32)
         gate, up = gl.split(gl.permute(gl.reshape(both, [2, 8]), [1, 0]))
         h = activate(gate, up, ACTIVATION)
         out = gl.program_id(1) * 8 + gl.arange(0, 8, layout=gate.type.layout)

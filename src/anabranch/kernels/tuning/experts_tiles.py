@@ -151,11 +151,11 @@ HOPPER_FP8_TOKENS = 8
 """Likewise experts_hopper_fp8."""
 FEW_TOKENS = 8
 """Up to this many experts_few is fastest, where it serves."""
+PACKED_TOKENS = {"int4": 8, "fp4": 2}
+"""Likewise experts_hopper_packed, for kinds of numbers."""
 LEAST_COLUMNS = 16
 MOST_CHUNKS = 12
 """Of 64 bytes of 16 rows, which a warp of experts_few has at once."""
-PACKED_TOKENS = {"int4": 8, "fp4": 2}
-"""Likewise experts_hopper_packed, for kinds of numbers."""
 
 
 def padded_tokens(num_tokens: int) -> int:
