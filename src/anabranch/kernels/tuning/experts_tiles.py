@@ -149,10 +149,11 @@ HOPPER_TOKENS = 64
 """Above, experts_hopper is at least as fast as experts_grouped."""
 HOPPER_FP8_TOKENS = 8
 """Likewise experts_hopper_fp8."""
-FEW_TOKENS = 8
-"""Up to this many experts_few is fastest, where it serves."""
+FEW_TOKENS = {"fp8": 8, "int4": 8, "fp4": 8}
+"""Up to this many experts_few is fastest, for kinds of numbers."""
 PACKED_TOKENS = {"int4": 8, "fp4": 2}
 """Likewise experts_hopper_packed, for kinds of numbers."""
+SMALLEST_PACKED = PackedTiles(16, 8)
 LEAST_COLUMNS = 16
 MOST_CHUNKS = 12
 """Of 64 bytes of 16 rows, which a warp of experts_few has at once."""
@@ -170,10 +171,9 @@ def choose(num_tokens: int, shape: Shape, combine: str = "fastest", machine: Mac
     format = named(shape.format)
     if machine.fixed:
         return choose_fixed(num_tokens, shape, format, machine)
-    if machine.hopper and num_tokens <= FEW_TOKENS and combine != "unfused":
-        few = choose_few(shape)
-        if few is not None:
-            return few
+    few = choose_few(shape) if machine.hopper and combine != "unfused" else None
+    if few is not None and isinstance(format, Grouped) and num_tokens <= FEW_TOKENS[format.numbers]:
+        return few
     # Converting quantised weights is work: from a few tokens on, it is faster to do it once for all of them.
     if num_tokens <= (QUANTIZED_SMALL_TOKENS if isinstance(format, Grouped) else SMALL_TOKENS):
         small = choose_small(shape)
@@ -258,7 +258,7 @@ def is_packed(format: Format) -> bool:
 
 def choose_packed(rows_per_expert: float, format: Grouped) -> PackedTiles:
     if rows_per_expert <= 8:
-        return PackedTiles(16, 8)
+        return SMALLEST_PACKED
     if format.numbers == "fp4" and rows_per_expert > 64:  # INT4 has no registers for as many
         return PackedTiles(128, 4, group=4)
     return PackedTiles(32, 6) if rows_per_expert <= 24 else PackedTiles(64, 5)
