@@ -307,9 +307,8 @@ def run_hopper_packed(call: ExpertsCall, tiles: PackedTiles) -> torch.Tensor:
     packed = packed_kernels(device)
     assert packed is not None
     plan = order_rows(call, tiles.rows, 0, launch)
-    places = num_processors(device) * tiles.programs
+    places = num_processors(device)
     common = {"R": tiles.rows, "STAGES": tiles.stages, "BAND": tiles.group, "num_warps": 4, "launch_pdl": True}
-    common |= {"REGISTERS": 224} if tiles.programs == 1 else {"REGISTERS": 104, "maxnreg": 80}  # of multiplying threads
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     weight = call.gate_up_EFD.tensors
     packed.gate_up_hopper_packed[(min(places, plan.max_tiles * cdiv(inner, 128)),)](

