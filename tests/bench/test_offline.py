@@ -59,7 +59,6 @@ class Timed:
             model=SimpleNamespace(vocab_size=150_000),
             config=SimpleNamespace(max_model_len=4200),
             metrics=SimpleNamespace(draft_tokens=10, accepted_tokens=0),
-            set_drafting=lambda drafting: setattr(self, "drafting", drafting),
         )
         self.drafting = False
 
@@ -120,12 +119,14 @@ def test_decode_is_the_best_of_two_without_the_first_token(timed: Timed) -> None
 
 
 def test_speculation_is_decode_of_repetitive_prompts_with_drafts_and_without(timed: Timed) -> None:
-    bench = bench_of(timed)
+    bench, timed.drafting = bench_of(timed), True
     bench.measure(["speculation"])
-    half = len(timed.calls) // len(Workloads().batches) // 2
-    assert timed.calls[:half] == timed.calls[half : 2 * half] == [(1, 128, 2), *2 * [(1, 128, 1)], *2 * [(1, 128, 129)]]
-    assert timed.prompts[:half] == timed.prompts[half : 2 * half]
-    assert all(prompt == prompt[:16] * 8 and len(set(prompt)) > 10 for prompt in timed.prompts)
+    calls, prompts = list(timed.calls), list(timed.prompts)
+    assert calls[:5] == [(1, 128, 2), *2 * [(1, 128, 1)], *2 * [(1, 128, 129)]]
+    assert all(prompt == prompt[:16] * 8 and len(set(prompt)) > 10 for prompt in prompts)
+    timed.calls, timed.prompts, timed.drafting = [], [], False
+    Bench(timed, Workloads(), bench.result).measure(["without drafts"])  # type: ignore[arg-type]
+    assert (timed.calls, timed.prompts) == (calls, prompts)
     found = bench.result.values["speculation"]
     assert list(found) == ["1", "4", "16", "64", "128", "256"]
     times = {"ms": pytest.approx(4 / 2.5), "ms_without": pytest.approx(4), "speed_up": pytest.approx(2.5)}
@@ -172,6 +173,16 @@ def test_all_of_it_on_a_tiny_model(
     assert set(again.pop("decode_ms")) == {"1", "2", "3"}
     del found["decode_ms"]
     assert again == found
+
+
+def test_two_engines_show_what_drafts_gain(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    drafting = ("--only", "speculation", "--speculative", "ngram", "--batches", "1")
+    arguments = (str(tiny), "--load-format", "dummy", "--json", str(file), "--shrink", "4", *drafting)
+    assert offline.run(parse(*arguments)) == 0
+    (figures,) = json.loads(file.read_text())["speculation"].values()
+    assert figures["ms_without"] == pytest.approx(figures["ms"] * figures["speed_up"]) and figures["draft_tokens"] > 0
+    assert f"no drafts 1  {figures['ms_without']:.3f} ms a token: drafts make it" in capsys.readouterr().out
 
 
 def test_what_was_measured_survives_an_interruption(

@@ -6,8 +6,9 @@ CONFIG is the name of a bundled config (qwen3-30b-a3b, qwen3.6-35b-a3b, qwen1.5-
 random.Random(0); sampling is greedy and ignores end-of-text; nothing is detokenised; the prefix cache is off. TTFT: one
 request, one token, median of 5 after a warm-up. Decode at batch B: prompts of 128 tokens, (best of 2 full runs − best
 of 2 one-token runs) / (N − 1), N = 129 (65 from batch 128 on). Throughput: 512 requests in one call. Speculation:
-decode of prompts that repeat 16 random tokens, with drafts and without, and the share of drafts that were right. Start:
-a separate process with empty caches (import_s, startup_s), then this one (import_warm_s, startup_warm_s).
+decode of prompts that repeat 16 random tokens, and the share of drafts that were right; then the same by an engine
+without speculation. Start: a separate process with empty caches (import_s, startup_s), then this one (import_warm_s,
+startup_warm_s).
 
 Each figure is written to the JSON file as soon as it is measured. Parts may be measured by several calls with the same
 file, as long as commit, model and machine stay the same.
@@ -145,6 +146,7 @@ class Bench:
             "ttft": {f"ttft {n}": partial(self.ttft, n) for n in workloads.lengths if n <= longest},
             "decode": {f"decode {n}": partial(self.decode, n) for n in workloads.batches},
             "speculation": {f"speculation {n}": partial(self.speculation, n) for n in workloads.batches},
+            "without drafts": {f"no drafts {n}": partial(self.without_drafts, n) for n in workloads.batches},
             "throughput": {f"thr_{i}_{o}": partial(self.throughput, n, i, o) for n, i, o in workloads.throughput},
         }
         figures = [figure for kind in kinds for figure in parts[kind].items()]
@@ -199,24 +201,21 @@ class Bench:
         return 1e3 * (full - one) / (num_tokens - 1)
 
     def speculation(self, batch: int) -> str:
-        engine = self.llm.engine
-        metrics, ms = engine.metrics, {}
-        before = metrics.draft_tokens, metrics.accepted_tokens
-        for drafting in (False, True):
-            engine.set_drafting(drafting)
-            self.random.seed(0)  # the same prompts
-            ms[drafting] = self.decode_ms(batch, PHRASE)
-        drafted, accepted = metrics.draft_tokens - before[0], metrics.accepted_tokens - before[1]
-        acceptance, speed_up = accepted / max(1, drafted), ms[False] / ms[True]
-        self.result.values.setdefault("speculation", {})[str(batch)] = {
-            "ms": ms[True],
-            "ms_without": ms[False],
-            "speed_up": speed_up,
-            "draft_tokens": drafted,
-            "acceptance": acceptance,
-        }
-        times = f"{ms[True]:.3f} ms a token, {ms[False]:.3f} without drafts: {speed_up:.2f} x"
-        return f"{times}; {acceptance:.0%} of {drafted} drafts were right"
+        metrics = self.llm.engine.metrics
+        drafted, accepted = metrics.draft_tokens, metrics.accepted_tokens
+        self.random.seed(0)
+        ms = self.decode_ms(batch, PHRASE)
+        drafted, accepted = metrics.draft_tokens - drafted, metrics.accepted_tokens - accepted
+        figures = {"ms": ms, "draft_tokens": drafted, "acceptance": accepted / max(1, drafted)}
+        self.result.values.setdefault("speculation", {})[str(batch)] = figures
+        return f"{ms:.3f} ms a token, {figures['acceptance']:.0%} of {drafted} drafts were right"
+
+    def without_drafts(self, batch: int) -> str:
+        """The same in an engine without speculation: one with a draft layer always computes it."""
+        self.random.seed(0)
+        ms, figures = self.decode_ms(batch, PHRASE), self.result.values["speculation"][str(batch)]
+        figures |= {"ms_without": ms, "speed_up": ms / figures["ms"]}
+        return f"{ms:.3f} ms a token: drafts make it {figures['speed_up']:.2f} x as fast"
 
     def throughput(self, count: int, length: int, num_tokens: int) -> str:
         seconds = self.seconds(count, length, num_tokens)
@@ -261,12 +260,19 @@ def run(options: argparse.Namespace) -> int:
         elif "startup_warm_s" not in result.values:  # with the caches as they are; does not replace a measured start
             result.values |= start
         result.save()
-        bench, measured = Bench(llm, workloads, result), [kind for kind in kinds if kind != "startup"]
-        if measured:
-            bench.warm_up()
-        bench.measure(measured)
-        llm.close()
+        measure(llm, workloads, result, [kind for kind in kinds if kind != "startup"])
+        if "speculation" in kinds:
+            plain = argparse.Namespace(**vars(options) | {"speculative": "none"})
+            measure(open_llm(plain, folder, Stages.of_process())[0], workloads, result, ["without drafts"])
     return 0
+
+
+def measure(llm: LLM, workloads: Workloads, result: Result, kinds: list[str]) -> None:
+    bench = Bench(llm, workloads, result)
+    if kinds:
+        bench.warm_up()
+    bench.measure(kinds)
+    llm.close()
 
 
 def open_llm(options: argparse.Namespace, folder: str, stages: Stages) -> tuple[LLM, dict[str, Any]]:
