@@ -167,6 +167,18 @@ def test_plan_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 ranks cannot be divided among so many" in capsys.readouterr().err
 
 
+def test_plan_of_states(capsys: pytest.CaptureFixture[str]) -> None:
+    words, found = ["plan", "qwen3.6-35b-a3b", "--tensor-parallel-size", "2", "--json"], {}
+    for dtype in ("float32", "model"):
+        assert main([*words, "--state-dtype", dtype]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        found[dtype] = plan["rank"]["state_bytes_per_request"]
+        assert 2 * found[dtype] == plan["kv_bytes_per_token"][0]["bytes"]  # heads are divided
+    assert 1.9 < found["float32"] / found["model"] <= 2
+    assert main(words[:-1]) == 0
+    assert f"states: {found['float32']:,} per request" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("quantization", "most"), [("fp8", 33e9), ("int4", 19e9)])
 def test_plan_of_qwen3_30b_quantised(quantization: str, most: float, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(CONFIGS / "qwen3-30b-a3b")

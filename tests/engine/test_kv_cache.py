@@ -4,6 +4,7 @@ The model is a dict from (salt, all tokens up to the end of a page) to that page
 all lengths and picks what to evict by looking at everything, so it shares no bookkeeping with the tree.
 """
 
+import os
 import random
 import subprocess
 import sys
@@ -523,7 +524,7 @@ def test_random_walk(shape: str, size: int, thorough: bool) -> None:
     windows, num_pages = SHAPES[shape]
     if size == 16:
         windows = tuple(5 * window if window > 0 else window for window in windows)
-    num_operations = 8_500 if thorough else 2_500
+    num_operations = int(os.environ.get("ANABRANCH_TEST_WALK", 8_500 if thorough else 2_500))
     world = World(windows, num_pages, size, max_chunk=3 * size)
     walk(world, random.Random(f"{shape} {size}"), num_operations, max_pages=10)
     assert world.num_operations >= num_operations

@@ -134,14 +134,22 @@ def test_drafts_of_a_draft_layer_change_no_answer(knows: bool, graphs: str, tmp_
     assert (metrics.accepted_tokens > 0.3 * metrics.draft_tokens) == knows
 
 
-def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
+DENSE, ROUTED = ("llama", "qwen3", "qwen3_5"), ("qwen3_moe", "qwen3_5_moe", "qwen3_next", "deepseek_v2", "gpt_oss")
+
+
+@pytest.mark.parametrize("model_type", [*DENSE, *ROUTED])
+def test_bf16_stays_near_the_judge(model_type: str, tmp_path: Path) -> None:
+    """Of models with experts, half of the rows: where rounding makes a router choose others, the rest are far away."""
     from anabranch.engine.single import SingleSequence
     from anabranch.loader.load import load_model
 
-    case = CASES["llama"]  # dense: no router that a rounding could tip
+    case = CASES[model_type]
     folder = tiny.save(case, tmp_path / "model")
     prompt = tiny.prompt(case)
-    exact, rounded = (
-        SingleSequence(load_model(folder, dtype=dtype), 256).forward(prompt) for dtype in ("float32", "bfloat16")
-    )
-    assert torch.linalg.vector_norm(exact - rounded) / torch.linalg.vector_norm(exact) < 3e-2
+    exact = tiny.Judge(folder, model_type).logits(prompt)
+    sequence = SingleSequence(load_model(folder, dtype="bfloat16"), 256)
+    found = torch.cat([sequence.forward(prompt[:-20]), *(sequence.forward([token]) for token in prompt[-20:])])
+    error = (found.float().cpu() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert error.median() < 4e-2
+    if model_type in DENSE:
+        assert error.max() < 1e-1

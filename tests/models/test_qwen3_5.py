@@ -49,6 +49,16 @@ def test_prompts_of_all_lengths(folder: Path) -> None:
         assert (found - expected[:length]).abs().max() < 1e-4, length
 
 
+def test_decode_of_64_tokens(folder: Path) -> None:
+    judge, length = tiny.Judge(folder, read_config(folder).model_type), 70
+    expected = judge.logits(tokens(length + 64))
+    sequence = SingleSequence(load_model(folder, dtype="float32"), 256)
+    sequence.forward(tokens(length))
+    for place in range(length, length + 64):
+        found = sequence.forward(tokens(place + 1)[place:])
+        assert (found - expected[place]).abs().max() < 1e-4, place
+
+
 def test_many_requests_are_as_alone(folder: Path) -> None:
     """More than there is room for: they wait, are preempted, and take the states that others leave."""
     model = load_model(folder, dtype="float32")

@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", nargs="?", help=f"{bundled.HELP}; {names}")
     add("--memory", metavar="SIZE", help="device memory: 141GB, 80GiB, or 141 for GB")
     add_memory_fraction(parser, "share to use (default 0.85)", 0.85)
-    add_engine_options(parser, "dtype", "quantization", "kv_cache_dtype")
+    add_engine_options(parser, "dtype", "quantization", "kv_cache_dtype", "state_dtype")
     add("--page-size", type=at_least(1), default=16, metavar="N", help="tokens in a KV page (default 16)")
     add_engine_options(parser, "tensor_parallel_size", "expert_parallel")
     data = "ranks with requests of their own, which divide the experts among them (default 1)"
@@ -60,7 +60,8 @@ def parse_size(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     sizes = [gb * 10**9 for gb in COMMON_MEMORY] if options.memory is None else [parse_size(options.memory)]
     folder = locate(bundled.folder() if options.model is None else configs(options.model, "dummy"), weights=False)
-    config = planning.quantized(read_config(folder, kv_cache_dtype=options.kv_cache_dtype), options.quantization)
+    config = read_config(folder, kv_cache_dtype=options.kv_cache_dtype, state_dtype=options.state_dtype)
+    config = planning.quantized(config, options.quantization)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
     if len(options.link_rate) > 2:
         raise ValueError("--link-rate takes one rate or two: inside a node, and between nodes")
@@ -104,13 +105,13 @@ def _step(
     rates = options.link_rate[0] * 1e9, options.link_rate[-1] * 1e9
     calls = plan_ranks.collectives(config, division, dtype, options.tokens, options.tokens)
     read = plan_ranks.read_bytes(config, division, dtype, options.tokens)
+    kept = {True: 0, False: 0}  # bytes per token, and per request
+    for group in division.of_a_rank(config).cache_groups:
+        kept[group.policy.per_token] += group.num_values * ITEM_BYTES[group.spec.dtype or dtype]
     return {
         "weights": plan_ranks.weight_bytes(config, division, dtype),
-        "kv_bytes_per_token": sum(
-            group.num_values * ITEM_BYTES[group.spec.dtype or dtype]
-            for group in division.of_a_rank(config).cache_groups
-            if group.policy.per_token
-        ),
+        "kv_bytes_per_token": kept[True],
+        "state_bytes_per_request": kept[False],
         "collectives": [
             {
                 "name": call.name,
@@ -138,7 +139,8 @@ def _ranks_as_text(
     lines = ["", f"each of {division.num_ranks} ranks{nodes}, {how} (memory and requests above are of one rank)"]
     parts = ", ".join(f"{kind} {size / 1e9:.3f}" for kind, size in step["weights"].items() if size)
     lines += [f"  weights: {sum(step['weights'].values()) / 1e9:.3f} GB ({parts})"]
-    lines += [f"  KV: {step['kv_bytes_per_token']:,} bytes per token", ""]
+    states = f", states: {step['state_bytes_per_request']:,} per request" if step["state_bytes_per_request"] else ""
+    lines += [f"  KV: {step['kv_bytes_per_token']:,} bytes per token{states}", ""]
     lines += [
         f"a step of {options.tokens} tokens{' of each engine' if division.data > 1 else ''}, each of another request"
     ]
