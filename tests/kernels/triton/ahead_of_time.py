@@ -61,6 +61,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.int8: "*i8",
     torch.int32: "*i32",

@@ -157,7 +157,7 @@ def dequantize_rows(
 
 
 def run(x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    (tokens, D), F, format = x_TD.shape, weight_FD.shape[0], weight_FD.format
+    tokens, F, format = x_TD.shape[0], weight_FD.shape[0], weight_FD.format
     assert isinstance(format, Grouped)
     y_TF = torch.empty(tokens, F, dtype=out_dtype, device=x_TD.device)
     if y_TF.numel() == 0:
@@ -171,15 +171,39 @@ def run(x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, out_
         return fp8_product(x_TD, weight_FD, bias_F, out_dtype)
     if tokens > MULTIPLY_TOKENS and not fixed:
         return multiply_dense(x_TD, dequantize(weight_FD, x_TD.dtype), bias_F, out_dtype)
-    rows = 64 if fixed else min(64, max(16, next_power_of_2(tokens)))
+    hopper = not fixed and format.bits == 4 and x_TD.dtype == torch.bfloat16 and is_hopper(x_TD.device)
+    tiles = hopper_tiles(tokens, F) if hopper else portable_tiles(64 if fixed else tokens, F)
+    return multiply(x_TD, weight_FD, bias_F, y_TF, *tiles)
+
+
+def portable_tiles(tokens: int, F: int) -> tuple[int, int, int, int]:
+    """Rows, columns, warps and stages of multiply_scaled."""
+    rows = min(64, max(16, next_power_of_2(tokens)))
     columns = min(64, max(16, next_power_of_2(F // LEAST_PROGRAMS + 1) // 2))
+    return rows, columns, 4 if columns > 16 or rows > 16 else 2, 4
+
+
+def hopper_tiles(tokens: int, F: int) -> tuple[int, int, int, int]:
+    """Likewise for INT4, the fastest of benchmarks/results/linear_quantized_h200.json."""
+    rows, many = min(64, max(16, next_power_of_2(tokens))), F > 2 * 16 * LEAST_PROGRAMS
+    if tokens > 128:
+        return (64, 64, 4, 3) if many else (128, 32, 4, 4)
+    return (rows, 32, 4, 4) if tokens <= 16 or (many and tokens > 64) else (rows, 16, 2, 4)
+
+
+def multiply(
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, y_TF: torch.Tensor,
+    rows: int, columns: int, warps: int, stages: int,
+) -> torch.Tensor:  # fmt: skip
+    (tokens, D), F, format = x_TD.shape, weight_FD.shape[0], weight_FD.format
+    assert isinstance(format, Grouped)
     depth = format.span(D) if format.bits == 4 else math.gcd(128, format.group or 128)
     if x_TD.element_size() == 4 and format.bits == 8:
         depth = min(depth, 64)
     multiply_scaled[(cdiv(F, columns), cdiv(tokens, rows))](
         x_TD, x_TD.stride(0), weight_FD.data, bias_F=bias_F, y_TF=y_TF, num_tokens=tokens, D=D, F=F,
-        BM=rows, BN=columns, BK=depth, EVEN=D % depth == 0, num_warps=4 if columns > 16 or rows > 16 else 2,
-        num_stages=4, **options(weight_FD), **launch_options(x_TD.device),
+        BM=rows, BN=columns, BK=depth, EVEN=D % depth == 0, num_warps=warps,
+        num_stages=stages, **options(weight_FD), **launch_options(x_TD.device),
     )  # fmt: skip
     return y_TF
 
