@@ -17,6 +17,7 @@ from tests.models import tiny
 pytest.importorskip("triton")
 from anabranch.kernels.tuning import experts_tables, experts_tuner
 from anabranch.kernels.tuning import table as tables
+from anabranch.kernels.tuning.experts_tiles import FewTiles, Machine, PackedTiles
 from tests.kernels.tuning.test_experts_tuner import FakeBench, OnH200, fake, h200
 
 __all__ = ["fake", "h200"]  # fixtures
@@ -39,6 +40,22 @@ def on_h200(fake: type[FakeBench], monkeypatch: pytest.MonkeyPatch) -> type[Fake
     monkeypatch.setattr(moe_tuning, "find_tuner", lambda: experts_tuner)
     monkeypatch.setattr(tune, "draw", lambda shape, device: None)
     return fake
+
+
+def test_quantised_experts(
+    on_h200: type[FakeBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their table is found by their format."""
+    monkeypatch.setattr(on_h200, "machine", lambda self: Machine(227 << 10, 132, True, True))
+    words = ["tune", "qwen3-30b-a3b", "--quantization", "int4", "--tokens", "1", "16", "--out", str(tmp_path / "table")]
+    assert main.main([*words, "--dtype", "bfloat16"]) == 0
+    assert "128 experts of 2048 × 768, 8 per token, torch.bfloat16" in capsys.readouterr().out
+    shape = experts_tuner.Shape(128, 2048, 768, 8, torch.bfloat16, "int4_1x128_bf16")
+    good_for = experts_tables.good_for(shape, OnH200().device)
+    shipped = tables.read(tmp_path / "table", experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
+    assert shipped is not None and sorted(shipped.times) == [1, 16]
+    assert any(isinstance(tiles, FewTiles) for tiles in shipped.times[1])
+    assert any(isinstance(tiles, PackedTiles) for tiles in shipped.times[16])
 
 
 def test_the_table_is_printed_kept_and_written(

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a model folder or a hub id owner/name; its config.json is enough")
+    names = "the name of a config of bench offline, such as qwen3-30b-a3b"
+    add("model", metavar="MODEL", help=f"a model folder or a hub id owner/name, its config.json is enough; or {names}")
     add("--tune", choices=CHOICES["tune"][1:], default="full", help="fast: in 15 seconds, as at start (default full)")
     add("--tokens", type=int, nargs="+", default=[], metavar="N", help="measure for batches of N tokens only")
     largest = "tokens of the largest step (default: that of `LLM`)"
     add("--max-num-batched-tokens", type=at_least(1), metavar="N", help=largest)
-    add_engine_options(parser, "dtype")
+    add_engine_options(parser, "dtype", "quantization")
     add("--keep", action="store_true", help="measure only what no table has yet")
     add("--out", type=Path, metavar="FILE", help="write a table that can be shipped to a file too")
 
@@ -38,13 +39,15 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--tokens: a batch has at least 1 token")
     compile_server.start_early()  # so that its imports run in parallel with those of this process
     from anabranch import kernels, platforms
+    from anabranch.bench.records import bundled
     from anabranch.engine.progress import Tally
+    from anabranch.loader import names
     from anabranch.loader.load import DTYPES, build
     from anabranch.loader.locate import locate
     from anabranch.models.config import read_config
     from anabranch.moe import tuning
 
-    config = read_config(locate(options.model, weights=False))
+    config = read_config(locate(bundled(options.model, "dummy"), weights=False))
     platform = platforms.current()
     kernels.bind(platform)
     tuner = tuning.find_tuner()
@@ -52,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"platform {platform.name!r} has no kernels with tiles to choose: nothing to tune here")
     chosen = resolve(EngineConfig(model=options.model, dtype=options.dtype), config, platform)
     model = build(config, DTYPES[chosen.dtype])
+    names.set_formats(model, options.quantization)
     shapes = tuning.shapes_of(model)
     if not shapes:
         raise ValueError(f"{options.model}: a model without experts has no tiles to tune")
