@@ -385,6 +385,9 @@ def test_on_a_phone_nothing_sticks_out(browser: Browser, server: Running) -> Non
             const b = e.getBoundingClientRect(); return b.width && (b.right > innerWidth + 0.5 || b.left < -0.5) })
             .filter((e) => !e.closest("pre")).map((e) => e.outerHTML.slice(0, 80))"""
         assert tab.js(out) == []
+        fits = "(({scrollWidth, clientWidth}) => scrollWidth <= clientWidth)(document.querySelector('#model'))"
+        tab.js("document.querySelector('#model').textContent = 'anabranch-demo'")
+        assert tab.js(fits), "the model's name is cut"
         tab.press("Escape")
         strip, chat = (tab.js(f"document.querySelector('{at}').getBoundingClientRect().toJSON()") for at in PHONE)
         assert strip["width"] > 350 and strip["bottom"] <= chat["top"] and 20 < strip["height"] <= 100
