@@ -136,10 +136,7 @@ class Sampling(Body, kw_only=True):
         "regex": 'give structured_outputs: {"regex": ...}',
         "ebnf": 'give structured_outputs: {"grammar": ...}, in the form of Lark',
         "json_schema": 'give response_format: {"type": "json_schema", "json_schema": {"schema": ...}}',
-        "stop_regex": "answers end at the strings of stop, not at expressions",
         "custom_logit_processor": "programs in requests are not run",
-        "lora_path": "adapters are not loaded; serve a checkpoint that they were merged into",
-        "extra_key": "give cache_salt to share no prefix with other requests",
     }
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -270,7 +267,6 @@ class ChatCompletion(Sampling, kw_only=True):
         "functions": "this older form of tools is not read; give tools",
         "function_call": "this older form of tool_choice is not read; give tool_choice",
         "audio": "this model answers in text",
-        "input_ids": "/v1/completions takes token ids as its prompt",
         **dict.fromkeys(("thinking", "enable_thinking", "reasoning"), THINKING),
     }
     messages: MessageList
