@@ -3,6 +3,8 @@
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS base
+# It compiles the kernels in C for CPUs, and the launchers of Triton's.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir uv && useradd --create-home --uid 1000 anabranch
 WORKDIR /build
 COPY pyproject.toml constraints.txt README.md LICENSE ./
@@ -24,8 +26,7 @@ WORKDIR /home/anabranch
 USER anabranch
 
 FROM base AS cuda
-# Triton compiles the launchers of its kernels with it. The CUDA libraries come with torch, the driver with the host.
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+# The CUDA libraries come with torch, the driver with the host.
 RUN uv pip install --system --no-cache -c constraints.txt .
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /home/anabranch

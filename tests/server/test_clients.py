@@ -140,14 +140,28 @@ def test_python_client(package: str, server: dict[str, Any]) -> None:
     check(package, [INSTALLED / package / "bin" / "python", HERE / PYTHON[package]], server)
 
 
-@pytest.mark.skipif(not IS_ASKED, reason="runs in `make test-clients`")
-@pytest.mark.parametrize("package", NPM)
-def test_npm_client(package: str, server: dict[str, Any], tmp_path: Path) -> None:
+def need_node() -> None:
     if not (shutil.which("node") and shutil.which("npm")):
         missing_tool("needs node and npm (Debian: nodejs npm)")
     found = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout
-    if int(found.lstrip("v").partition(".")[0]) < OLDEST_NODE:
-        pytest.skip(f"needs Node {OLDEST_NODE} or newer, not {found.strip()}")  # which distributions may not have
+    if int(found.lstrip("v").partition(".")[0]) < OLDEST_NODE:  # which distributions may not have
+        missing_tool(f"needs Node {OLDEST_NODE} or newer (nodejs.org), not {found.strip()}")
+
+
+def test_an_old_node_is_a_missing_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("node", "npm"):
+        (tmp_path / name).write_text("#!/bin/sh\necho v18.20.4\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("tests.conftest.TEST_ALL", True)
+    with pytest.raises(pytest.fail.Exception, match="needs Node 20 or newer .*, not v18.20.4"):
+        need_node()
+
+
+@pytest.mark.skipif(not IS_ASKED, reason="runs in `make test-clients`")
+@pytest.mark.parametrize("package", NPM)
+def test_npm_client(package: str, server: dict[str, Any], tmp_path: Path) -> None:
+    need_node()
     (tmp_path / "node_modules").symlink_to(INSTALLED / "npm" / "node_modules")
     for script in HERE.glob("*.mjs"):  # a module looks for packages beside itself
         shutil.copy(script, tmp_path)

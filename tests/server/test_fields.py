@@ -12,8 +12,13 @@ import openai.types.chat as openai_types
 import openai.types.responses as response_types
 import openai.types.shared_params as openai_shared
 import pytest
+from anthropic.types import message_create_params
+from anthropic.types.beta import message_create_params as beta_create
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai.chat_models.base import _convert_message_to_dict
+from openai.types import completion_create_params as openai_completion
+from openai.types import embedding_create_params
+from openai.types.chat import completion_create_params as openai_create
 from openai.types.responses import response_create_params, response_input_param
 
 from anabranch.server import anthropic, protocol, responses
@@ -112,7 +117,11 @@ HARMLESS: list[tuple[type[Any], dict[str, Any]]] = [
     (CHAT, {"add_special_tokens": False, "return_tokens_as_token_ids": False, "mm_processor_kwargs": {}}),
     (CHAT, {"separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False, "rid": "1"}),
     (protocol.Completion, {"prompt": "x", "suffix": "", "length_penalty": 0.5, "rid": ["1"], "messages": None}),
+    (CHAT, {"custom_params": {"a": 1}, "early_stopping": True, "use_audio_in_video": False}),
+    (protocol.Completion, {"prompt": "x", "messages": None, "early_stopping": "never", "custom_params": {}}),
+    (CHAT, {"return_prompt_token_ids": False}),
     (MESSAGES, {"user_profile_id": "x", "metadata": {"user_id": "x"}}),
+    (MESSAGES, {"mcp_servers": [], "fallbacks": [{"model": "m"}], "fallback_credit_token": "x"}),
 ]
 
 
@@ -129,6 +138,8 @@ def test_harmless_fields_are_accepted(schema: type[Any], fields: dict[str, Any])
         (CHAT, "truncate_prompt_tokens", 5, "only -1 is possible here: prompts are never truncated"),
         (CHAT, "separate_reasoning", False, "only true"),
         (CHAT, "echo", True, "only false"),
+        (CHAT, "return_prompt_token_ids", True, "only false is possible here: give return_token_ids"),
+        (MESSAGES, "mcp_servers", [{"type": "url", "name": "x"}], "only \\[\\] is possible here: MCP servers"),
         (protocol.Completion, "suffix", "fin", 'only "" is possible here: text between a prompt and a suffix'),
     ],
 )
@@ -136,6 +147,31 @@ def test_fields_with_one_possible_value(schema: type[Any], name: str, value: Any
     with pytest.raises(ApiError, match=words) as caught:
         read(schema, **{name: value, **({"prompt": "x", "messages": None} if schema is protocol.Completion else {})})
     assert (caught.value.status, caught.value.param) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "value", "words"),
+    [
+        (CHAT, "web_search_options", {}, "does not search the web; give a tool of your own"),
+        (CHAT, "functions", [FUNCTION], "give tools"),
+        (CHAT, "function_call", "auto", "give tool_choice"),
+        (CHAT, "audio", {"voice": "x", "format": "wav"}, "answers in text"),
+        (CHAT, "thinking", {"type": "disabled"}, "chat_template_kwargs.*enable_thinking.*reasoning_effort"),
+        (CHAT, "enable_thinking", False, "chat_template_kwargs.*enable_thinking.*reasoning_effort"),
+        (CHAT, "reasoning", {"effort": "low"}, "chat_template_kwargs.*enable_thinking.*reasoning_effort"),
+        (CHAT, "regex", "a", "structured_outputs"),
+        (CHAT, "custom_logit_processor", "x", "not run"),
+        (MESSAGES, "container", "x", "Anthropic's servers"),
+        (MESSAGES, "thread", {"type": "create"}, "send all messages"),
+    ],
+)
+def test_fields_of_other_servers_are_refused_with_what_to_send(
+    schema: type[Any], name: str, value: Any, words: str
+) -> None:
+    with pytest.raises(ApiError, match=f"^{name}: .*{words}") as caught:
+        read(schema, **{name: value})
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "unsupported_parameter", name)
+    read(schema, **{name: None})
 
 
 def test_what_is_ignored_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +268,6 @@ def test_templates_see_of_a_tool_what_they_saw_before() -> None:
     assert Chat(read(CHAT, tools=[tool, TOOL])).tools == [{"type": "function", "function": given}, TOOL]
 
 
-NOT_HERE = {"access_programs", "conversation", "image", "prompt"}
-"""Fields of responses that need more than a model of text and this process."""
 KNOWN: list[tuple[type[Any], Any, set[str]]] = [
     *[
         (protocol.Message, getattr(openai_types, f"ChatCompletion{role}MessageParam"), {"audio"})
@@ -256,7 +290,15 @@ KNOWN: list[tuple[type[Any], Any, set[str]]] = [
             *("ToolResultBlockParam", "TextBlock", "ThinkingBlock", "RedactedThinkingBlock", "ToolUseBlock"),
         )
     ],
-    (responses.CreateResponse, response_create_params.ResponseCreateParamsBase, NOT_HERE),
+    (CHAT, openai_create.CompletionCreateParamsNonStreaming, set()),
+    (CHAT, openai_create.CompletionCreateParamsStreaming, set()),
+    (protocol.Completion, openai_completion.CompletionCreateParamsStreaming, set()),
+    (protocol.Embedding, embedding_create_params.EmbeddingCreateParams, set()),
+    (MESSAGES, message_create_params.MessageCreateParamsStreaming, set()),
+    (MESSAGES, beta_create.MessageCreateParamsStreaming, set()),
+    (anthropic.CountTokens, anthropic_types.MessageCountTokensParams, set()),
+    (anthropic.CountTokens, anthropic_beta.MessageCountTokensParams, set()),
+    (responses.CreateResponse, response_create_params.ResponseCreateParamsBase, set()),
     *[
         (responses.Item, getattr(response_types, name), set())
         for name in ("EasyInputMessageParam", "ResponseOutputMessageParam", "ResponseFunctionToolCallParam")
@@ -279,7 +321,8 @@ KNOWN: list[tuple[type[Any], Any, set[str]]] = [
 
 @pytest.mark.parametrize(("schema", "theirs", "other"), KNOWN)
 def test_every_field_of_the_clients_types_is_known(schema: type[Any], theirs: Any, other: set[str]) -> None:
-    """`other`: what a model of text cannot take; null is all clients send there."""
+    """Understood, without effect or refused with a sentence of its own. `other`: what a model of text cannot take; null
+    is all clients send there."""
     sent = set(getattr(theirs, "model_fields", None) or typing.get_type_hints(theirs))
-    known = {field.encode_name for field in msgspec.structs.fields(schema)}
+    known = {field.encode_name for field in msgspec.structs.fields(schema)} | set(schema.OTHER_FIELDS)
     assert sent and sent - known == other & sent

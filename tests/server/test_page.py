@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -386,6 +385,9 @@ def test_on_a_phone_nothing_sticks_out(browser: Browser, server: Running) -> Non
             const b = e.getBoundingClientRect(); return b.width && (b.right > innerWidth + 0.5 || b.left < -0.5) })
             .filter((e) => !e.closest("pre")).map((e) => e.outerHTML.slice(0, 80))"""
         assert tab.js(out) == []
+        fits = "(({scrollWidth, clientWidth}) => scrollWidth <= clientWidth)(document.querySelector('#model'))"
+        tab.js("document.querySelector('#model').textContent = 'anabranch-demo'")
+        assert tab.js(fits), "the model's name is cut"
         tab.press("Escape")
         strip, chat = (tab.js(f"document.querySelector('{at}').getBoundingClientRect().toJSON()") for at in PHONE)
         assert strip["width"] > 350 and strip["bottom"] <= chat["top"] and 20 < strip["height"] <= 100
@@ -671,13 +673,23 @@ def test_text_has_contrast_and_fields_have_names(browser: Browser, server: Runni
             assert tab.js(faint) == [] and tab.js(unnamed) == []
 
 
+def read_axe(file: Path = AXE) -> str:
+    """The source of axe-core, which examines a page for what excludes people."""
+    if not file.exists():
+        missing_tool("needs axe-core, and npm to install it: make .cache/axe/node_modules/axe-core/axe.min.js")
+    return file.read_text()
+
+
 @pytest.fixture(scope="module")
 def axe() -> str:
-    """The source of axe-core, which examines a page for what excludes people."""
-    if not AXE.exists():
-        needs = f"needs axe-core: make {AXE.relative_to(Path(__file__).parents[2])}"
-        missing_tool(needs) if shutil.which("npm") else pytest.skip(f"{needs}, for which npm is missing")
-    return AXE.read_text()
+    return read_axe()
+
+
+def test_without_npm_axe_is_a_missing_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("tests.conftest.TEST_ALL", True)
+    with pytest.raises(pytest.fail.Exception, match="needs axe-core, and npm"):
+        read_axe(tmp_path / "axe.min.js")
 
 
 def violations(tab: Tab, axe: str) -> list[str]:

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     )
 
     kernels.bind(platform)
-    for line in kernels.compiler_facts():
+    for line in (*kernels.compiler_facts(), *filter(None, [kernels.c_problem(platform)])):
         print(line)
     print("ops (kernels in the order they are tried; a call that none accepts uses the reference)")
     for name, op in ops.OPS.items():

@@ -77,6 +77,8 @@ def deterministic_bound() -> bool:
 def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
     """Compile what `work` launches, on all cores, instead of one by one at the first launch. `work` is run, but its
     compiled kernels do nothing. Does nothing where no op is bound to a kernel that is compiled."""
+    if missing := c_problem(platform):
+        log.warning("%s", missing)
     if COMPILED not in platform.providers or not compiled_kernels_bound():
         return
     if problem := precompile_problem():
@@ -98,6 +100,15 @@ def precompile_problem() -> str | None:
     except ImportError as error:
         return f"it differs from the versions this was written for: {error}"
     return versions.recording_problem()
+
+
+def c_problem(platform: Platform) -> str:
+    """Why kernels in C are not used on a platform that has them; "" if they are."""
+    if "c" not in platform.providers:
+        return ""
+    from anabranch.kernels.c.library import problem
+
+    return problem and f"torch's kernels run instead of those in C, slower in fp32: {problem}"
 
 
 def compiled_kernels_bound() -> bool:

@@ -27,7 +27,7 @@ from anabranch.server.errors import bad_request
 from anabranch.server.openai import ChatAnswer
 from anabranch.server.parsers.json_calls import strict_json
 from anabranch.server.parsers.parts import Content, Part, Reasoning, ToolCallArguments, ToolCallBegin
-from anabranch.server.protocol import Body, ChatCompletion, JsonObject, Message, Name, StrictObject, ignoring
+from anabranch.server.protocol import Body, ChatCompletion, JsonObject, Message, Name, StrictObject, ignoring, only
 from anabranch.server.stream import json_response
 
 router = APIRouter()
@@ -95,7 +95,15 @@ class OutputConfig(StrictObject, kw_only=True):
 
 
 @ignoring(cache_control=JsonObject, context_management=JsonObject, speed=Name)  # prefixes are always cached
+@ignoring(user_profile_id=Name, workspace_id=Name)
+@only(mcp_servers=([], "MCP servers are not asked; call their tools in the client"))
 class CountTokens(Body, kw_only=True):
+    OTHER_FIELDS = {
+        "betas": "betas are named in the header anthropic-beta",
+        "compaction": "conversations are not summarised here; ask for a summary in a message",
+        "container": "containers of Anthropic's servers are not here",
+        "thread": "conversations are not kept; send all messages",
+    }
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=protocol.MAX_MESSAGES)]
     system: str | Blocks | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=protocol.MAX_TOOLS)] | None = None
@@ -104,8 +112,8 @@ class CountTokens(Body, kw_only=True):
     output_config: OutputConfig | None = None
 
 
+@ignoring("fallbacks", fallback_credit_token=Name)  # where a model of theirs refuses to answer
 @ignoring(metadata=JsonObject, diagnostics=JsonObject, service_tier=Name, inference_geo=Name)
-@ignoring(user_profile_id=Name, workspace_id=Name)
 class Messages(CountTokens, kw_only=True):
     max_tokens: int
     stream: bool = False

@@ -153,6 +153,8 @@ def _check_object(value: JsonObject, schema: type[StrictObject], fields: dict[st
             _check_fields(value[name], fields[name], place)
         elif value[name] is None:
             del value[name]
+        elif name in schema.OTHER_FIELDS:
+            raise bad_request(f"{place}: {schema.OTHER_FIELDS[name]}", place, "unsupported_parameter")
         else:
             near = difflib.get_close_matches(name[:LONGEST], fields, 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(fields)}" if path else ""

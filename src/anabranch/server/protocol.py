@@ -3,7 +3,7 @@
 Schemas check types and sizes, SamplingParams checks ranges; chat and openai interpret the other fields. A field
 that a schema does not know is refused, at every depth. Fields that have no effect (`ignoring`) are known because
 clients send them: hints that change no answer, and those of an answer that comes back as part of the conversation.
-Fields with one possible value (`ONLY`) are known because clients send their defaults.
+Fields with one possible value (`only`) are known because clients send their defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,6 +52,8 @@ class StrictObject(Struct, forbid_unknown_fields=True):
     """Fields that have no effect."""
     ONLY: ClassVar[dict[str, tuple[Any, str]]] = {}
     """By field, the only value that it may have, and why it may have no other."""
+    OTHER_FIELDS: ClassVar[dict[str, str]] = {}
+    """Fields of other servers that are refused: what to send instead, or why there is nothing."""
 
 
 def ignoring(*names: str, **types: Any) -> Callable[[type[Schema]], type[Schema]]:
@@ -59,13 +61,19 @@ def ignoring(*names: str, **types: Any) -> Callable[[type[Schema]], type[Schema]
     fields: list[Any] = [(name, Any, None) for name in names]
     fields += [(name, type | None, None) for name, type in types.items()]
 
-    def add(schema: type[Schema]) -> type[Schema]:
-        ignored = getattr(schema, "IGNORED", frozenset()) | {*names, *types}
-        about = {"__doc__": schema.__doc__, "IGNORED": ignored}
-        made: Any = defstruct(schema.__name__, fields, bases=(schema,), namespace=about, module=schema.__module__)
-        return made  # type: ignore[no-any-return]
+    return lambda schema: _extend(schema, fields, IGNORED=getattr(schema, "IGNORED", frozenset()) | {*names, *types})
 
-    return add
+
+def only(**fields: tuple[Any, str]) -> Callable[[type[Schema]], type[Schema]]:
+    """Add fields that have one possible value: the value, and why they may have no other."""
+    added = [(name, Any, None) for name in fields]
+    return lambda schema: _extend(schema, added, ONLY=getattr(schema, "ONLY", {}) | fields)
+
+
+def _extend(schema: type[Schema], fields: list[Any], **about: Any) -> type[Schema]:
+    about |= {"__doc__": schema.__doc__}
+    made: Any = defstruct(schema.__name__, fields, bases=(schema,), namespace=about, module=schema.__module__)
+    return made  # type: ignore[no-any-return]
 
 
 class Body(StrictObject, kw_only=True):
@@ -108,25 +116,28 @@ VLLM |= {"length_penalty": float, "kv_transfer_params": JsonObject, "mm_processo
 VLLM |= {"media_io_kwargs": JsonObject}
 SGLANG: dict[str, Any] = {"return_cached_tokens_details": bool, "custom_labels": JsonObject, "routed_dp_rank": int}
 SGLANG |= {"data_parallel_rank": int, "images_config": JsonObject, "rid": Name | list[Name]}
+SGLANG |= {"custom_params": JsonObject, "early_stopping": bool | Name, "use_audio_in_video": bool}
+WHOLE_PROMPTS = (-1, "prompts are never truncated; shorten it before it is sent")
 
 
 @ignoring(user=Name, request_id=Name, **VLLM, **SGLANG)
+@only(
+    use_beam_search=(False, "beams are not searched; sample several answers with n"),
+    truncate_prompt_tokens=WHOLE_PROMPTS,
+    return_tokens_as_token_ids=(False, "give return_token_ids for the tokens' ids"),
+    return_prompt_token_ids=(False, "give return_token_ids for the ids of prompt and answer"),
+    no_stop_trim=(False, "give include_stop_str_in_output to keep stop strings"),
+    return_hidden_states=(False, "hidden states are not returned"),
+)
 class Sampling(Body, kw_only=True):
     """The fields that chats and completions share."""
 
-    ONLY = {
-        "use_beam_search": (False, "beams are not searched; sample several answers with n"),
-        "truncate_prompt_tokens": (-1, "prompts are never truncated; shorten it before it is sent"),
-        "return_tokens_as_token_ids": (False, "give return_token_ids for the tokens' ids"),
-        "no_stop_trim": (False, "give include_stop_str_in_output to keep stop strings"),
-        "return_hidden_states": (False, "hidden states are not returned"),
+    OTHER_FIELDS = {
+        "regex": 'give structured_outputs: {"regex": ...}',
+        "ebnf": 'give structured_outputs: {"grammar": ...}, in the form of Lark',
+        "json_schema": 'give response_format: {"type": "json_schema", "json_schema": {"schema": ...}}',
+        "custom_logit_processor": "programs in requests are not run",
     }
-    use_beam_search: Any = None
-    truncate_prompt_tokens: Any = None
-    return_tokens_as_token_ids: Any = None
-    no_stop_trim: Any = None
-    return_hidden_states: Any = None
-
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -238,23 +249,26 @@ MessageList = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGE
 ToolList = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 ToolChoiceField = Literal["none", "auto", "required"] | NamedTool
 TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta(max_length=64)]
+THINKING = 'give chat_template_kwargs, in most templates {"enable_thinking": false}, or reasoning_effort'
 
 
 @ignoring(metadata=JsonObject, prompt_cache_options=JsonObject, prediction=JsonObject, store=bool)
 @ignoring(service_tier=Name, prompt_cache_key=Name, prompt_cache_retention=Name, safety_identifier=Name)
 @ignoring(verbosity=Name, modalities=list[Literal["text"]], moderation=JsonObject)
+@only(
+    echo=(False, "an answer does not repeat the message before it; add it to the answer yourself"),
+    add_special_tokens=(False, "the chat template writes the special tokens"),
+    separate_reasoning=(True, "thoughts are always separated; the server's --reasoning-parser none stops it"),
+    stream_reasoning=(True, "thoughts are streamed as they come"),
+)
 class ChatCompletion(Sampling, kw_only=True):
-    ONLY = Sampling.ONLY | {
-        "echo": (False, "an answer does not repeat the message before it; add it to the answer yourself"),
-        "add_special_tokens": (False, "the chat template writes the special tokens"),
-        "separate_reasoning": (True, "thoughts are always separated; the server's --reasoning-parser none stops it"),
-        "stream_reasoning": (True, "thoughts are streamed as they come"),
+    OTHER_FIELDS = Sampling.OTHER_FIELDS | {
+        "web_search_options": "this server does not search the web; give a tool of your own in tools",
+        "functions": "this older form of tools is not read; give tools",
+        "function_call": "this older form of tool_choice is not read; give tool_choice",
+        "audio": "this model answers in text",
+        **dict.fromkeys(("thinking", "enable_thinking", "reasoning"), THINKING),
     }
-    echo: Any = None
-    add_special_tokens: Any = None
-    separate_reasoning: Any = None
-    stream_reasoning: Any = None
-
     messages: MessageList
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -272,23 +286,18 @@ class ChatCompletion(Sampling, kw_only=True):
     continue_final_message: bool = False
 
 
+@only(suffix=("", "text between a prompt and a suffix cannot be filled in: prompts are continued at their end"))
 class Completion(Sampling, kw_only=True):
-    ONLY = Sampling.ONLY | {
-        "suffix": ("", "text between a prompt and a suffix cannot be filled in: prompts are continued at their end")
-    }
     prompt: str | list[Any]
     """Text, token ids, or a list of either."""
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
-    suffix: Any = None
 
 
 @ignoring(user=Name, request_id=Name)
+@only(truncate_prompt_tokens=WHOLE_PROMPTS)
 class Embedding(Body, kw_only=True):
-    ONLY = {"truncate_prompt_tokens": Sampling.ONLY["truncate_prompt_tokens"]}
-    truncate_prompt_tokens: Any = None
-
     input: str | list[Any]
     """Text, token ids, or a list of either."""
     encoding_format: Literal["float", "base64"] = "float"

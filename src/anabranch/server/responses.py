@@ -26,7 +26,7 @@ from anabranch.server import protocol, stream
 from anabranch.server.body import read_json
 from anabranch.server.errors import ApiError, bad_request
 from anabranch.server.openai import ChatAnswer
-from anabranch.server.protocol import Body, ChatCompletion, JsonObject, Message, Name, StrictObject, ignoring
+from anabranch.server.protocol import Body, ChatCompletion, JsonObject, Message, Name, StrictObject, ignoring, only
 from anabranch.server.response_events import ResponseOutput
 from anabranch.server.stream import json_response
 
@@ -108,14 +108,15 @@ class TextConfig(StrictObject, kw_only=True):
 @ignoring(safety_identifier=Name, prompt_cache_options=JsonObject, stream_options=JsonObject, max_tool_calls=int)
 @ignoring(truncation=Literal["disabled", "auto"], include=list[Name], context_management=list[JsonObject])
 @ignoring(moderation=JsonObject, client_metadata=JsonObject)
+@only(background=(False, "a response is computed while its client waits"))
+@only(top_logprobs=(0, "ask /v1/chat/completions for log probabilities"))
 class CreateResponse(Body, kw_only=True):
-    ONLY = {
-        "background": (False, "a response is computed while its client waits"),
-        "top_logprobs": (0, "ask /v1/chat/completions for log probabilities"),
+    OTHER_FIELDS = {
+        "access_programs": "programs of OpenAI's servers are not here",
+        "conversation": "conversations are not kept; give previous_response_id, or all items in input",
+        "image": "this model takes and writes text",
+        "prompt": "prompt templates are not kept here; send their text in instructions or input",
     }
-    background: Any = None
-    top_logprobs: Any = None
-
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=protocol.MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: Name | None = None

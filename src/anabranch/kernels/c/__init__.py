@@ -2,16 +2,12 @@
 `deterministic` any number (`kernels/invariant/in_c`), because a row's sums have the same order in all of them.
 
 They are compiled when this is imported for the first time on a machine. Where that is not possible nothing is
-registered, and torch's kernels remain.
+registered, and torch's kernels remain (`kernels.c_problem`).
 """
-
-import logging
 
 from anabranch.kernels.c.library import problem
 
-if problem:
-    logging.getLogger(__name__).info("kernels in C are not used: %s", problem)
-else:
+if not problem:
     from anabranch.kernels.c import activation, attention, experts, linear, norm, rope_store, route
 
     __all__ = ["activation", "attention", "experts", "linear", "norm", "rope_store", "route"]

@@ -25,7 +25,7 @@ def load() -> ctypes.CDLL | str:
         return "C kernels are built on Linux alone"
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return "there is no C compiler"
+        return "there is no C compiler; install gcc (or clang)"
     source = SOURCE.read_bytes()
     # What -march=native means may differ between machines that share a home.
     machine = f"{compiler} {FLAGS} {platform.machine()} {_processor()}"
