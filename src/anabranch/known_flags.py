@@ -269,6 +269,7 @@ FAMILIES = {
 
 
 CHECKPOINTS = "a quantised checkpoint says so in its config.json: leave the option out; a plain one takes fp8 or int4"
+UNREAD = "not supported: a plain checkpoint takes fp8 or int4; FP8, AWQ, GPTQ, compressed-tensors and MXFP4 are read"
 VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
     "kv_cache_dtype": {"fp8": "fp8_e4m3"},
@@ -280,7 +281,8 @@ VALUES: dict[str, dict[str, str]] = {
 NO_VALUES: dict[str, dict[str, str]] = {
     "quantization": dict.fromkeys(
         ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "w8a8_fp8"), CHECKPOINTS
-    ),
+    )
+    | dict.fromkeys(("bitsandbytes", "gguf", "torchao", "quark", "modelopt", "modelopt_fp4", "experts_int8"), UNREAD),
     "state_dtype": dict.fromkeys(("bfloat16", "float16"), "it is model: what is computed in"),
     "kv_cache_dtype": {"fp8_e5m2": "keys and values in a byte are fp8_e4m3"},
 }

@@ -91,6 +91,9 @@ def test_values_by_other_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("serve", "--quantization", "awq")
     assert "leave the option out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse("serve", "--quantization", "bitsandbytes")
+    assert "bitsandbytes: not supported: a plain checkpoint takes fp8 or int4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--model", "a"], ["--model-path=a"], ["--quiet", "--model", "a"]])
