@@ -22,7 +22,7 @@ from typing import NoReturn
 from anabranch import __version__, config_file, known_flags
 
 COMMANDS = {
-    "serve": "serve a model over HTTP: a page, APIs of OpenAI and Anthropic",
+    "serve": "serve over HTTP: a page, APIs of OpenAI, Anthropic and Ollama",
     "generate": "write a continuation of a prompt",
     "chat": "chat with a model in the terminal",
     "plan": "show whether a model fits: weights, KV cache, requests at once",

@@ -1,4 +1,5 @@
-"""Serve a model over HTTP: a chat page at http://127.0.0.1:8000, the APIs of OpenAI and Anthropic under /v1."""
+"""Serve a model over HTTP: a chat page at http://127.0.0.1:8000, APIs of OpenAI and Anthropic under /v1,
+Ollama's under /api."""
 
 import argparse
 import json
