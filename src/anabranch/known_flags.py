@@ -29,171 +29,135 @@ class Flag:
     """Values for which it is not refused: they ask for what is done anyway."""
 
 
-def _same(use: str, names: str) -> Flag:
-    return Flag(tuple(names.split()), use)
-
-
-def _no_effect(why: str, names: str, takes_value: bool = True) -> Flag:
-    return Flag(tuple(names.split()), why=why, takes_value=takes_value)
-
-
-def _refused(why: str, names: str, takes_value: bool = True, unless: tuple[str, ...] = ()) -> Flag:
-    return Flag(tuple(names.split()), why=why, refused=True, takes_value=takes_value, unless=unless)
-
-
+_SAME = {
+    MODEL: "--model --model-path",
+    "--max-model-len": "--context-length --ctx-size -c",
+    "--gpu-memory-utilization": "--mem-fraction-static --memory-fraction",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--max-num-scheduled-tokens --chunked-prefill-size --max-prefill-tokens",
+    "--prefix-cache": "--enable-prefix-caching",
+    "--no-prefix-cache": "--no-enable-prefix-caching --disable-radix-cache",
+    "--page-size": "--block-size",
+    "--num-pages": "--num-gpu-blocks-override",
+    "--state-dtype": "--mamba-ssm-cache-dtype --mamba-ssm-dtype",
+    "--enforce-eager": "--disable-cuda-graph",
+    "--graphs compiled": "--enable-torch-compile",
+    "--deterministic": "--enable-deterministic-inference",
+    "--no-async-scheduling": "--disable-overlap-schedule",
+    "--tensor-parallel-size": "--tp --tp-size -tp",
+    "--data-parallel-size": "--dp --dp-size -dp",
+    "--expert-parallel": "--enable-expert-parallel --enable-ep-moe -ep",
+    "--nodes": "--nnodes -n",
+    "--quantization": "-q",
+    "--seed": "--random-seed",
+    "--speculative-tokens": "--num-speculative-tokens --spec-tokens --speculative-num-draft-tokens",
+    "--max-queue": "--max-queued-requests",
+    "--step-timeout": "--watchdog-timeout",
+}
+"""Ours, and the names it has elsewhere."""
+_NO_EFFECT = {
+    "a preempted request is computed again, and most of it is in the prefix cache": "--swap-space",
+    "a preempted request is computed again": "--preemption-mode",
+    "the format is found in the template": "--chat-template-content-format",
+    "the log has one level": "--log-level --log-level-http --uvicorn-log-level --max-log-len",
+    "models read text alone": "--limit-mm-per-prompt --limit-mm-data-per-request --mm-processor-cache-gb",
+    "pages of --allowed-origins may send what the APIs need": "--allowed-methods --allowed-headers",
+    "each op takes the best kernel of the platform (`anabranch doctor` lists them)": "--attention-backend "
+    "--moe-backend --moe-runner-backend --sampling-backend --linear-backend --mamba-backend "
+    "--prefill-attention-backend --decode-attention-backend",
+    "grammars are llguidance's": "--grammar-backend --guided-decoding-backend --structured-outputs-config",
+    "the engine is one process a rank": "--distributed-executor-backend --api-server-count -asc --tokenizer-worker-num",
+    "sizes of graphs follow the steps that occur": "--max-seq-len-to-capture --cuda-graph-max-bs "
+    "--max-cudagraph-capture-size",
+    "each step's tokens are sent at once": "--num-scheduler-steps --stream-interval",
+    "every request may ask for 256": "--max-logprobs",
+}
+"""Why options with a value have no effect."""
+_NO_EFFECT_SWITCHES = {
+    "no code from a model folder is ever run": "--trust-remote-code",
+    "prompts are always computed in chunks": "--enable-chunked-prefill --enable-mixed-chunk",
+    "calls and thoughts are parsed wherever the chat template has them": "--enable-auto-tool-choice --enable-reasoning",
+    "requests always run by their field priority": "--enable-priority-scheduling",
+    "prompts and answers are never logged, figures always are": "--disable-log-requests --enable-log-requests "
+    "--no-enable-log-requests --disable-log-stats --log-requests",
+    "a request is one line of the log": "--disable-uvicorn-access-log",
+    "metrics are always exported": "--enable-metrics",
+    "answers always have it": "--enable-prompt-tokens-details --enable-cache-report --enable-request-id-headers",
+    "a server generates and embeds": "--is-embedding",
+    "models read text alone": "--language-model-only --skip-mm-profiling",
+    "there is nothing like it to turn off": "--disable-custom-all-reduce --disable-cascade-attn --skip-server-warmup "
+    "--disable-hybrid-kv-cache-manager --disable-fastapi-docs --disable-shared-experts-fusion",
+}
+"""The same of those without a value."""
+_REFUSED = {
+    "room on each rank is --expert-copies": "--num-redundant-experts --ep-num-redundant-experts",
+    "torchrun or its environment variables name the nodes: see docs/many_devices.md": "--node-rank -r --master-addr "
+    "--master-port --dist-init-addr --nccl-init-addr --data-parallel-address -dpa",
+    "the tokenizer is the model folder's tokenizer.json: put another one there": "--tokenizer --tokenizer-path "
+    "--tokenizer-revision",
+    "change config.json in a copy of the model's folder": "--hf-overrides --hf-config-path --json-model-override-args "
+    "--rope-scaling --rope-theta",
+    "change generation_config.json in a copy of the folder, or send the value with a request": ""
+    "--override-generation-config --preferred-sampling-params",
+    "send chat_template_kwargs with a request": "--default-chat-template-kwargs",
+    "downloads go to the hub's cache: set HF_HOME": "--download-dir",
+    "set HF_TOKEN": "--hf-token",
+    "the cache is sized by --num-pages, of --page-size tokens, or --gpu-memory-utilization": "--kv-cache-memory-bytes "
+    "--kv-cache-memory --max-total-tokens",
+    "it is --speculative ngram or mtp, with --speculative-tokens; other draft models are not supported": ""
+    "--speculative-config -sc --speculative-algorithm --spec-method --speculative-num-steps",
+    "it is --graphs": "--compilation-config -O -cc --optimization-level",
+    "set OTEL_EXPORTER_OTLP_ENDPOINT": "--otlp-traces-endpoint",
+}
+"""Why options with a value are refused."""
+_REFUSED_SWITCHES = {
+    "prompts are always computed in chunks, of --max-num-batched-tokens at most": "--no-enable-chunked-prefill",
+    "experts move after --rebalance-interval steps, into the room that --expert-copies gives on each rank": ""
+    "--enable-eplb",
+    "adapters are not supported: merge the adapter into the weights (PEFT's merge_and_unload) and serve the result": ""
+    "--enable-lora",
+}
+"""The same of those without a value."""
+_UNLESS = {
+    "requests run by their field priority, then in the order of arrival": "--scheduling-policy --schedule-policy",
+    "layers are not divided among devices: divide the model by --tensor-parallel-size, over machines by --nodes": ""
+    "--pipeline-parallel-size --pp-size --pp -pp",
+    "experts are divided among the ranks of --tensor-parallel-size or --data-parallel-size: --expert-parallel": ""
+    "--expert-parallel-size --ep-size --ep",
+    "a hub id is its main revision: hf download ID --revision REV --local-dir FOLDER, then give FOLDER": "--revision "
+    "--code-revision",
+    "tokenizer.json is the only form that is read": "--tokenizer-mode",
+    "config.json is the only form that is read": "--config-format",
+    "models are those of `anabranch.models`": "--model-impl",
+    "weights stay on the device: quantise them with --quantization int4": "--cpu-offload-gb",
+    "set ANABRANCH_PLATFORM to a platform that `anabranch doctor` lists": "--device",
+    "a server generates and embeds: leave it out": "--task --runner --convert",
+    "prefill and decode are in one engine: see --max-num-batched-tokens": "--kv-transfer-config --disaggregation-mode",
+}
+"""Why options are refused but for some values."""
+_UNREFUSED = {
+    "--scheduling-policy": "fcfs priority",
+    "--pipeline-parallel-size": "1",
+    "--expert-parallel-size": "1",
+    "--revision": "main",
+    "--tokenizer-mode": "auto hf",
+    "--config-format": "auto hf",
+    "--model-impl": "auto",
+    "--cpu-offload-gb": "0",
+    "--device": "auto",
+    "--task": "auto generate embed embedding pooling",
+    "--kv-transfer-config": "null",
+}
+"""These values, by the first name."""
 TABLE = (
-    _same(MODEL, "--model --model-path"),
-    _same("--max-model-len", "--context-length --ctx-size -c"),
-    _same("--gpu-memory-utilization", "--mem-fraction-static --memory-fraction"),
-    _same("--max-num-seqs", "--max-running-requests"),
-    _same("--max-num-batched-tokens", "--max-num-scheduled-tokens --chunked-prefill-size --max-prefill-tokens"),
-    _same("--prefix-cache", "--enable-prefix-caching"),
-    _same("--no-prefix-cache", "--no-enable-prefix-caching --disable-radix-cache"),
-    _same("--page-size", "--block-size"),
-    _same("--num-pages", "--num-gpu-blocks-override"),
-    _same("--state-dtype", "--mamba-ssm-cache-dtype --mamba-ssm-dtype"),
-    _same("--enforce-eager", "--disable-cuda-graph"),
-    _same("--graphs compiled", "--enable-torch-compile"),
-    _same("--deterministic", "--enable-deterministic-inference"),
-    _same("--no-async-scheduling", "--disable-overlap-schedule"),
-    _same("--tensor-parallel-size", "--tp --tp-size -tp"),
-    _same("--data-parallel-size", "--dp --dp-size -dp"),
-    _same("--expert-parallel", "--enable-expert-parallel --enable-ep-moe -ep"),
-    _same("--nodes", "--nnodes -n"),
-    _same("--quantization", "-q"),
-    _same("--seed", "--random-seed"),
-    _same("--speculative-tokens", "--num-speculative-tokens --spec-tokens --speculative-num-draft-tokens"),
-    _same("--max-queue", "--max-queued-requests"),
-    _same("--step-timeout", "--watchdog-timeout"),
-    _no_effect("no code from a model folder is ever run", "--trust-remote-code", takes_value=False),
-    _no_effect("prompts are always computed in chunks", "--enable-chunked-prefill --enable-mixed-chunk", False),
-    _no_effect(
-        "calls and thoughts are parsed wherever the chat template has them",
-        "--enable-auto-tool-choice --enable-reasoning",
-        takes_value=False,
-    ),
-    _no_effect("a preempted request is computed again, and most of it is in the prefix cache", "--swap-space"),
-    _no_effect("a preempted request is computed again", "--preemption-mode"),
-    _no_effect("requests always run by their field priority", "--enable-priority-scheduling", takes_value=False),
-    _no_effect("the format is found in the template", "--chat-template-content-format"),
-    _no_effect(
-        "prompts and answers are never logged, figures always are",
-        "--disable-log-requests --enable-log-requests --no-enable-log-requests --disable-log-stats --log-requests",
-        takes_value=False,
-    ),
-    _no_effect("the log has one level", "--log-level --log-level-http --uvicorn-log-level --max-log-len"),
-    _no_effect("a request is one line of the log", "--disable-uvicorn-access-log", takes_value=False),
-    _no_effect("metrics are always exported", "--enable-metrics", takes_value=False),
-    _no_effect(
-        "answers always have it",
-        "--enable-prompt-tokens-details --enable-cache-report --enable-request-id-headers",
-        takes_value=False,
-    ),
-    _no_effect("a server generates and embeds", "--is-embedding", takes_value=False),
-    _no_effect("models read text alone", "--limit-mm-per-prompt --limit-mm-data-per-request --mm-processor-cache-gb"),
-    _no_effect("models read text alone", "--language-model-only --skip-mm-profiling", takes_value=False),
-    _no_effect("pages of --allowed-origins may send what the APIs need", "--allowed-methods --allowed-headers"),
-    _no_effect(
-        "each op takes the best kernel of the platform (`anabranch doctor` lists them)",
-        "--attention-backend --moe-backend --moe-runner-backend --sampling-backend --linear-backend --mamba-backend "
-        "--prefill-attention-backend --decode-attention-backend",
-    ),
-    _no_effect("grammars are llguidance's", "--grammar-backend --guided-decoding-backend --structured-outputs-config"),
-    _no_effect(
-        "the engine is one process a rank",
-        "--distributed-executor-backend --api-server-count -asc --tokenizer-worker-num",
-    ),
-    _no_effect(
-        "sizes of graphs follow the steps that occur",
-        "--max-seq-len-to-capture --cuda-graph-max-bs --max-cudagraph-capture-size",
-    ),
-    _no_effect("each step's tokens are sent at once", "--num-scheduler-steps --stream-interval"),
-    _no_effect("every request may ask for 256", "--max-logprobs"),
-    _no_effect(
-        "there is nothing like it to turn off",
-        "--disable-custom-all-reduce --disable-cascade-attn --skip-server-warmup --disable-hybrid-kv-cache-manager "
-        "--disable-fastapi-docs --disable-shared-experts-fusion",
-        takes_value=False,
-    ),
-    _refused(
-        "prompts are always computed in chunks, of --max-num-batched-tokens at most",
-        "--no-enable-chunked-prefill",
-        takes_value=False,
-    ),
-    _refused(
-        "requests run by their field priority, then in the order of arrival",
-        "--scheduling-policy --schedule-policy",
-        unless=("fcfs", "priority"),
-    ),
-    _refused(
-        "layers are not divided among devices: divide the model by --tensor-parallel-size, over machines by --nodes",
-        "--pipeline-parallel-size --pp-size --pp -pp",
-        unless=("1",),
-    ),
-    _refused(
-        "experts are divided among the ranks of --tensor-parallel-size or --data-parallel-size: --expert-parallel",
-        "--expert-parallel-size --ep-size --ep",
-        unless=("1",),
-    ),
-    _refused(
-        "experts move after --rebalance-interval steps, into the room that --expert-copies gives on each rank",
-        "--enable-eplb",
-        takes_value=False,
-    ),
-    _refused("room on each rank is --expert-copies", "--num-redundant-experts --ep-num-redundant-experts"),
-    _refused(
-        "torchrun or its environment variables name the nodes: see docs/many_devices.md",
-        "--node-rank -r --master-addr --master-port --dist-init-addr --nccl-init-addr --data-parallel-address -dpa",
-    ),
-    _refused(
-        "adapters are not supported: merge the adapter into the weights (PEFT's merge_and_unload) and serve the result",
-        "--enable-lora",
-        takes_value=False,
-    ),
-    _refused(
-        "a hub id is its main revision: hf download ID --revision REV --local-dir FOLDER, then give FOLDER",
-        "--revision --code-revision",
-        unless=("main",),
-    ),
-    _refused(
-        "the tokenizer is the model folder's tokenizer.json: put another one there",
-        "--tokenizer --tokenizer-path --tokenizer-revision",
-    ),
-    _refused("tokenizer.json is the only form that is read", "--tokenizer-mode", unless=("auto", "hf")),
-    _refused("config.json is the only form that is read", "--config-format", unless=("auto", "hf")),
-    _refused("models are those of `anabranch.models`", "--model-impl", unless=("auto",)),
-    _refused(
-        "change config.json in a copy of the model's folder",
-        "--hf-overrides --hf-config-path --json-model-override-args --rope-scaling --rope-theta",
-    ),
-    _refused(
-        "change generation_config.json in a copy of the folder, or send the value with a request",
-        "--override-generation-config --preferred-sampling-params",
-    ),
-    _refused("send chat_template_kwargs with a request", "--default-chat-template-kwargs"),
-    _refused("downloads go to the hub's cache: set HF_HOME", "--download-dir"),
-    _refused("set HF_TOKEN", "--hf-token"),
-    _refused("weights stay on the device: quantise them with --quantization int4", "--cpu-offload-gb", unless=("0",)),
-    _refused(
-        "the cache is sized by --num-pages, of --page-size tokens, or --gpu-memory-utilization",
-        "--kv-cache-memory-bytes --kv-cache-memory --max-total-tokens",
-    ),
-    _refused(
-        "it is --speculative ngram or mtp, with --speculative-tokens; other draft models are not supported",
-        "--speculative-config -sc --speculative-algorithm --spec-method --speculative-num-steps",
-    ),
-    _refused("it is --graphs", "--compilation-config -O -cc --optimization-level"),
-    _refused("set ANABRANCH_PLATFORM to a platform that `anabranch doctor` lists", "--device", unless=("auto",)),
-    _refused(
-        "a server generates and embeds: leave it out",
-        "--task --runner --convert",
-        unless=("auto", "generate", "embed", "embedding", "pooling"),
-    ),
-    _refused("set OTEL_EXPORTER_OTLP_ENDPOINT", "--otlp-traces-endpoint"),
-    _refused(
-        "prefill and decode are in one engine: see --max-num-batched-tokens",
-        "--kv-transfer-config --disaggregation-mode",
-        unless=("null",),
+    *(Flag(tuple(names.split()), use) for use, names in _SAME.items()),
+    *(Flag(tuple(names.split()), why=why) for why, names in _NO_EFFECT.items()),
+    *(Flag(tuple(names.split()), why=why, takes_value=False) for why, names in _NO_EFFECT_SWITCHES.items()),
+    *(Flag(tuple(names.split()), why=why, refused=True) for why, names in _REFUSED.items()),
+    *(Flag(tuple(names.split()), why=why, refused=True, takes_value=False) for why, names in _REFUSED_SWITCHES.items()),
+    *(
+        Flag(tuple(names.split()), why=why, refused=True, unless=tuple(_UNREFUSED[names.split()[0]].split()))
+        for why, names in _UNLESS.items()
     ),
 )
 FLAGS = {name: flag for flag in TABLE for name in flag.names}
