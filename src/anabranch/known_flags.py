@@ -108,8 +108,24 @@ _REFUSED = {
     "--speculative-config -sc --speculative-algorithm --spec-method --speculative-num-steps",
     "it is --graphs": "--compilation-config -O -cc --optimization-level",
     "set OTEL_EXPORTER_OTLP_ENDPOINT": "--otlp-traces-endpoint",
+    "requests run by their field priority, then in the order of arrival": "--scheduling-policy "
+    "--schedule-policy = fcfs priority",
+    "layers are not divided among devices: divide the model by --tensor-parallel-size, over machines by --nodes": ""
+    "--pipeline-parallel-size --pp-size --pp -pp = 1",
+    "experts are divided among the ranks of --tensor-parallel-size or --data-parallel-size: --expert-parallel": ""
+    "--expert-parallel-size --ep-size --ep = 1",
+    "a hub id is its main revision: hf download ID --revision REV --local-dir FOLDER, then give FOLDER": "--revision "
+    "--code-revision = main",
+    "tokenizer.json is the only form that is read": "--tokenizer-mode = auto hf",
+    "config.json is the only form that is read": "--config-format = auto hf",
+    "models are those of `anabranch.models`": "--model-impl = auto",
+    "weights stay on the device: quantise them with --quantization int4": "--cpu-offload-gb = 0",
+    "set ANABRANCH_PLATFORM to a platform that `anabranch doctor` lists": "--device = auto",
+    "a server generates and embeds: leave it out": "--task --runner --convert = auto generate embed embedding pooling",
+    "prefill and decode are in one engine: see --max-num-batched-tokens": "--kv-transfer-config "
+    "--disaggregation-mode = null",
 }
-"""Why options with a value are refused."""
+"""Why options with a value are refused; after = are values for which they are not."""
 _REFUSED_SWITCHES = {
     "prompts are always computed in chunks, of --max-num-batched-tokens at most": "--no-enable-chunked-prefill",
     "experts move after --rebalance-interval steps, into the room that --expert-copies gives on each rank": ""
@@ -118,46 +134,14 @@ _REFUSED_SWITCHES = {
     "--enable-lora",
 }
 """The same of those without a value."""
-_UNLESS = {
-    "requests run by their field priority, then in the order of arrival": "--scheduling-policy --schedule-policy",
-    "layers are not divided among devices: divide the model by --tensor-parallel-size, over machines by --nodes": ""
-    "--pipeline-parallel-size --pp-size --pp -pp",
-    "experts are divided among the ranks of --tensor-parallel-size or --data-parallel-size: --expert-parallel": ""
-    "--expert-parallel-size --ep-size --ep",
-    "a hub id is its main revision: hf download ID --revision REV --local-dir FOLDER, then give FOLDER": "--revision "
-    "--code-revision",
-    "tokenizer.json is the only form that is read": "--tokenizer-mode",
-    "config.json is the only form that is read": "--config-format",
-    "models are those of `anabranch.models`": "--model-impl",
-    "weights stay on the device: quantise them with --quantization int4": "--cpu-offload-gb",
-    "set ANABRANCH_PLATFORM to a platform that `anabranch doctor` lists": "--device",
-    "a server generates and embeds: leave it out": "--task --runner --convert",
-    "prefill and decode are in one engine: see --max-num-batched-tokens": "--kv-transfer-config --disaggregation-mode",
-}
-"""Why options are refused but for some values."""
-_UNREFUSED = {
-    "--scheduling-policy": "fcfs priority",
-    "--pipeline-parallel-size": "1",
-    "--expert-parallel-size": "1",
-    "--revision": "main",
-    "--tokenizer-mode": "auto hf",
-    "--config-format": "auto hf",
-    "--model-impl": "auto",
-    "--cpu-offload-gb": "0",
-    "--device": "auto",
-    "--task": "auto generate embed embedding pooling",
-    "--kv-transfer-config": "null",
-}
-"""These values, by the first name."""
 TABLE = (
     *(Flag(tuple(names.split()), use) for use, names in _SAME.items()),
     *(Flag(tuple(names.split()), why=why) for why, names in _NO_EFFECT.items()),
     *(Flag(tuple(names.split()), why=why, takes_value=False) for why, names in _NO_EFFECT_SWITCHES.items()),
-    *(Flag(tuple(names.split()), why=why, refused=True) for why, names in _REFUSED.items()),
     *(Flag(tuple(names.split()), why=why, refused=True, takes_value=False) for why, names in _REFUSED_SWITCHES.items()),
     *(
-        Flag(tuple(names.split()), why=why, refused=True, unless=tuple(_UNREFUSED[names.split()[0]].split()))
-        for why, names in _UNLESS.items()
+        Flag(tuple(names.split()), why=why, refused=True, unless=tuple(values.split()))
+        for why, (names, _, values) in ((why, text.partition(" = ")) for why, text in _REFUSED.items())
     ),
 )
 FLAGS = {name: flag for flag in TABLE for name in flag.names}
