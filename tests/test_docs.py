@@ -64,6 +64,20 @@ def test_the_map_has_every_room() -> None:
     assert {name for row in re.findall(r"^\| (`.+?) \|", table, re.M) for name in re.findall(r"`(\w+)/`", row)} == rooms
     tree = (ROOT / "README.md").read_text().partition("## The tree")[2]
     assert set(re.findall(r"^  (\w+)/ ", tree, re.M)) == rooms
+    (commands,) = re.findall(r"^  cli/ +(.+)$", tree, re.M)
+    assert set(commands.split(", ")) == {name.split()[0] for name in COMMANDS}
+
+
+def test_every_dialect_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the help, and where README's tree says what server/ is."""
+    main(["--help"])
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    tree = (ROOT / "README.md").read_text().partition("## The tree")[2]
+    texts = [*capsys.readouterr().out.split("usage: anabranch serve"), *re.findall(r"^  server/ .+$", tree, re.M)]
+    assert len(texts) == 3
+    for name in ("OpenAI", "Anthropic", "Ollama"):
+        assert all(name in text for text in texts), name
 
 
 @BY_NAME

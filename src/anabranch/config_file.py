@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from anabranch.known_flags import FLAGS, MODEL, Known, nearest
+from anabranch.known_flags import FLAGS, MODEL, Known, nearest, reason
 
 HELP = "read options from a YAML, JSON or TOML file"
 
@@ -66,8 +66,10 @@ def apply(parser: argparse.ArgumentParser, words: list[str]) -> None:
 def _add(parser: argparse.ArgumentParser, namespace: argparse.Namespace, name: str, given: Any) -> None:
     action = parser._option_string_actions.get(name)
     if action is None or name in ("--config", "--help"):
+        if (why := reason(name)) and (given is None or given is False):
+            return
         near = nearest(parser, name).removeprefix("--")
-        raise ValueError(f"no option of {parser.prog}{f'; did you mean {near}?' if near else ''}")
+        raise ValueError(why or f"no option of {parser.prog}{f'; did you mean {near}?' if near else ''}")
     if given == "" or (isinstance(given, list) and "" in given):
         raise ValueError("is empty: give a value, or leave it out")
     if isinstance(given, dict):

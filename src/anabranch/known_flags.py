@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 MODEL = "MODEL"
@@ -28,211 +29,209 @@ class Flag:
     """Values for which it is not refused: they ask for what is done anyway."""
 
 
-def _same(use: str, *names: str) -> Flag:
-    return Flag(names, use)
-
-
-def _no_effect(why: str, *names: str, takes_value: bool = True) -> Flag:
-    return Flag(names, why=why, takes_value=takes_value)
-
-
-def _refused(why: str, *names: str, takes_value: bool = True, unless: tuple[str, ...] = ()) -> Flag:
-    return Flag(names, why=why, refused=True, takes_value=takes_value, unless=unless)
-
-
+_SAME = {
+    MODEL: "--model --model-path",
+    "--max-model-len": "--context-length --ctx-size -c",
+    "--gpu-memory-utilization": "--mem-fraction-static --memory-fraction",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--max-num-scheduled-tokens --chunked-prefill-size --max-prefill-tokens",
+    "--prefix-cache": "--enable-prefix-caching",
+    "--no-prefix-cache": "--no-enable-prefix-caching --disable-radix-cache",
+    "--page-size": "--block-size",
+    "--num-pages": "--num-gpu-blocks-override",
+    "--state-dtype": "--mamba-ssm-cache-dtype --mamba-ssm-dtype",
+    "--enforce-eager": "--disable-cuda-graph",
+    "--graphs compiled": "--enable-torch-compile",
+    "--deterministic": "--enable-deterministic-inference",
+    "--no-async-scheduling": "--disable-overlap-schedule",
+    "--tensor-parallel-size": "--tp --tp-size -tp",
+    "--data-parallel-size": "--dp --dp-size -dp",
+    "--expert-parallel": "--enable-expert-parallel --enable-ep-moe -ep",
+    "--nodes": "--nnodes -n",
+    "--quantization": "-q",
+    "--seed": "--random-seed",
+    "--speculative-tokens": "--num-speculative-tokens --spec-tokens --speculative-num-draft-tokens",
+    "--max-queue": "--max-queued-requests",
+    "--step-timeout": "--watchdog-timeout",
+}
+"""Ours, and the names it has elsewhere."""
+_NO_EFFECT = {
+    "a preempted request is computed again, and most of it is in the prefix cache": "--swap-space",
+    "a preempted request is computed again": "--preemption-mode",
+    "the format is found in the template": "--chat-template-content-format",
+    "the log has one level": "--log-level --log-level-http --uvicorn-log-level --max-log-len",
+    "models read text alone": "--limit-mm-per-prompt --limit-mm-data-per-request --mm-processor-cache-gb",
+    "pages of --allowed-origins may send what the APIs need": "--allowed-methods --allowed-headers",
+    "each op takes the best kernel of the platform (`anabranch doctor` lists them)": "--attention-backend "
+    "--moe-backend --moe-runner-backend --sampling-backend --linear-backend --mamba-backend "
+    "--prefill-attention-backend --decode-attention-backend",
+    "grammars are llguidance's": "--grammar-backend --guided-decoding-backend --structured-outputs-config",
+    "the engine is one process a rank": "--distributed-executor-backend --api-server-count -asc --tokenizer-worker-num",
+    "sizes of graphs follow the steps that occur": "--max-seq-len-to-capture --cuda-graph-max-bs "
+    "--max-cudagraph-capture-size",
+    "each step's tokens are sent at once": "--num-scheduler-steps --stream-interval",
+    "every request may ask for 256": "--max-logprobs",
+}
+"""Why options with a value have no effect."""
+_NO_EFFECT_SWITCHES = {
+    "no code from a model folder is ever run": "--trust-remote-code",
+    "prompts are always computed in chunks": "--enable-chunked-prefill --enable-mixed-chunk",
+    "calls and thoughts are parsed wherever the chat template has them": "--enable-auto-tool-choice --enable-reasoning",
+    "requests always run by their field priority": "--enable-priority-scheduling",
+    "prompts and answers are never logged, figures always are": "--disable-log-requests --enable-log-requests "
+    "--no-enable-log-requests --disable-log-stats --log-requests",
+    "a request is one line of the log": "--disable-uvicorn-access-log",
+    "metrics are always exported": "--enable-metrics",
+    "answers always have it": "--enable-prompt-tokens-details --enable-cache-report --enable-request-id-headers",
+    "a server generates and embeds": "--is-embedding",
+    "models read text alone": "--language-model-only --skip-mm-profiling",
+    "there is nothing like it to turn off": "--disable-custom-all-reduce --disable-cascade-attn --skip-server-warmup "
+    "--disable-hybrid-kv-cache-manager --disable-fastapi-docs --disable-shared-experts-fusion",
+}
+"""The same of those without a value."""
+_REFUSED = {
+    "room on each rank is --expert-copies": "--num-redundant-experts --ep-num-redundant-experts",
+    "torchrun or its environment variables name the nodes: see docs/many_devices.md": "--node-rank -r --master-addr "
+    "--master-port --dist-init-addr --nccl-init-addr --data-parallel-address -dpa",
+    "the tokenizer is the model folder's tokenizer.json: put another one there": "--tokenizer --tokenizer-path "
+    "--tokenizer-revision",
+    "change config.json in a copy of the model's folder": "--hf-overrides --hf-config-path --json-model-override-args "
+    "--rope-scaling --rope-theta",
+    "change generation_config.json in a copy of the folder, or send the value with a request": ""
+    "--override-generation-config --preferred-sampling-params",
+    "send chat_template_kwargs with a request": "--default-chat-template-kwargs",
+    "downloads go to the hub's cache: set HF_HOME": "--download-dir",
+    "set HF_TOKEN": "--hf-token",
+    "the cache is sized by --num-pages, of --page-size tokens, or --gpu-memory-utilization": "--kv-cache-memory-bytes "
+    "--kv-cache-memory --max-total-tokens",
+    "it is --speculative ngram or mtp, with --speculative-tokens; other draft models are not supported": ""
+    "--speculative-config -sc --speculative-algorithm --spec-method --speculative-num-steps",
+    "it is --graphs": "--compilation-config -O -cc --optimization-level",
+    "set OTEL_EXPORTER_OTLP_ENDPOINT": "--otlp-traces-endpoint",
+    "requests run by their field priority, then in the order of arrival": "--scheduling-policy "
+    "--schedule-policy = fcfs priority",
+    "layers are not divided among devices: divide the model by --tensor-parallel-size, over machines by --nodes": ""
+    "--pipeline-parallel-size --pp-size --pp -pp = 1",
+    "experts are divided among the ranks of --tensor-parallel-size or --data-parallel-size: --expert-parallel": ""
+    "--expert-parallel-size --ep-size --ep = 1",
+    "a hub id is its main revision: hf download ID --revision REV --local-dir FOLDER, then give FOLDER": "--revision "
+    "--code-revision = main",
+    "tokenizer.json is the only form that is read": "--tokenizer-mode = auto hf",
+    "config.json is the only form that is read": "--config-format = auto hf",
+    "models are those of `anabranch.models`": "--model-impl = auto",
+    "weights stay on the device: quantise them with --quantization int4": "--cpu-offload-gb = 0",
+    "set ANABRANCH_PLATFORM to a platform that `anabranch doctor` lists": "--device = auto",
+    "a server generates and embeds: leave it out": "--task --runner --convert = auto generate embed embedding pooling",
+    "prefill and decode are in one engine: see --max-num-batched-tokens": "--kv-transfer-config "
+    "--disaggregation-mode = null",
+}
+"""Why options with a value are refused; after = are values for which they are not."""
+_REFUSED_SWITCHES = {
+    "prompts are always computed in chunks, of --max-num-batched-tokens at most": "--no-enable-chunked-prefill",
+    "experts move after --rebalance-interval steps, into the room that --expert-copies gives on each rank": ""
+    "--enable-eplb",
+    "adapters are not supported: merge the adapter into the weights (PEFT's merge_and_unload) and serve the result": ""
+    "--enable-lora",
+}
+"""The same of those without a value."""
 TABLE = (
-    _same(MODEL, "--model", "--model-path"),
-    _same("--max-model-len", "--context-length"),
-    _same("--gpu-memory-utilization", "--mem-fraction-static", "--memory-fraction"),
-    _same("--max-num-seqs", "--max-running-requests"),
-    _same("--max-num-batched-tokens", "--chunked-prefill-size", "--max-prefill-tokens"),
-    _same("--prefix-cache", "--enable-prefix-caching"),
-    _same("--no-prefix-cache", "--no-enable-prefix-caching", "--disable-radix-cache"),
-    _same("--page-size", "--block-size"),
-    _same("--num-pages", "--num-gpu-blocks-override"),
-    _same("--enforce-eager", "--disable-cuda-graph"),
-    _same("--graphs compiled", "--enable-torch-compile"),
-    _same("--no-async-scheduling", "--disable-overlap-schedule"),
-    _same("--tensor-parallel-size", "--tp", "--tp-size", "-tp"),
-    _same("--data-parallel-size", "--dp", "--dp-size", "-dp"),
-    _same("--expert-parallel", "--enable-expert-parallel", "--enable-ep-moe"),
-    _same("--nodes", "--nnodes"),
-    _same("--quantization", "-q"),
-    _same("--seed", "--random-seed"),
-    _same("--speculative-tokens", "--num-speculative-tokens", "--speculative-num-draft-tokens"),
-    _same("--max-queue", "--max-queued-requests"),
-    _same("--step-timeout", "--watchdog-timeout"),
-    _no_effect("no code from a model folder is ever run", "--trust-remote-code", takes_value=False),
-    _no_effect("prompts are always computed in chunks", "--enable-chunked-prefill", takes_value=False),
-    _no_effect(
-        "calls and thoughts are parsed wherever the chat template has them",
-        "--enable-auto-tool-choice",
-        "--enable-reasoning",
-        takes_value=False,
-    ),
-    _no_effect("a preempted request is computed again, and most of it is in the prefix cache", "--swap-space"),
-    _no_effect("a preempted request is computed again", "--preemption-mode"),
-    _no_effect("the format is found in the template", "--chat-template-content-format"),
-    _no_effect(
-        "prompts and answers are never logged, figures always are",
-        "--disable-log-requests",
-        "--enable-log-requests",
-        "--no-enable-log-requests",
-        "--disable-log-stats",
-        "--log-requests",
-        takes_value=False,
-    ),
-    _no_effect("the log has one level", "--log-level", "--log-level-http", "--uvicorn-log-level", "--max-log-len"),
-    _no_effect("metrics are always exported", "--enable-metrics", takes_value=False),
-    _no_effect(
-        "each op takes the best kernel of the platform (`anabranch doctor` lists them)",
-        "--attention-backend",
-        "--moe-backend",
-        "--moe-runner-backend",
-        "--sampling-backend",
-    ),
-    _no_effect(
-        "grammars are llguidance's",
-        "--grammar-backend",
-        "--guided-decoding-backend",
-        "--structured-outputs-config",
-    ),
-    _no_effect("the engine is one process a rank", "--distributed-executor-backend", "--api-server-count"),
-    _no_effect("sizes of graphs follow the steps that occur", "--max-seq-len-to-capture", "--cuda-graph-max-bs"),
-    _no_effect("each step's tokens are sent at once", "--num-scheduler-steps", "--stream-interval"),
-    _no_effect("every request may ask for 256", "--max-logprobs"),
-    _no_effect(
-        "there is nothing like it to turn off",
-        "--disable-custom-all-reduce",
-        "--disable-cascade-attn",
-        "--skip-server-warmup",
-        takes_value=False,
-    ),
-    _refused(
-        "prompts are always computed in chunks, of --max-num-batched-tokens at most",
-        "--no-enable-chunked-prefill",
-        takes_value=False,
-    ),
-    _refused(
-        "requests run by their field priority, then in the order of arrival",
-        "--scheduling-policy",
-        "--schedule-policy",
-        unless=("fcfs", "priority"),
-    ),
-    _refused(
-        "layers are not divided among devices: divide the model by --tensor-parallel-size, over machines by --nodes",
-        "--pipeline-parallel-size",
-        "--pp-size",
-        "--pp",
-        "-pp",
-        unless=("1",),
-    ),
-    _refused(
-        "experts are divided among the ranks of --tensor-parallel-size or --data-parallel-size: --expert-parallel",
-        "--expert-parallel-size",
-        "--ep-size",
-        "--ep",
-        unless=("1",),
-    ),
-    _refused(
-        "experts move after --rebalance-interval steps, into the room that --expert-copies gives on each rank",
-        "--enable-eplb",
-        takes_value=False,
-    ),
-    _refused("room on each rank is --expert-copies", "--num-redundant-experts", "--ep-num-redundant-experts"),
-    _refused(
-        "torchrun or its environment variables name the nodes: see docs/many_devices.md",
-        "--node-rank",
-        "--master-addr",
-        "--master-port",
-        "--dist-init-addr",
-        "--data-parallel-address",
-    ),
-    _refused(
-        "adapters are not supported: merge the adapter into the weights (PEFT's merge_and_unload) and serve the result",
-        "--enable-lora",
-        takes_value=False,
-    ),
-    _refused(
-        "adapters are not supported: merge the adapter into the weights",
-        "--lora-modules",
-        "--lora-paths",
-        "--max-loras",
-        "--max-lora-rank",
-    ),
-    _refused(
-        "a hub id is its main revision: hf download ID --revision REV --local-dir FOLDER, then give FOLDER",
-        "--revision",
-        "--code-revision",
-        unless=("main",),
-    ),
-    _refused(
-        "the tokenizer is the model folder's tokenizer.json: put another one there",
-        "--tokenizer",
-        "--tokenizer-path",
-        "--tokenizer-revision",
-    ),
-    _refused("tokenizer.json is the only form that is read", "--tokenizer-mode", unless=("auto", "hf")),
-    _refused(
-        "change config.json in a copy of the model's folder",
-        "--hf-overrides",
-        "--hf-config-path",
-        "--json-model-override-args",
-        "--rope-scaling",
-        "--rope-theta",
-    ),
-    _refused(
-        "change generation_config.json in a copy of the folder, or send the value with a request",
-        "--override-generation-config",
-    ),
-    _refused("downloads go to the hub's cache: set HF_HOME", "--download-dir"),
-    _refused("set HF_TOKEN", "--hf-token"),
-    _refused("weights stay on the device: quantise them with --quantization int4", "--cpu-offload-gb", unless=("0",)),
-    _refused(
-        "it is --speculative ngram or mtp, with --speculative-tokens; other draft models are not supported",
-        "--speculative-config",
-        "--speculative-algorithm",
-        "--speculative-model",
-        "--speculative-draft-model-path",
-        "--speculative-num-steps",
-    ),
-    _refused("it is --graphs", "--compilation-config", "-O", "-cc"),
-    _refused("set ANABRANCH_PLATFORM to a platform that `anabranch doctor` lists", "--device", unless=("auto",)),
-    _refused(
-        "a server generates and embeds: leave it out",
-        "--task",
-        "--runner",
-        unless=("auto", "generate", "embed", "embedding", "pooling"),
-    ),
-    _refused(
-        "put a proxy with TLS in front of the server",
-        "--ssl-keyfile",
-        "--ssl-certfile",
-        "--ssl-ca-certs",
-    ),
-    _refused("set OTEL_EXPORTER_OTLP_ENDPOINT", "--otlp-traces-endpoint"),
-    _refused(
-        "prefill and decode are in one engine: see --max-num-batched-tokens",
-        "--kv-transfer-config",
-        "--disaggregation-mode",
-        unless=("null",),
+    *(Flag(tuple(names.split()), use) for use, names in _SAME.items()),
+    *(Flag(tuple(names.split()), why=why) for why, names in _NO_EFFECT.items()),
+    *(Flag(tuple(names.split()), why=why, takes_value=False) for why, names in _NO_EFFECT_SWITCHES.items()),
+    *(Flag(tuple(names.split()), why=why, refused=True, takes_value=False) for why, names in _REFUSED_SWITCHES.items()),
+    *(
+        Flag(tuple(names.split()), why=why, refused=True, unless=tuple(values.split()))
+        for why, (names, _, values) in ((why, text.partition(" = ")) for why, text in _REFUSED.items())
     ),
 )
 FLAGS = {name: flag for flag in TABLE for name in flag.names}
 MODELS = tuple(name for name, flag in FLAGS.items() if flag.use == MODEL)
 
+FAMILIES = {
+    "adapters are not supported: merge the adapter into the weights": "*lora*",
+    "models read text alone: leave it out": "mm-* *-mm-* *media-* *image* video-* asr-* *encoder* enable-multimodal "
+    "language-only enable-precise-embedding-interpolation",
+    "it is --graphs; the sizes that are captured follow the steps that occur": "*cuda-graph* *cudagraph* "
+    "enable-torch-compile-* torch-compile-* performance-mode",
+    "the log and the metrics have one form: see docs/serving.md": "*-metric* bucket-* *-buckets trace-* *-trace* "
+    "*-tracing *nvtx* profiler-config log-config-file log-error-stack log-requests-* enable-log-* *-logging* "
+    "*access-log* jit-monitor-* debug-* *-dump-* show-* collect-* stat-loggers gc-* decode-log-interval "
+    "enable-server-load-tracking",
+    "it is --speculative ngram or mtp, with --speculative-tokens; other draft models are not supported": "spec-* "
+    "speculative-* decoupled-spec-* *-draft-* *-eagle",
+    "prompts and answers are computed by one engine, which shares its cache with no other: see --replicas": "ec-* "
+    "disaggregation-* kv-events-config mooncake-* *pdmux* sm-group-num tokens-only num-reserved-decode-tokens "
+    "prefill-round-robin-balance",
+    "states of hybrid models are set by --state-dtype and --state-interval": "mamba-* *-mamba-* *replayssm*",
+    "the cache is on the device: see --gpu-memory-utilization, --page-size, --prefix-cache and --kv-cache-dtype": ""
+    "hicache-* *hierarchical-* *lmcache* *flexkv* kv-offloading-* *hisparse* radix-* *-radix-cache kv-canary* "
+    "kv-sharing-* kv-cache-dtype-* prefix-caching-* prefix-cache-* prefix-match-* *-swa-* swa-* enable-page-major-* "
+    "*-unified-memory c128-* watermark *chunked-prefix-cache *-kv-cache retraction-policy strip-thinking-cache",
+    "experts move after --rebalance-interval steps, into the room that --expert-copies gives on each rank": "eplb-* "
+    "ep-* *elastic-e* expert-placement-* *expert-distribution-* expert-balancedness-* *-expert-location max-ep-size "
+    "fuseep-* *waterfill",
+    "it is --data-parallel-size with --expert-parallel, over machines with --nodes": "enable-dp-* dp-* *-dp-* "
+    "data-parallel-* load-balance-method moe-data-* moe-dp-* headless -dp?",
+    "set CUDA_VISIBLE_DEVICES": "device-ids base-gpu-id gpu-id-step",
+    "numactl binds a process to a node": "numa-*",
+    "it is --ray-address, with --replicas or --nodes": "use-ray ray-workers-use-nsight",
+    "ranks are set by --tensor-parallel-size, --data-parallel-size, --expert-parallel and --nodes alone": ""
+    "*context-parallel* *-cp-* *-cp cp-* dcp-* -dcp -pcp *nccl* *deepep* *a2a-* all2all-* *allreduce-* *-all-reduce "
+    "*symm-mem *mscclpp *batch-overlap tbo-* *dbo* ubatch-size pp-* *dist*-timeout* *attn-tp* *fault-tolerance* "
+    "dwdp-size moe-dense-* *-ep-weight-filter *-all-to-all *-quant-communications max-parallel-loading-workers "
+    "enable-p2p-check *-scattered-sconv",
+    "--quantization fp8 or int4 quantises a plain checkpoint; a quantised one says so in its config.json": ""
+    "quantization-* *-quant modelopt-* quantize-* allow-deprecated-* rl-quant-*",
+    "weights are read once, from the folder's *.safetensors, and stay on the device": "*weight* *-ckpt-* kt-* "
+    "offload-* cpu-offload-* safetensors-* model-loader-* model-checksum modelexpress-* *-memory-saver "
+    "ignore-patterns pt-load-* enable-sleep-mode enable-cumem-allocator use-tqdm-on-load decrypted-*",
+    "it is --pooling, or a field of the request": "pooler-config",
+    "it is --generation-config": "sampling-defaults",
+    "no code from elsewhere is loaded": "*-plugin *-cls logits-processors *custom-logit-processor middleware "
+    "forward-hooks custom-* model-class-overrides model-config-parser sidecar*",
+    "text is what a server reads and writes, and the tokenizer runs in its process": "skip-tokenizer-init "
+    "*tokenizer-batch* *-batch-tokenizer* detokenizer-* renderer-* tokenizer-* enable-prompt-embeds",
+    "each op takes the best kernel of the platform (`anabranch doctor` lists them): leave it out": "*-backend "
+    "*flashinfer* *-gemm* triton-attention-* *-fusion *fused-* *mxfp4* *-fp4-* attention-config -ac kernel-config "
+    "ir-op-priority *tf32* *fp32-lm-head use-fp64-gumbel dsa-* nsa-* *-dsa-* mlx-*",
+    "put a proxy in front of the server, for TLS, HTTP/2 and paths": "*ssl-* uds *http2* *grpc* *root-path "
+    "*http-sidecar-port",
+    "larger requests are refused: see --max-header-bytes and --max-body-bytes": "h11-*",
+    "pages and clients send the key in a header: see --allowed-origins and --api-key": "allow-credentials "
+    "admin-api-key",
+    "a request asks for it: send stream_options with include_usage": "*-include-usage",
+    "the template is the model's own, or a file: --chat-template": "trust-request-chat-template *-template "
+    "hf-chat-template-name response-role exclude-tools-when-* cohere-*",
+    "docs/serving.md lists what requests may ask for, and the routes: there is no such thing": "*return-* "
+    "logprobs-mode *-tokenizer-info-* constrained-json-* allow-auto-truncate enable-mis *-strict-thinking "
+    "reasoning-config fingerprint-* *streaming-session *-streaming-output stream-output tool-server file-storage-path "
+    "enable-offline-docs enable-flash-late-*",
+    "the scheduler is set by --max-num-seqs and --max-num-batched-tokens, and the field priority of a request": ""
+    "schedule* prefill-* *prefill-delayer long-prefill-* *-dynamic-chunking num-continuous-* *-priority-* priority-* "
+    "min-free-* optimistic-* batch-notify-* sleep-on-idle load-snapshot-*",
+    "diffusion language models are not supported": "dllm-* diffusion-config -dc",
+    "there is nothing like it here: leave it out": "additional-config fail-on-environ-* rl-* warmups soft-watchdog-* "
+    "engine-info-* crash-* msprobe-* disable-outlines-* *-sliding-window",
+}
+"""Further options of others, without the dashes, by what refuses them; * stands for any letters."""
+
+
 CHECKPOINTS = "a quantised checkpoint says so in its config.json: leave the option out; a plain one takes fp8 or int4"
+UNREAD = "not supported: a plain checkpoint takes fp8 or int4; FP8, AWQ, GPTQ, compressed-tensors and MXFP4 are read"
 VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
     "kv_cache_dtype": {"fp8": "fp8_e4m3"},
+    "state_dtype": {"auto": "float32"},
     "load_format": {"auto": "safetensors"},
     "generation_config": {"vllm": "none"},
 }
 """Other names of values, by field."""
 NO_VALUES: dict[str, dict[str, str]] = {
     "quantization": dict.fromkeys(
-        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "modelopt", "w8a8_fp8"), CHECKPOINTS
-    ),
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "w8a8_fp8"), CHECKPOINTS
+    )
+    | dict.fromkeys(("bitsandbytes", "gguf", "torchao", "quark", "modelopt", "modelopt_fp4", "experts_int8"), UNREAD),
+    "state_dtype": dict.fromkeys(("bfloat16", "float16"), "it is model: what is computed in"),
     "kv_cache_dtype": {"fp8_e5m2": "keys and values in a byte are fp8_e4m3"},
 }
 """Values that others have, and why they are none here."""
@@ -284,11 +283,25 @@ def _reader(field: str) -> Callable[[str], str]:
     return read
 
 
+def reason(word: str) -> str:
+    """Why an option that others have is none here; "" where that is not known."""
+    name = word.replace("_", "-").partition(".")[0]  # vLLM has --a-config.field too
+    name = name if name in FLAGS else name.replace("--no-", "--", 1)
+    if name in FLAGS:
+        return FLAGS[name].why * FLAGS[name].refused
+    name = name.removeprefix("--")
+    return next((why for why, some in FAMILIES.items() if any(fnmatch(name, one) for one in some.split())), "")
+
+
 def nearest(parser: argparse.ArgumentParser, word: str) -> str:
-    """The option that a mistyped one is most like; "" where none is, or where others have that very option."""
+    """The option that a mistyped one is most like, or is a part of; "" where none is, or where others have that very
+    option."""
     visible = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
     shown = [option for action in visible for option in action.option_strings]
-    return next(iter([] if word in FLAGS else difflib.get_close_matches(word, shown, 1, 0.75)), "")
+    if word in FLAGS or reason(word):
+        return ""
+    parts = [option for option in shown if len(word) > 4 and (option.startswith(word) or option.endswith(word[1:]))]
+    return next(iter(difflib.get_close_matches(word, shown, 1, 0.75) or parts * (len(parts) == 1)), "")
 
 
 class Known(argparse.Action):
@@ -343,6 +356,10 @@ def engine_options(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict
         off = FLAGS.get(f"--no-{name.replace('_', '-')}") if given is False else None
         if off is not None and not off.use:
             flag, given = off, True
+        if flag is None and name not in known and (why := reason(f"--{name}")):
+            if given is None or given is False:
+                continue
+            raise ValueError(f"{name}: {why}")
         if name in known or (flag is None and name != "enforce_eager" and name not in FIELDS):
             try:
                 found[name] = value(name, given) if isinstance(given, str) else given

@@ -256,6 +256,7 @@ def test_bundled_configs_by_name() -> None:
         folder = bundled(name, "dummy")
         assert Path(folder).name == name and len(read_config(folder).layers) == number
     assert {path.name for path in CONFIGS.iterdir()} == set(layers)
+    assert bundled("Qwen3-30B-A3B", "dummy") == bundled("qwen3-30b-a3b", "dummy")
     assert bundled("owner/name", "dummy") == "owner/name"
     assert bundled("/some/folder", "safetensors") == "/some/folder"
     with pytest.raises(ValueError, match="is a config without weights: add --load-format dummy"):

@@ -166,6 +166,21 @@ def test_an_option_that_is_right_is_not_suggested(capsys: pytest.CaptureFixture[
         assert end.value.code == 2 and ("did you mean --port?" in capsys.readouterr().err) == hint
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["generate", "Once", "--temp", "1"], "--temperature"),
+        (["bench", "serve", "--url", "x"], "--base-url"),
+        (["serve", "--max", "1"], ""),
+    ],
+)
+def test_a_part_of_an_option_names_it(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(words)
+    assert (f"did you mean {meant}?" if meant else "lists the options") in (said := capsys.readouterr().err), said
+    assert bool(meant) == ("did you mean" in said)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a GPU here")
 def test_a_platform_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["doctor", "--platform", "cuda"]) == 1

@@ -10,7 +10,7 @@ import pytest
 from anabranch import LLM
 from anabranch.cli.main import COMMANDS, main, make_parser
 from anabranch.config import EngineConfig
-from anabranch.known_flags import FLAGS, MODEL, TABLE, engine_options
+from anabranch.known_flags import FAMILIES, FLAGS, MODEL, TABLE, engine_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_vllm.md"
 
@@ -30,8 +30,10 @@ def row(flag: Any) -> str:
 
 
 def test_the_page_shows_the_table() -> None:
-    shown = [line for line in PAGE.read_text().splitlines() if line.startswith("| `-")]
-    assert shown == [row(flag) for flag in TABLE], "\n".join(map(row, TABLE))
+    shown = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    rows = [row(flag) for flag in TABLE]
+    rows += [f"| {', '.join(f'`{one}`' for one in some.split())} | {why} |" for why, some in FAMILIES.items()]
+    assert shown == rows, "\n".join(rows)
 
 
 def test_each_name_is_there_once_and_is_none_of_ours() -> None:
@@ -56,7 +58,7 @@ def test_serve_has_an_answer_to_each(name: str, capsys: pytest.CaptureFixture[st
         assert parse("serve", name, "folder").model == "folder"
         return
     if flag.use:
-        given = ["fp8"] if flag.use == "--quantization" else given
+        given = {"--quantization": ["fp8"], "--state-dtype": ["model"]}.get(flag.use, given)
         before = ["--no-prefix-cache"] if flag.use == "--prefix-cache" else []  # else it is the default
         ours = parse("serve", *before, *flag.use.split(), *given)
         assert parse("serve", *before, name, *given) == ours != parse("serve", *before)
@@ -89,6 +91,9 @@ def test_values_by_other_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("serve", "--quantization", "awq")
     assert "leave the option out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse("serve", "--quantization", "bitsandbytes")
+    assert "bitsandbytes: not supported: a plain checkpoint takes fp8 or int4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--model", "a"], ["--model-path=a"], ["--quiet", "--model", "a"]])

@@ -384,3 +384,22 @@ def test_local_path_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.Monk
     assert refusal("tiny") == "tiny: no such folder; give an existing folder or a hub id owner/name"
     assert refusal("a/b/c") == "a/b/c: no such folder; give an existing folder or a hub id owner/name"
     assert refusal("~nobody-of-this-name/x").startswith("~nobody-of-this-name/x: no such folder; ")
+
+
+@pytest.mark.parametrize(
+    ("name", "hub_id"),
+    [
+        ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
+        ("Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B"),
+        ("Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507"),
+        ("gpt-oss-120b", "openai/gpt-oss-120b"),
+        ("gemma4-26b-a4b", "google/gemma-4-26B-A4B-it"),
+    ],
+)
+def test_a_known_model_without_its_owner(
+    name: str, hub_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qwen3-30b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert refusal(name) == f"{name}: no such folder; did you mean {hub_id}?"
+    assert hub_id not in refusal(f"./{name}")

@@ -16,8 +16,8 @@ TARGETS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("target
 
 
 def bundled(model: str, load_format: str) -> str:
-    """The folder of a config that comes with the package; any other model is returned as it is."""
-    folder = CONFIGS / model
+    """The folder of a config that comes with the package, in letters of any case; other models stay as they are."""
+    folder = CONFIGS / model.lower()
     if os.sep in model or not folder.is_dir() or Path(model).is_dir():
         return model
     if load_format != "dummy":

@@ -22,7 +22,7 @@ from typing import NoReturn
 from anabranch import __version__, config_file, known_flags
 
 COMMANDS = {
-    "serve": "serve a model over HTTP: a page, APIs of OpenAI and Anthropic",
+    "serve": "serve over HTTP: a page, APIs of OpenAI, Anthropic and Ollama",
     "generate": "write a continuation of a prompt",
     "chat": "chat with a model in the terminal",
     "plan": "show whether a model fits: weights, KV cache, requests at once",
@@ -56,11 +56,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hints = []
         for word in message.split() if message.startswith("unrecognized") else ():
-            near = known_flags.nearest(self, word.partition("=")[0]) if word.startswith("-") else ""
-            hints += [f"did you mean {near}?"] if near else []
+            name = word.partition("=")[0] if word.startswith("-") else ""
+            why, near = known_flags.reason(name), known_flags.nearest(self, name)
+            hints += [f"{name}: {why}"] if why else [f"did you mean {near}?"] if near else []
         print(f"{self.prog}: {message}{'; ' + ' '.join(hints) if hints else ''}", file=sys.stderr)
         print(f"{self.prog} --help lists the options", file=sys.stderr)
         sys.exit(2)
+
+    def _get_option_tuples(self, option_string):  # type: ignore[no-untyped-def,override]
+        """-O3 is -O 3; no other word is taken for an option that begins like it, as -c for -cc."""
+        return super()._get_option_tuples(option_string) if option_string[2:].isdecimal() else []
 
     def parse_known_intermixed_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
         words = known_flags.model_first(self, list(sys.argv[1:] if args is None else args))

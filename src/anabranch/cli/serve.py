@@ -1,6 +1,8 @@
-"""Serve a model over HTTP: a chat page at http://127.0.0.1:8000, the APIs of OpenAI and Anthropic under /v1."""
+"""Serve a model over HTTP: a chat page at http://127.0.0.1:8000, APIs of OpenAI and Anthropic under /v1,
+Ollama's under /api."""
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -86,7 +88,8 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
 
 
 def names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
+    """a,b; or as vLLM has it, a list in JSON."""
+    return tuple(str(name).strip() for name in (json.loads(text) if text.startswith("[") else text.split(",")))
 
 
 def _add_rare(group: Any) -> None:

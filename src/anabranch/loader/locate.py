@@ -16,6 +16,11 @@ _WEIGHTS = ["*.safetensors"]
 _ALL_BUT_WEIGHTS = ["*.json", "*.jinja", "tokenizer.model", "spiece.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 # Subfolders and consolidated files hold second copies of the weights in other layouts, as large as the first.
 _SECOND_COPIES = ["*/*", "consolidated*"]
+_HUB_IDS = """Qwen/Qwen3-30B-A3B Qwen/Qwen3-30B-A3B-Instruct-2507 Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-235B-A22B
+Qwen/Qwen3-Coder-30B-A3B-Instruct Qwen/Qwen3-Next-80B-A3B-Instruct Qwen/Qwen3.5-35B-A3B Qwen/Qwen3.6-35B-A3B
+Qwen/Qwen1.5-MoE-A2.7B openai/gpt-oss-20b openai/gpt-oss-120b deepseek-ai/DeepSeek-V2-Lite deepseek-ai/DeepSeek-V3
+deepseek-ai/DeepSeek-R1 moonshotai/Kimi-K2-Instruct zai-org/GLM-4.5-Air zai-org/GLM-4.7-Flash MiniMaxAI/MiniMax-M2
+google/gemma-4-26B-A4B-it mistralai/Mixtral-8x7B-Instruct-v0.1 allenai/OLMoE-1B-7B-0924 baidu/ERNIE-4.5-21B-A3B-PT"""
 
 
 def locate(model: str, *, weights: bool = True) -> Path:
@@ -33,7 +38,9 @@ def local(model: str) -> Path | None:
     if os.path.exists(path):
         raise CheckpointError(f"{model}: is a file; give the folder that holds it and its config.json")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"{model}: no such folder; {_nearest(path)}")
+        ids = {} if "/" in model else {hub_id.partition("/")[2].lower(): hub_id for hub_id in _HUB_IDS.split()}
+        near = difflib.get_close_matches(model.lower(), ids, 1, 0.85)
+        raise CheckpointError(f"{model}: no such folder; {f'did you mean {ids[near[0]]}?' if near else _nearest(path)}")
     return None
 
 
