@@ -1,6 +1,5 @@
 """Steps as large as the largest that are captured, by one rank and by two, in a process of its own:
-
-python -m tests.parallel.largest FOLDER GRAPHS EXPERT_PARALLEL
+`python -m tests.parallel.largest FOLDER GRAPHS EXPERT_PARALLEL`.
 """
 
 import json
