@@ -52,6 +52,7 @@ def answers(folder: Path, num_ranks: int, **options: Any) -> list[Any]:
     with engine(folder, num_ranks, **options) as llm:
         found = [[output.token_ids for output in llm.generate(PROMPTS, params)] for _ in range(2)]
         llm.engine.scheduler.check()
+        assert llm.engine.kv.usage() == 0
         assert ("num_pages" in options) == (llm.engine.scheduler.num_preemptions > 0)
         return found
 
@@ -62,6 +63,7 @@ OPTIONS = [
     pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 3}, id="chunked", **SLOW),
     pytest.param({"num_pages": 5, "page_size": 16, "max_model_len": 64}, id="preempted"),
     pytest.param({"async_scheduling": False, "expert_parallel": True}, id="expert parallel", **SLOW),
+    pytest.param({"moe_combine": "fused", "expert_parallel": True}, id="rows added where computed", **SLOW),
     pytest.param({"speculative": "ngram"}, id="drafts", **SLOW),
 ]
 
