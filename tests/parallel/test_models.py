@@ -185,7 +185,8 @@ def sums(group: Group, folder: Path) -> dict[tuple[str, int], list[bool]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_two_terms_of_a_sum_have_one_order(num_ranks: int, tmp_path: Path) -> None:
     """Whole experts are summed by rank and then over ranks: with two a token, as one rank sums them. Not with
     few on a CPU, whose kernel for them adds products without rounding these first."""
