@@ -25,7 +25,8 @@ OPTIONS: dict[str, Any] = {
     "num_pages": 320,
 }
 LENGTHS = 2100, 1100, 1100
-PROMPTS = [[(7 * i + 3 * j * j + j) % tiny.VOCAB_SIZE for j in range(length)] for i, length in enumerate(LENGTHS)]
+PROMPTS = [[(7 * i + 17 * j * j + j) % tiny.VOCAB_SIZE for j in range(length)] for i, length in enumerate(LENGTHS)]
+"""Greedy answers to them come near no tie: the best tokens are 0.09 apart."""
 
 
 def save(folder: Path) -> Path:
