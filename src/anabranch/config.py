@@ -137,6 +137,8 @@ class EngineConfig:
             raise ValueError(f"seed must be an integer of 64 bits, not {self.seed!r}")
         if not 0 <= self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction!r}")
+        if self.data_parallel_size > 1 and not self.expert_parallel:
+            raise ValueError("data_parallel_size divides experts among ranks: it needs expert_parallel")
 
     @property
     def model_options(self) -> dict[str, Any]:

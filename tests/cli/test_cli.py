@@ -197,6 +197,11 @@ def test_plan_of_states(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"states: {found['float32']:,} per request" in capsys.readouterr().out
 
 
+def test_replicas_whose_ranks_cannot_work_are_refused_before_ray(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--replicas", "2", "--data-parallel-size", "2"]) == 1
+    assert "data_parallel_size divides experts among ranks: it needs expert_parallel" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("quantization", "most"), [("fp8", 33e9), ("int4", 19e9)])
 def test_plan_of_qwen3_30b_quantised(quantization: str, most: float, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(CONFIGS / "qwen3-30b-a3b")

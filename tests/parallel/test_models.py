@@ -18,7 +18,7 @@ from anabranch.models.keys import ConfigError
 from anabranch.moe import dispatch
 from anabranch.moe.layer import RoutedExperts
 from anabranch.ops.weight import Weight
-from anabranch.parallel.group import Group, OneRank
+from anabranch.parallel.group import ALONE, Group, OneRank, split
 from tests.models import tiny
 from tests.parallel.ranks import run
 
@@ -36,10 +36,12 @@ FAMILIES = [
     "olmoe",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5",
     "qwen3_5_moe",
     "qwen3_moe",
     "qwen3_next",
 ]
+WITH_EXPERTS = [name for name in FAMILIES if name not in ("llama", "qwen3", "qwen3_5")]
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 COUNTS = dict.fromkeys(("gpt_oss", "minimax_m2", "mixtral"), "num_local_experts") | {"glm4_moe": "n_routed_experts"}
 COUNTS["ernie4_5_moe"] = "moe_num_experts"
@@ -98,17 +100,35 @@ def uneven_logits(group: Group, folders: dict[str, Path]) -> dict[str, list[tupl
     return found
 
 
-def _own_logits(group: Group, folder: Path, slots: int) -> torch.Tensor:
+def own_logits(group: Group, folders: dict[str, Path], num_same: int) -> dict[str, tuple[int, list[torch.Tensor]]]:
+    """Whole experts of all ranks, of which so many have the same prompt: its number, and its logits, with rows that go
+    to all ranks and with rows that go only to those with their experts."""
+    found, same = {}, split(group, num_same)
+    for name, folder in folders.items():
+        both = []
+        for dispatch.ALL_TO_ALL_ROWS in (512, 0):
+            both.append(_own_logits(group, folder, 0, same))
+        found[name] = group.rank // num_same, both
+    return found
+
+
+def _own_logits(group: Group, folder: Path, slots: int, same: Group = ALONE) -> torch.Tensor:
     """Of a prompt in chunks of other sizes on each rank, the last one of one token on rank 0."""
-    exchange = dispatch.Exchange(group)
-    options = {"expert_parallel": True, "expert_slots": slots, "exchange": exchange}
+    exchange = dispatch.Exchange(group, same)
+    options = {"expert_parallel": True, "expert_slots": slots, "exchange": exchange, "group": same}
     sequence = SingleSequence(load_model(folder, dtype="float32", **options), 64)
-    found, prompt = [], _prompt(group.rank)
-    bounds = [[0, 25 - 8 * rank, 30, 39 - rank, 40] for rank in range(group.size)]
-    for step, (begin, end) in enumerate(pairwise(bounds[group.rank])):
+    number = group.rank // same.size
+    found, prompt = [], _prompt(number)
+    bounds = [_bounds(other) for other in range(group.size // same.size)]
+    for step, (begin, end) in enumerate(pairwise(bounds[number])):
         exchange.most = max(bound[step + 1] - bound[step] for bound in bounds)
         found.append(sequence.forward(prompt[begin:end]))
     return torch.cat(found)
+
+
+def _bounds(number: int) -> list[int]:
+    """Of the chunks of that prompt."""
+    return [0, 25 - 8 * number, 30, 39 - number, 40]
 
 
 def _prompt(rank: int) -> list[int]:
@@ -127,10 +147,54 @@ def _logits(
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_compute_what_one_computes(folders: dict[str, Path], num_ranks: int) -> None:
     expected = {name: _logits(OneRank(), folder, False) for name, folder in folders.items()}
-    for found in run(num_ranks, logits, folders):
-        for name, both in found.items():
+    first, *others = run(num_ranks, logits, folders)
+    for name, both in first.items():
+        for place, one in enumerate(both):
+            assert (one - expected[name]).abs().max() < 1e-5, name
+            assert all(torch.equal(other[name][place], one) for other in others), name  # to the bit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "num_same"), [(2, 1), (4, 2)], ids=["2 engines", "2 engines of 2 ranks"])
+def test_ranks_with_prompts_of_their_own(folders: dict[str, Path], num_ranks: int, num_same: int) -> None:
+    chosen, expected = {name: folders[name] for name in WITH_EXPERTS}, {}
+    for name, folder in chosen.items():
+        for number in range(2):  # in the same chunks
+            sequence = SingleSequence(load_model(folder, dtype="float32"), 64)
+            chunks = [_prompt(number)[begin:end] for begin, end in pairwise(_bounds(number))]
+            expected[name, number] = torch.cat([sequence.forward(chunk) for chunk in chunks])
+    for found in run(num_ranks, own_logits, chosen, num_same):
+        for name, (number, both) in found.items():
             for one in both:
-                assert (one - expected[name]).abs().max() < 1e-5, name
+                assert (one - expected[name, number]).abs().max() < 1e-5, name
+
+
+def sums(group: Group, folder: Path) -> dict[tuple[str, int], list[bool]]:
+    """By combine and number of tokens, of each layer: whether its experts' sums are those of one rank, to the bit."""
+    found: dict[tuple[str, int], list[bool]] = {}
+    for combine in ("ordered", "fused"):
+        options: dict[str, Any] = {"dtype": "float32", "moe_combine": combine}
+        models = load_model(folder, **options), load_model(folder, **options, group=group, expert_parallel=True)
+        layers = ([one for one in model.modules() if isinstance(one, RoutedExperts)] for model in models)
+        for whole, part in zip(*layers, strict=True):
+            for num_tokens in (3, 200):
+                x_TD = torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(0))
+                ours, theirs = part(x_TD), whole(x_TD)
+                assert (ours - theirs).abs().max() < 1e-5
+                found.setdefault((combine, num_tokens), []).append(torch.equal(ours, theirs))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_two_terms_of_a_sum_have_one_order(num_ranks: int, tmp_path: Path) -> None:
+    """Whole experts are summed by rank and then over ranks: with two a token, as one rank sums them. Not with
+    few on a CPU, whose kernel for them adds products without rounding these first."""
+    case = CASES["qwen3_moe"]
+    # Rows of whole vectors: results do not depend on a row's place.
+    sized = replace(case, settings=case.settings | settings("qwen3_moe") | {"moe_intermediate_size": 32})
+    for found in run(num_ranks, sums, tiny.save(sized, tmp_path / "model")):
+        assert all(found["ordered", 200])
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from anabranch.llm import LLM, SamplingParams
 from anabranch.parallel.group import BUFFER_VARIABLE, ONE_SHOT_BYTES, TorchGroup
 from anabranch.platforms.symmetric import SymmetricMemory
 from tests.models import tiny
+from tests.parallel import largest
 from tests.ranks.ending import fails_soon
 
 pytestmark = [
@@ -55,6 +56,20 @@ def test_two_ranks_answer_as_one(
             if size == 2:
                 assert isinstance(llm.engine.runner.model.group.one_shot, SymmetricMemory) == (buffer == "")  # type: ignore[attr-defined]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("graphs", ["full", "pieces"])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_the_largest_captured_steps(tmp_path: Path, graphs: str, expert_parallel: bool) -> None:
+    """With sums that are too large for the buffer."""
+    largest.compare(largest.save(tmp_path / "model"), graphs, expert_parallel, os.environ)
+
+
+@pytest.mark.parametrize("graphs", ["decode", "full", "pieces"])
+def test_a_buffer_that_is_too_small_is_refused(folder: Path, graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BUFFER_VARIABLE, "1000")
+    with pytest.raises(ValueError, match=f"{BUFFER_VARIABLE}=1000: .* must have at least [0-9,]+ bytes"):
+        LLM(str(folder), tensor_parallel_size=2, graphs=graphs, **OPTIONS)
 
 
 def _join(rank: int, folder: str) -> tuple[TorchGroup, SymmetricMemory]:

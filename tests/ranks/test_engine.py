@@ -21,6 +21,7 @@ from anabranch.parallel.group import BUFFER_VARIABLE
 from anabranch.ranks.runner import RanksRunner
 from tests.engine.test_speculation import Guesses
 from tests.models import tiny
+from tests.parallel import largest
 
 CASES = {case.name: case for case in tiny.CASES}
 HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "rms_norm_eps": 0.1}
@@ -51,6 +52,7 @@ def answers(folder: Path, num_ranks: int, **options: Any) -> list[Any]:
     with engine(folder, num_ranks, **options) as llm:
         found = [[output.token_ids for output in llm.generate(PROMPTS, params)] for _ in range(2)]
         llm.engine.scheduler.check()
+        assert llm.engine.kv.usage() == 0
         assert ("num_pages" in options) == (llm.engine.scheduler.num_preemptions > 0)
         return found
 
@@ -61,6 +63,7 @@ OPTIONS = [
     pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 3}, id="chunked", **SLOW),
     pytest.param({"num_pages": 5, "page_size": 16, "max_model_len": 64}, id="preempted"),
     pytest.param({"async_scheduling": False, "expert_parallel": True}, id="expert parallel", **SLOW),
+    pytest.param({"moe_combine": "fused", "expert_parallel": True}, id="rows added where computed", **SLOW),
     pytest.param({"speculative": "ngram"}, id="drafts", **SLOW),
 ]
 
@@ -199,6 +202,14 @@ def test_captured_steps_contain_collectives(
     if two[3] is not None:
         num_calls, num_bytes = two[3]
         assert num_calls > 0 and num_bytes % (32 * 4) == 0  # rows of its hidden size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("graphs", "expert_parallel"), [("full", True), ("pieces", False)])
+def test_the_largest_captured_steps(tmp_path: Path, graphs: str, expert_parallel: bool) -> None:
+    """With sums that are too large for the buffer. On a GPU: tests/parallel/test_one_gpu.py."""
+    folder = largest.save(tmp_path / "model")
+    largest.compare(folder, graphs, expert_parallel, os.environ | {"ANABRANCH_PLATFORM": "fake"})
 
 
 def test_a_buffer_that_is_too_small_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,25 @@ def check_cells(tab: Tab, server: Running) -> None:
     assert tab.text("#cell") == f"Layer 2 · expert 5 · {load}"
 
 
+@pytest.mark.slow
+def test_the_map_says_which_rank_has_an_expert(browser: Browser, endless: Path) -> None:
+    flags = ("--tensor-parallel-size", "2", "--expert-parallel", "--expert-copies", "1", "--num-pages", "4200")
+    with running(endless, "--expert-load-interval", "1", *flags) as server:
+        server.complete(max_tokens=4)
+        server.until(lambda: server.get("/debug/experts").json()["ranks"], "no ranks")
+        first, second = server.get("/debug/experts").json()["ranks"][0]
+        alone, copied = min({*second} - {*first}), min({*first} & {*second})
+        with page(browser, server) as tab:
+            tab.until("!document.querySelector('#map').hidden")
+            tab.js("document.querySelector('#cells').focus()")
+            for expert, ranks in ((copied, "0, 1"), (alone, "1")):
+                tab.press("Escape")
+                for _ in range(1 + expert):  # the first key chooses the first cell
+                    tab.press("ArrowRight")
+                said = tab.text("#cell")
+                assert said.startswith(f"Layer 0 · expert {expert} · ") and said.endswith(f" · rank {ranks}"), said
+
+
 @drawing
 def test_colours_go_one_way_and_the_legend_tells_them(browser: Browser, server: Running) -> None:
     loads = [step / 8 for step in range(0, 80)]

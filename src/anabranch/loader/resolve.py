@@ -79,8 +79,6 @@ def captured_together(platform: Platform) -> str:
 
 
 def _check_data_parallel(config: EngineConfig, model: ModelConfig) -> None:
-    if not config.expert_parallel:
-        raise ValueError("data_parallel_size divides experts among ranks: it needs expert_parallel")
     if config.num_ranks // config.nodes % config.tensor_parallel_size:
         raise ValueError(
             f"data_parallel_size {config.data_parallel_size} on {config.nodes} nodes: each must have whole groups of "
