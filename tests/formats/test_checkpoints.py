@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -232,6 +233,14 @@ def test_what_headers_show_is_refused_before_memory_is_taken(tmp_path: Path, mon
         load_model(quantized, dtype="float32")
 
 
+INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"g": {"targets": ["Linear"], "weights": INT4_WEIGHTS}},
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 REFUSED = [
     ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
     ({"quant_method": "gptq", "bits": 8}, "bits 8 of GPTQ"),
@@ -249,16 +258,100 @@ REFUSED = [
     ),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt' (NVFP4) is not supported"),
     ([], "must be an object"),
+    (INT4 | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}, "transform_config is not supported"),
+    (INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config {'format': 'sparse-24-bitmask'}"),
+    (INT4 | {"moe_sparsity_config": {"method": "prune", "num_experts": [4]}}, "moe_sparsity_config is not supported"),
+    (INT4 | {"config_groups": {"g": {"weights": INT4_WEIGHTS, "rotated": True}}}, "config_groups.g: rotated is not"),
+    (INT4 | {"config_groups": {"g": {"weights": INT4_WEIGHTS | {"codebook": "nf4"}}}}, "config_groups.g: codebook is"),
+    (INT4 | {"config_groups": {"g": {"weights": INT4_WEIGHTS | {"actorder": "dynamic"}}}}, "actorder 'dynamic'"),
+    (GPTQ | {"rotation": "hadamard"}, "rotation is not supported"),
+    (GPTQ | {"lm_head": True}, "lm_head is not supported"),
+    (GPTQ | {"dynamic": {"+:.*down_proj": {"sym": False}}}, "dynamic: another sym for '+:.*down_proj'"),
+    (GPTQ | {"format": "bitblas"}, "checkpoint_format 'bitblas'"),
+    (AWQ | {"backend": "llm-awq"}, "backend 'llm-awq'"),
+    (AWQ | {"format": "gemv_fast"}, "format 'gemv_fast' of AWQ"),
+    (writers.FP8 | {"weight_permutation": [1, 0]}, "weight_permutation is not supported"),
+    ({"quant_method": "mxfp4", "rotation": "hadamard"}, "rotation is not supported"),
 ]
 
 
+@pytest.fixture(scope="module")
+def plain_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tiny.save(BASE, tmp_path_factory.mktemp("plain")) / "config.json").read_text())
+    return found
+
+
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    folder = tiny.save(BASE, tmp_path)
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+def test_what_is_not_supported_is_refused_by_name(
+    config: dict[str, Any], message: str, plain_config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(plain_config | {"quantization_config": config}))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        read_config(folder)
+        read_config(tmp_path)
+
+
+ARGS = INT4_WEIGHTS | {"actorder": "static", "block_structure": None, "dynamic": False, "observer": "minmax"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llm-compressor": INT4
+    | {
+        "config_groups": {
+            "group_0": {
+                "format": "pack-quantized",
+                "input_activations": None,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": ARGS | {"observer_kwargs": {}, "scale_dtype": None, "symmetric": True, "zp_dtype": None},
+            }
+        },
+        "global_compression_ratio": 1.5,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {"config_groups": {}},
+        "version": "0.14.1.dev11",
+    },
+    "llm-compressor, older": INT4
+    | {
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured"},
+        "quantization_status": "frozen",
+    },
+    "GPTQModel": GPTQ
+    | {
+        "checkpoint_format": "gptq",
+        "desc_act": False,
+        "dynamic": {"-:.*attn.*": {}, "lm_head": {}},
+        "hyb_act": False,
+        "lm_head": False,
+        "meta": {"quantizer": ["gptqmodel:5.7.0"], "damp_percent": 0.05, "act_group_aware": True},
+        "method": "gptq",
+        "pack_dtype": "int32",
+        "sym": True,
+    },
+    "AutoGPTQ": GPTQ
+    | {"damp_percent": 0.1, "desc_act": False, "is_marlin_format": False, "model_file_base_name": "model"}
+    | {"model_name_or_path": None, "static_groups": False, "sym": True, "true_sequential": True},
+    "AutoRound": GPTQ
+    | {"autoround_version": "0.12.3", "data_type": "int", "iters": 200, "low_gpu_mem_usage": True, "seqlen": 2048}
+    | {"provider": "auto-round", "sym": True, "block_name_to_quantize": ["model.layers"], "super_bits": None},
+    "AutoAWQ": AWQ
+    | {"backend": "autoawq", "do_fuse": False, "exllama_config": None, "fuse_max_seq_len": None, "lm_head": False}
+    | {"modules_to_fuse": None, "modules_to_not_convert": ["gate"], "version": "gemm", "zero_point": True},
+    "DeepSeek": writers.FP8 | {"scale_fmt": "ue8m0"},
+    "MiniMax": writers.FP8
+    | {"fmt": "float8_e4m3fn", "ignored_layers": ["lm_head"], "modules_to_not_convert": ["gate"]},
+    "one scale": {"quant_method": "fp8", "activation_scheme": "static", "dequantize": False, "weight_block_size": None},
+    "gpt-oss": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+    "transformers, gptq": transformers.GPTQConfig(bits=4, dataset="c4").to_dict(),
+    "transformers, awq": transformers.AwqConfig(bits=4).to_dict(),
+    "transformers, fp8": transformers.FineGrainedFP8Config().to_dict(),
+    "transformers, mxfp4": transformers.Mxfp4Config().to_dict(),
+}
+
+
+@pytest.mark.parametrize("config", PUBLISHED.values(), ids=PUBLISHED)
+def test_what_published_checkpoints_say_beside_is_passed_over(config: dict[str, Any]) -> None:
+    assert formats.sources_of(json.loads(json.dumps(config, default=str)))
 
 
 def test_a_group_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from anabranch.formats.scaled import Scaled
 from anabranch.formats.source import Source
 
 NAME = "fp8"
+KEYS = "activation_scheme fmt scale_fmt version weight_block_size"
 
 
 def sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
