@@ -189,6 +189,7 @@ DAMAGES: list[tuple[str, str, Callable[[dict[str, torch.Tensor], str], None], st
     ("ct int4 32", "weight_scale", lambda t, n: t[n].fill_(torch.nan), "weight_scale' has a scale that is not"),
     ("gptq", "qweight", lambda t, n: t.update({n: t[n].T.contiguous()}), "qweight' has shape"),
     ("awq", "qweight", lambda t, n: t.update({n: t[n].view(torch.uint8)}), "is U8, where int32 should be"),
+    ("gptq", "g_idx", lambda t, n: t.update({n: t[n].flip(0).contiguous()}), "g_idx' has inputs in the order of act"),
     ("ct int4 32", "weight_packed", lambda t, n: t.update({n: t[n][:, :-1].clone()}), "weight_packed' has shape"),
     ("ct int4 32", "weight_packed", lambda t, n: t.update({n: t[n].long()}), "is I64, where int32 should be"),
     ("ct int4 32", "weight_scale", remove, "weight_scale' is missing"),
@@ -212,6 +213,25 @@ def test_damage_is_refused_by_name(
     with pytest.raises(CheckpointError, match=message) as caught:
         load_model(quantized, dtype="float32")
     assert str(caught.value).startswith(f"{file}: tensor {name!r} ")
+
+
+@pytest.mark.parametrize(("group", "indices"), [(32, "absent"), (32, "empty"), (-1, "whole")])
+def test_groups_in_order_need_no_indices(group: int, indices: str, tmp_path: Path) -> None:
+    """With a group of all inputs, all are in group 0."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True}
+    pack = writers.gptq(32, True, 1) if group > 0 else lambda weight: writers.gptq(weight.shape[1], True, 1)(weight)
+    quantized, plain, model = save(writers.Case("gptq", config, pack), tmp_path)
+    file = next(quantized.glob("*.safetensors"))
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(".g_idx")]:
+        if indices == "absent":
+            del tensors[name]
+        elif indices == "empty":
+            tensors[name] = tensors[name][:0].clone()
+    save_file(tensors, file)
+    prompt = tiny.prompt(model)
+    found = SingleSequence(load_model(quantized, dtype="float32"), 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
 
 
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ IGNORED = (
     ".qzeros",
     ".input_zero_point",
 )
-"""Ends of the names of tensors that quantised checkpoints have and that weight-only products do not need."""
+"""Ends of the names of tensors that quantised checkpoints have and that weight-only products do not need: `g_idx`
+because groups are in order, which the loader makes sure of."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 """Ends of the names of the scales of an FP8 cache, which no other cache needs."""
 

@@ -24,7 +24,7 @@ from anabranch.layers.norm import RMSNorm
 from anabranch.loader import cache_scales, names
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from anabranch.loader.locate import locate
-from anabranch.loader.read import Progress, own_head, read_weights
+from anabranch.loader.read import Progress, check_order, own_head, read_weights
 from anabranch.loader.resolve import resolve_dtype
 from anabranch.models import family
 from anabranch.models.config import ModelConfig, read_config
@@ -90,6 +90,7 @@ def load_model(
         copies = [] if checkpoint is None else names.match(decoder, checkpoint, quantization)
         if checkpoint is not None:
             cache_scales.read(decoder, checkpoint)
+            check_order(checkpoint, config.sources)
     with stage("weights"):
         decoder.to_empty(device=platform.device)
         for layer in decoder.modules():

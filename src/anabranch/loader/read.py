@@ -25,7 +25,8 @@ from pathlib import Path
 
 import torch
 
-from anabranch.formats import Index
+from anabranch.formats import Index, Source
+from anabranch.formats.packed4 import Packed4
 from anabranch.loader import checkpoint
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from anabranch.loader.names import Copy
@@ -62,6 +63,30 @@ def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
             if left.read(size) != right.read(size):
                 return False
     return True
+
+
+def read_tensor(info: TensorInfo) -> torch.Tensor:
+    """A tensor of a checkpoint in host memory."""
+    buffer = bytearray(info.num_bytes)
+    with open(info.file, "rb") as file:
+        file.seek(info.begin)
+        if file.readinto(buffer) != info.num_bytes:
+            raise _shorter(info.file)
+    dtype = DTYPES[info.dtype]
+    return torch.frombuffer(buffer, dtype=dtype).view(info.shape) if buffer else torch.empty(info.shape, dtype=dtype)
+
+
+def check_order(checkpoint: Checkpoint, sources: Sequence[Source]) -> None:
+    """CheckpointError where `g_idx`, the group of each input of a GPTQ weight, is not that of groups in order."""
+    group = next((source.group for source in sources if isinstance(source, Packed4)), 0)
+    for info in checkpoint.tensors.values() if sources else ():
+        if info.name.endswith(".g_idx") and info.num_bytes:
+            ordered = torch.arange(info.num_elements).div(group or info.num_elements, rounding_mode="floor")
+            if not torch.equal(read_tensor(info).flatten().long(), ordered):
+                raise CheckpointError(
+                    f"{info.file}: tensor {info.name!r} has inputs in the order of activations, which is not "
+                    "supported; use a checkpoint that was made without desc_act"
+                )
 
 
 def own_head(checkpoint: Checkpoint) -> TensorInfo | None:
