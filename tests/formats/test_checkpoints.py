@@ -38,7 +38,7 @@ BASES = {case.model_type: case for case in reversed(tiny.CASES) if case.experts 
 BASE = BASES["qwen3_moe"]
 
 
-def save(case: writers.Case, folder: Path) -> tuple[Path, Path, tiny.Case]:
+def save(case: writers.Case, folder: Path, **settings: Any) -> tuple[Path, Path, tiny.Case]:
     """(quantised checkpoint, its plain twin, the model)"""
     sizes = {
         "hidden_size": case.hidden,
@@ -49,7 +49,9 @@ def save(case: writers.Case, folder: Path) -> tuple[Path, Path, tiny.Case]:
     if case.family == "gpt_oss":
         sizes["intermediate_size"] = sizes.pop("moe_intermediate_size")
     base = BASES[case.family]
-    model = dataclasses.replace(base, settings=base.settings | sizes, experts="fused" if case.fused else "split")
+    model = dataclasses.replace(
+        base, settings=base.settings | sizes | settings, experts="fused" if case.fused else "split", extra_tensors={}
+    )
     plain = tiny.save(model, folder / "plain")
     writers.quantize(plain, folder / "quantized", case)
     return folder / "quantized", plain, model
@@ -78,6 +80,26 @@ def test_latent_attention_of_fp8_blocks(query_rank: int | None, tmp_path: Path) 
     found = SingleSequence(ours, 64).forward(prompt)
     torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
     assert ours.layers[0].mixer.kv_b_proj.weight.format is formats.PLAIN  # type: ignore[attr-defined]
+
+
+ERNIE = [("fp8 blocks", 16), ("fp8 blocks", 48), ("ct fp8 channel", 32), ("ct int4 32", 32), ("gptq asymmetric", 32)]
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(("format", "head_dim"), ERNIE)
+def test_reordered_heads(
+    format: str, head_dim: int, dense: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of queries and keys move after loading, and their scales with them: in blocks of whole heads none, in other
+    blocks each gets its own. The same where there is no memory for dense weights."""
+    case = dataclasses.replace(next(case for case in writers.CASES if case.name == format), family="ernie4_5_moe")
+    quantized, plain, model = save(case, tmp_path, head_dim=head_dim, intermediate_size=96)
+    if not dense:
+        monkeypatch.setattr(platforms.current(), "memory", lambda: platforms.Memory(free=0, total=0))
+    prompt, ours = tiny.prompt(model), load_model(quantized, dtype="float32")
+    assert (ours.layers[0].mixer.qkv_proj.weight.format is formats.PLAIN) == dense  # type: ignore[attr-defined]
+    found = SingleSequence(ours, 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
 
 
 def test_the_formats_that_weights_take(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tenso
 Tensors = dict[str, torch.Tensor]
 Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 """From a weight [N, K] to (its tensors, without the layer's name; the numbers that they stand for)."""
-PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "bias", "shared_expert_gate", "router")
+PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "bias", "shared_expert_gate", "router", "moe_statics")
 """Parts of the names of tensors that no writer quantises."""
 
 

@@ -135,6 +135,8 @@ def settle(decoder: Decoder, platform: platforms.Platform, copies: Sequence[name
         if copy.parameter in bad and not _is_finite(bad[copy.parameter][copy.index]):
             where = f"{copy.source.file}: tensor {copy.source.name!r}"
             raise CheckpointError(f"{where} has a scale that is not a finite number; download it again")
+    if bad:  # in rows that were moved
+        raise CheckpointError(f"{next(iter(bad))} has a scale that is not a finite number; download the model again")
     op_of: dict[type, Op[..., torch.Tensor]] = {Linear: ops.linear, PackedLinear: ops.linear, Experts: ops.experts}
     multiplied = {id(w): op_of[type(m)] for m in decoder.modules() if type(m) in op_of for w in m.children()}
     dense = [
