@@ -82,6 +82,34 @@ def test_latent_attention_of_fp8_blocks(query_rank: int | None, tmp_path: Path) 
     assert ours.layers[0].mixer.kv_b_proj.weight.format is formats.PLAIN  # type: ignore[attr-defined]
 
 
+SIZES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {},
+    "minimax_m2": {
+        "num_hidden_layers": 3,
+        "intermediate_size": 704,
+        "rope_parameters": tiny.rope(5e6, partial_rotary_factor=1 / 6),
+    },
+    "deepseek_v2": {"kv_lora_rank": 136, "qk_nope_head_dim": 56, "qk_rope_head_dim": 8, "v_head_dim": 40},
+    "glm4_moe_lite": {
+        "q_lora_rank": 128,
+        "kv_lora_rank": 136,
+        "qk_nope_head_dim": 56,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 40,
+    },
+}
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_fp8_blocks_of_families(family: str, tmp_path: Path) -> None:
+    """In whole blocks and others."""
+    case = dataclasses.replace(writers.CASES[0], family=family)
+    quantized, plain, model = save(case, tmp_path, **{"intermediate_size": 96, **SIZES[family]})
+    prompt = tiny.prompt(model)
+    found = SingleSequence(load_model(quantized, dtype="float32"), 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(plain, family).logits(prompt), rtol=0, atol=1e-4)
+
+
 ERNIE = [("fp8 blocks", 16), ("fp8 blocks", 48), ("ct fp8 channel", 32), ("ct int4 32", 32), ("gptq asymmetric", 32)]
 
 
@@ -116,9 +144,20 @@ def test_the_formats_that_weights_take(tmp_path: Path) -> None:
     assert found["layers.0.mlp.router.weight"] == found["embed_tokens.weight"] == "plain"
 
 
-def test_transformers_reads_the_blocks_as_they_are(tmp_path: Path) -> None:
+READ_BY_TRANSFORMERS = (
+    "fp8 blocks",
+    "fp8 blocks, bf16 scales",
+    "fp8 ue8m0",
+    "fp8 ue8m0 bytes",
+    "fp8 tensor, scale_inv",
+)
+
+
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_transformers_reads_the_blocks_as_they_are(name: str, tmp_path: Path) -> None:
     """With whole blocks: it takes the size of a block from the grid, and 192 rows in a grid of 2 for blocks of 96."""
-    quantized, _, model = save(dataclasses.replace(writers.CASES[0], hidden=256, inner=128), tmp_path)
+    case = next(case for case in writers.CASES if case.name == name)
+    quantized, _, model = save(dataclasses.replace(case, hidden=256, inner=128), tmp_path)
     prompt = tiny.prompt(model)
     found = SingleSequence(load_model(quantized, dtype="float32"), 64).forward(prompt)
     torch.testing.assert_close(found, tiny.Judge(quantized, model.model_type).logits(prompt), rtol=0, atol=1e-4)

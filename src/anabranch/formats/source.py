@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 IGNORED = (
     ".input_scale",
+    ".activation_scale",
     ".weight_shape",
     ".g_idx",
     ".qzeros",
