@@ -130,6 +130,20 @@ def test_reordered_heads(
     torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["fp8 blocks", "ct int4 64 asymmetric", "mxfp4 gpt-oss"])
+def test_what_does_not_fit_is_dequantised_in_every_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a warning says so."""
+    quantized, plain, model = save(next(case for case in writers.CASES if case.name == name), tmp_path)
+    monkeypatch.setattr(platforms.current(), "memory", lambda: platforms.Memory(free=0, total=0))
+    ours, prompt = load_model(quantized, dtype="float32"), tiny.prompt(model)
+    assert "GB of dequantised weights do not fit in memory: they are dequantised in every step" in caplog.text
+    assert ours.layers[0].mlp.experts.down_EDI.format is not formats.PLAIN
+    found = SingleSequence(ours, 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
+
+
 def test_the_formats_that_weights_take(tmp_path: Path) -> None:
     """Gate and up rows of 704 share a scale in blocks of 64, so that up rows begin at a block."""
     case = next(case for case in writers.CASES if case.name == "fp8 blocks, 704")
