@@ -465,7 +465,14 @@ def test_names_of_formats_are_read_back(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "format", [Grouped("fp8", 128, 128), Grouped("int8"), Grouped("int4", 1, 32), Grouped("fp4", 1, 32, "uint8")]
+    "format",
+    [
+        Grouped("fp8", 128, 128),
+        Grouped("int8"),
+        Grouped("int4", 1, 32),
+        Grouped("int4", 1, 32, zero=True),
+        Grouped("fp4", 1, 32, "uint8"),
+    ],
 )
 @pytest.mark.parametrize("shape", [(96, 64), (3, 160, 288)])
 def test_rounding_stays_close(format: Grouped, shape: tuple[int, ...]) -> None:

@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, nargs="+", default=[], metavar="N", help="measure for batches of N tokens only")
     largest = "tokens of the largest step (default: that of `LLM`)"
     add("--max-num-batched-tokens", type=at_least(1), metavar="N", help=largest)
-    add_engine_options(parser, "dtype")
+    add_engine_options(parser, "dtype", "quantization")
     add("--keep", action="store_true", help="measure only what no table has yet")
     add("--out", type=Path, metavar="FILE", help="write a table that can be shipped to a file too")
 
@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
     compile_server.start_early()  # so that its imports run in parallel with those of this process
     from anabranch import kernels, platforms
     from anabranch.engine.progress import Tally
+    from anabranch.loader import names
     from anabranch.loader.load import DTYPES, build
     from anabranch.loader.locate import locate
     from anabranch.models.config import read_config
@@ -52,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"platform {platform.name!r} has no kernels with tiles to choose: nothing to tune here")
     chosen = resolve(EngineConfig(model=options.model, dtype=options.dtype), config, platform)
     model = build(config, DTYPES[chosen.dtype])
+    names.set_formats(model, options.quantization)
     shapes = tuning.shapes_of(model)
     if not shapes:
         raise ValueError(f"{options.model}: a model without experts has no tiles to tune")
@@ -95,8 +97,8 @@ def draw(shape: tuple[Any, ...], device: torch.device) -> tuple[Weight, Weight]:
 
 
 def report(tuner: Any, shape: tuple[Any, ...], tuned: Any) -> list[str]:
-    E, D, inner, top_k, dtype, _ = shape
-    lines = [f"{E} experts of {D} × {inner}, {top_k} per token, {dtype}"]
+    E, D, inner, top_k, dtype, format = shape
+    lines = [f"{E} experts of {D} × {inner}, {top_k} per token, {dtype}, {format}"]
     if tuned.table is None:
         return [*lines, "  nothing could be measured; the built-in tiles stay"]
     lines.append(f"{'tokens':>8}{'µs':>10}{'tried':>7}  tiles")
