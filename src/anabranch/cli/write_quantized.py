@@ -20,9 +20,9 @@ import torch
 from anabranch.formats import Grouped, rounded
 from anabranch.formats.grouped import unpack
 from anabranch.loader import names
-from anabranch.loader.checkpoint import DTYPES, INDEX_FILE, TensorInfo, read_checkpoint
+from anabranch.loader.checkpoint import DTYPES, INDEX_FILE, CheckpointError, TensorInfo, read_checkpoint
 from anabranch.loader.load import build
-from anabranch.loader.read import Progress, read_tensor
+from anabranch.loader.read import Progress
 from anabranch.models.config import read_config
 from anabranch.ops.weight import Weight
 from anabranch.platforms import Platform
@@ -128,7 +128,7 @@ def _stays(info: TensorInfo, parts: dict[str, list[Part]]) -> bool:
 def _written(
     info: TensorInfo, parts: list[Part] | None, format: Grouped, platform: Platform
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    tensor = read_tensor(info)
+    tensor = _read(info)
     if not parts:
         yield info.name, tensor
         return
@@ -162,6 +162,16 @@ def written_config(quantization: str, plain: list[str]) -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "ignore": plain,
     }
+
+
+def _read(info: TensorInfo) -> torch.Tensor:
+    buffer = bytearray(info.num_bytes)
+    with open(info.file, "rb") as file:
+        file.seek(info.begin)
+        if file.readinto(buffer) != info.num_bytes:
+            raise CheckpointError(f"{info.file}: became shorter while it was read; download it again")
+    dtype: torch.dtype = getattr(torch, DTYPES[info.dtype])
+    return torch.frombuffer(buffer, dtype=dtype).view(info.shape) if buffer else torch.empty(info.shape, dtype=dtype)
 
 
 class Writer:

@@ -12,6 +12,7 @@ Whether the files are sound was asked before (`checkpoint`), as was what goes wh
 """
 
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -65,28 +66,24 @@ def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
     return True
 
 
-def read_tensor(info: TensorInfo) -> torch.Tensor:
-    """A tensor of a checkpoint in host memory."""
-    buffer = bytearray(info.num_bytes)
-    with open(info.file, "rb") as file:
-        file.seek(info.begin)
-        if file.readinto(buffer) != info.num_bytes:
-            raise _shorter(info.file)
-    dtype = DTYPES[info.dtype]
-    return torch.frombuffer(buffer, dtype=dtype).view(info.shape) if buffer else torch.empty(info.shape, dtype=dtype)
-
-
 def check_order(checkpoint: Checkpoint, sources: Sequence[Source]) -> None:
     """CheckpointError where `g_idx`, the group of each input of a GPTQ weight, is not that of groups in order."""
     group = next((source.group for source in sources if isinstance(source, Packed4)), 0)
-    for info in checkpoint.tensors.values() if sources else ():
-        if info.name.endswith(".g_idx") and info.num_bytes:
-            ordered = torch.arange(info.num_elements).div(group or info.num_elements, rounding_mode="floor")
-            if not torch.equal(read_tensor(info).flatten().long(), ordered):
-                raise CheckpointError(
-                    f"{info.file}: tensor {info.name!r} has inputs in the order of activations, which is not "
-                    "supported; use a checkpoint that was made without desc_act"
-                )
+    stored = [info for name, info in checkpoint.tensors.items() if sources and name.endswith(".g_idx")]
+    for path, infos in groupby(sorted(stored, key=lambda info: (info.file, info.begin)), key=lambda info: info.file):
+        with open(path, "rb") as file:
+            for info in infos:
+                file.seek(info.begin)
+                if file.read(info.num_bytes) != _in_order(info.num_elements, group, info.dtype):
+                    raise CheckpointError(
+                        f"{info.file}: tensor {info.name!r} has inputs in the order of activations, which is not "
+                        "supported; use a checkpoint that was made without desc_act"
+                    )
+
+
+@functools.cache
+def _in_order(size: int, group: int, dtype: str) -> bytes:
+    return (torch.arange(size) // (group or max(1, size))).to(DTYPES[dtype]).numpy().tobytes()
 
 
 def own_head(checkpoint: Checkpoint) -> TensorInfo | None:
