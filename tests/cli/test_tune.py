@@ -1,6 +1,7 @@
 """`anabranch tune`, and the flags that say how experts are computed, as a person meets them."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from anabranch import platforms
 from anabranch.cli import generate, main, serve, tune
 from anabranch.config import CHOICES, EngineConfig
 from anabranch.moe import tuning as moe_tuning
+from anabranch.ops.weight import Weight
 from tests.models import tiny
 
 pytest.importorskip("triton")
@@ -21,6 +23,7 @@ from anabranch.kernels.tuning.experts_tiles import FewTiles, Machine, PackedTile
 from tests.kernels.tuning.test_experts_tuner import FakeBench, OnH200, fake, h200
 
 __all__ = ["fake", "h200"]  # fixtures
+draw = tune.draw
 
 
 @pytest.fixture
@@ -76,6 +79,37 @@ def test_the_table_is_printed_kept_and_written(
     shipped = tables.read(file, experts_tables.CODEC, good_for, {"version": experts_tables.TILES_VERSION})
     assert shipped is not None and shipped.times == kept.times
     assert json.loads(file.read_text())["for"]["arch"] == "sm_90"
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "format"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, [], "fp8_128x128"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, [], "int4_1x64_f16_zero"),
+        (None, ["--quantization", "int4"], "int4_1x128_bf16"),
+    ],
+)
+def test_experts_of_quantised_models(
+    on_h200: type[FakeBench],
+    given: dict[str, Any] | None,
+    more: list[str],
+    format: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Weights are drawn in the format that config.json names, or --quantization."""
+    base = next(case for case in tiny.CASES if case.model_type == "qwen3_moe")
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    folder = tiny.save(dataclasses.replace(base, settings=base.settings | sizes), tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | ({"quantization_config": given} if given else {})))
+    drawn: list[Weight] = []
+    monkeypatch.setattr(tune, "draw", lambda shape, device: drawn.extend(draw(shape, torch.device("cpu"))))
+    assert main.main(["tune", str(folder), "--tune", "fast", "--tokens", "8", *more]) == 0
+    assert f"experts of 256 × 128, 2 per token, torch.float32, {format}\n" in capsys.readouterr().out
+    assert {weight.format.name for weight in drawn} == {format}
+    assert drawn[1].dense().std().item() == pytest.approx(128**-0.5, rel=0.1)
 
 
 def test_by_hand_it_measures_again_unless_told_to_keep(on_h200: type[FakeBench], folder: Path) -> None:

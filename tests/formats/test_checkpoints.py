@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -37,7 +38,7 @@ BASES = {case.model_type: case for case in reversed(tiny.CASES) if case.experts 
 BASE = BASES["qwen3_moe"]
 
 
-def save(case: writers.Case, folder: Path) -> tuple[Path, Path, tiny.Case]:
+def save(case: writers.Case, folder: Path, **settings: Any) -> tuple[Path, Path, tiny.Case]:
     """(quantised checkpoint, its plain twin, the model)"""
     sizes = {
         "hidden_size": case.hidden,
@@ -48,7 +49,9 @@ def save(case: writers.Case, folder: Path) -> tuple[Path, Path, tiny.Case]:
     if case.family == "gpt_oss":
         sizes["intermediate_size"] = sizes.pop("moe_intermediate_size")
     base = BASES[case.family]
-    model = dataclasses.replace(base, settings=base.settings | sizes, experts="fused" if case.fused else "split")
+    model = dataclasses.replace(
+        base, settings=base.settings | sizes | settings, experts="fused" if case.fused else "split", extra_tensors={}
+    )
     plain = tiny.save(model, folder / "plain")
     writers.quantize(plain, folder / "quantized", case)
     return folder / "quantized", plain, model
@@ -79,6 +82,68 @@ def test_latent_attention_of_fp8_blocks(query_rank: int | None, tmp_path: Path) 
     assert ours.layers[0].mixer.kv_b_proj.weight.format is formats.PLAIN  # type: ignore[attr-defined]
 
 
+SIZES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {},
+    "minimax_m2": {
+        "num_hidden_layers": 3,
+        "intermediate_size": 704,
+        "rope_parameters": tiny.rope(5e6, partial_rotary_factor=1 / 6),
+    },
+    "deepseek_v2": {"kv_lora_rank": 136, "qk_nope_head_dim": 56, "qk_rope_head_dim": 8, "v_head_dim": 40},
+    "glm4_moe_lite": {
+        "q_lora_rank": 128,
+        "kv_lora_rank": 136,
+        "qk_nope_head_dim": 56,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 40,
+    },
+}
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_fp8_blocks_of_families(family: str, tmp_path: Path) -> None:
+    """In whole blocks and others."""
+    case = dataclasses.replace(writers.CASES[0], family=family)
+    quantized, plain, model = save(case, tmp_path, **{"intermediate_size": 96, **SIZES[family]})
+    prompt = tiny.prompt(model)
+    found = SingleSequence(load_model(quantized, dtype="float32"), 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(plain, family).logits(prompt), rtol=0, atol=1e-4)
+
+
+ERNIE = [("fp8 blocks", 16), ("fp8 blocks", 48), ("ct fp8 channel", 32), ("ct int4 32", 32), ("gptq asymmetric", 32)]
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(("format", "head_dim"), ERNIE)
+def test_reordered_heads(
+    format: str, head_dim: int, dense: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of queries and keys move after loading, and their scales with them: in blocks of whole heads none, in other
+    blocks each gets its own. The same where there is no memory for dense weights."""
+    case = dataclasses.replace(next(case for case in writers.CASES if case.name == format), family="ernie4_5_moe")
+    quantized, plain, model = save(case, tmp_path, head_dim=head_dim, intermediate_size=96)
+    if not dense:
+        monkeypatch.setattr(platforms.current(), "memory", lambda: platforms.Memory(free=0, total=0))
+    prompt, ours = tiny.prompt(model), load_model(quantized, dtype="float32")
+    assert (ours.layers[0].mixer.qkv_proj.weight.format is formats.PLAIN) == dense  # type: ignore[attr-defined]
+    found = SingleSequence(ours, 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "ct int4 64 asymmetric", "mxfp4 gpt-oss"])
+def test_what_does_not_fit_is_dequantised_in_every_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a warning says so."""
+    quantized, plain, model = save(next(case for case in writers.CASES if case.name == name), tmp_path)
+    monkeypatch.setattr(platforms.current(), "memory", lambda: platforms.Memory(free=0, total=0))
+    ours, prompt = load_model(quantized, dtype="float32"), tiny.prompt(model)
+    assert "GB of dequantised weights do not fit in memory: they are dequantised in every step" in caplog.text
+    assert ours.layers[0].mlp.experts.down_EDI.format is not formats.PLAIN
+    found = SingleSequence(ours, 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
+
+
 def test_the_formats_that_weights_take(tmp_path: Path) -> None:
     """Gate and up rows of 704 share a scale in blocks of 64, so that up rows begin at a block."""
     case = next(case for case in writers.CASES if case.name == "fp8 blocks, 704")
@@ -93,9 +158,20 @@ def test_the_formats_that_weights_take(tmp_path: Path) -> None:
     assert found["layers.0.mlp.router.weight"] == found["embed_tokens.weight"] == "plain"
 
 
-def test_transformers_reads_the_blocks_as_they_are(tmp_path: Path) -> None:
+READ_BY_TRANSFORMERS = (
+    "fp8 blocks",
+    "fp8 blocks, bf16 scales",
+    "fp8 ue8m0",
+    "fp8 ue8m0 bytes",
+    "fp8 tensor, scale_inv",
+)
+
+
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_transformers_reads_the_blocks_as_they_are(name: str, tmp_path: Path) -> None:
     """With whole blocks: it takes the size of a block from the grid, and 192 rows in a grid of 2 for blocks of 96."""
-    quantized, _, model = save(dataclasses.replace(writers.CASES[0], hidden=256, inner=128), tmp_path)
+    case = next(case for case in writers.CASES if case.name == name)
+    quantized, _, model = save(dataclasses.replace(case, hidden=256, inner=128), tmp_path)
     prompt = tiny.prompt(model)
     found = SingleSequence(load_model(quantized, dtype="float32"), 64).forward(prompt)
     torch.testing.assert_close(found, tiny.Judge(quantized, model.model_type).logits(prompt), rtol=0, atol=1e-4)
@@ -188,6 +264,7 @@ DAMAGES: list[tuple[str, str, Callable[[dict[str, torch.Tensor], str], None], st
     ("ct int4 32", "weight_scale", lambda t, n: t[n].fill_(torch.nan), "weight_scale' has a scale that is not"),
     ("gptq", "qweight", lambda t, n: t.update({n: t[n].T.contiguous()}), "qweight' has shape"),
     ("awq", "qweight", lambda t, n: t.update({n: t[n].view(torch.uint8)}), "is U8, where int32 should be"),
+    ("gptq", "g_idx", lambda t, n: t.update({n: t[n].flip(0).contiguous()}), "g_idx' has inputs in the order of act"),
     ("ct int4 32", "weight_packed", lambda t, n: t.update({n: t[n][:, :-1].clone()}), "weight_packed' has shape"),
     ("ct int4 32", "weight_packed", lambda t, n: t.update({n: t[n].long()}), "is I64, where int32 should be"),
     ("ct int4 32", "weight_scale", remove, "weight_scale' is missing"),
@@ -213,6 +290,25 @@ def test_damage_is_refused_by_name(
     assert str(caught.value).startswith(f"{file}: tensor {name!r} ")
 
 
+@pytest.mark.parametrize(("group", "indices"), [(32, "absent"), (32, "empty"), (-1, "whole")])
+def test_groups_in_order_need_no_indices(group: int, indices: str, tmp_path: Path) -> None:
+    """With a group of all inputs, all are in group 0."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True}
+    pack = writers.gptq(32, True, 1) if group > 0 else lambda weight: writers.gptq(weight.shape[1], True, 1)(weight)
+    quantized, plain, model = save(writers.Case("gptq", config, pack), tmp_path)
+    file = next(quantized.glob("*.safetensors"))
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(".g_idx")]:
+        if indices == "absent":
+            del tensors[name]
+        elif indices == "empty":
+            tensors[name] = tensors[name][:0].clone()
+    save_file(tensors, file)
+    prompt = tiny.prompt(model)
+    found = SingleSequence(load_model(quantized, dtype="float32"), 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
+
+
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:
     quantized, _, _ = save(writers.CASES[0], tmp_path)
     file = next(quantized.glob("*.safetensors"))
@@ -232,6 +328,14 @@ def test_what_headers_show_is_refused_before_memory_is_taken(tmp_path: Path, mon
         load_model(quantized, dtype="float32")
 
 
+INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"g": {"targets": ["Linear"], "weights": INT4_WEIGHTS}},
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 REFUSED = [
     ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
     ({"quant_method": "gptq", "bits": 8}, "bits 8 of GPTQ"),
@@ -249,16 +353,100 @@ REFUSED = [
     ),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt' (NVFP4) is not supported"),
     ([], "must be an object"),
+    (INT4 | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}, "transform_config is not supported"),
+    (INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config {'format': 'sparse-24-bitmask'}"),
+    (INT4 | {"moe_sparsity_config": {"method": "prune", "num_experts": [4]}}, "moe_sparsity_config is not supported"),
+    (INT4 | {"config_groups": {"g": {"weights": INT4_WEIGHTS, "rotated": True}}}, "config_groups.g: rotated is not"),
+    (INT4 | {"config_groups": {"g": {"weights": INT4_WEIGHTS | {"codebook": "nf4"}}}}, "config_groups.g: codebook is"),
+    (INT4 | {"config_groups": {"g": {"weights": INT4_WEIGHTS | {"actorder": "dynamic"}}}}, "actorder 'dynamic'"),
+    (GPTQ | {"rotation": "hadamard"}, "rotation is not supported"),
+    (GPTQ | {"lm_head": True}, "lm_head is not supported"),
+    (GPTQ | {"dynamic": {"+:.*down_proj": {"sym": False}}}, "dynamic: another sym for '+:.*down_proj'"),
+    (GPTQ | {"format": "bitblas"}, "checkpoint_format 'bitblas'"),
+    (AWQ | {"backend": "llm-awq"}, "backend 'llm-awq'"),
+    (AWQ | {"format": "gemv_fast"}, "format 'gemv_fast' of AWQ"),
+    (writers.FP8 | {"weight_permutation": [1, 0]}, "weight_permutation is not supported"),
+    ({"quant_method": "mxfp4", "rotation": "hadamard"}, "rotation is not supported"),
 ]
 
 
+@pytest.fixture(scope="module")
+def plain_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tiny.save(BASE, tmp_path_factory.mktemp("plain")) / "config.json").read_text())
+    return found
+
+
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    folder = tiny.save(BASE, tmp_path)
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+def test_what_is_not_supported_is_refused_by_name(
+    config: dict[str, Any], message: str, plain_config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(plain_config | {"quantization_config": config}))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        read_config(folder)
+        read_config(tmp_path)
+
+
+ARGS = INT4_WEIGHTS | {"actorder": "static", "block_structure": None, "dynamic": False, "observer": "minmax"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llm-compressor": INT4
+    | {
+        "config_groups": {
+            "group_0": {
+                "format": "pack-quantized",
+                "input_activations": None,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": ARGS | {"observer_kwargs": {}, "scale_dtype": None, "symmetric": True, "zp_dtype": None},
+            }
+        },
+        "global_compression_ratio": 1.5,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {"config_groups": {}},
+        "version": "0.14.1.dev11",
+    },
+    "llm-compressor, older": INT4
+    | {
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured"},
+        "quantization_status": "frozen",
+    },
+    "GPTQModel": GPTQ
+    | {
+        "checkpoint_format": "gptq",
+        "desc_act": False,
+        "dynamic": {"-:.*attn.*": {}, "lm_head": {}},
+        "hyb_act": False,
+        "lm_head": False,
+        "meta": {"quantizer": ["gptqmodel:5.7.0"], "damp_percent": 0.05, "act_group_aware": True},
+        "method": "gptq",
+        "pack_dtype": "int32",
+        "sym": True,
+    },
+    "AutoGPTQ": GPTQ
+    | {"damp_percent": 0.1, "desc_act": False, "is_marlin_format": False, "model_file_base_name": "model"}
+    | {"model_name_or_path": None, "static_groups": False, "sym": True, "true_sequential": True},
+    "AutoRound": GPTQ
+    | {"autoround_version": "0.12.3", "data_type": "int", "iters": 200, "low_gpu_mem_usage": True, "seqlen": 2048}
+    | {"provider": "auto-round", "sym": True, "block_name_to_quantize": ["model.layers"], "super_bits": None},
+    "AutoAWQ": AWQ
+    | {"backend": "autoawq", "do_fuse": False, "exllama_config": None, "fuse_max_seq_len": None, "lm_head": False}
+    | {"modules_to_fuse": None, "modules_to_not_convert": ["gate"], "version": "gemm", "zero_point": True},
+    "DeepSeek": writers.FP8 | {"scale_fmt": "ue8m0"},
+    "MiniMax": writers.FP8
+    | {"fmt": "float8_e4m3fn", "ignored_layers": ["lm_head"], "modules_to_not_convert": ["gate"]},
+    "one scale": {"quant_method": "fp8", "activation_scheme": "static", "dequantize": False, "weight_block_size": None},
+    "gpt-oss": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+    "transformers, gptq": transformers.GPTQConfig(bits=4, dataset="c4").to_dict(),
+    "transformers, awq": transformers.AwqConfig(bits=4).to_dict(),
+    "transformers, fp8": transformers.FineGrainedFP8Config().to_dict(),
+    "transformers, mxfp4": transformers.Mxfp4Config().to_dict(),
+}
+
+
+@pytest.mark.parametrize("config", PUBLISHED.values(), ids=PUBLISHED)
+def test_what_published_checkpoints_say_beside_is_passed_over(config: dict[str, Any]) -> None:
+    assert formats.sources_of(json.loads(json.dumps(config, default=str)))
 
 
 def test_a_group_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
@@ -277,7 +465,14 @@ def test_names_of_formats_are_read_back(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "format", [Grouped("fp8", 128, 128), Grouped("int8"), Grouped("int4", 1, 32), Grouped("fp4", 1, 32, "uint8")]
+    "format",
+    [
+        Grouped("fp8", 128, 128),
+        Grouped("int8"),
+        Grouped("int4", 1, 32),
+        Grouped("int4", 1, 32, zero=True),
+        Grouped("fp4", 1, 32, "uint8"),
+    ],
 )
 @pytest.mark.parametrize("shape", [(96, 64), (3, 160, 288)])
 def test_rounding_stays_close(format: Grouped, shape: tuple[int, ...]) -> None:
@@ -312,3 +507,24 @@ def test_what_quantize_writes_is_read_by_transformers(
         quantize(plain, out, quantization, platforms.current())
     with pytest.raises(ValueError, match="is quantised already"):
         quantize(out, tmp_path / "again", quantization, platforms.current())
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "glm4_moe_lite"])
+def test_what_quantize_writes_of_other_families(
+    family: str, quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ERNIE's head is the embedding, and its rows are reordered in memory alone. The output of GLM's attention has 2.5
+    blocks of inputs, which transformers does not read."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    base, heads = BASES[family], {"head_dim": 64} if family == "ernie4_5_moe" else {}
+    model = dataclasses.replace(base, settings=base.settings | sizes | heads, extra_tensors={})
+    plain, out, prompt = tiny.save(model, tmp_path / "plain"), tmp_path / "out", tiny.prompt(model)
+    assert main(["quantize", str(plain), str(out), "--quantization", quantization]) == 0
+    kept = "2 tensors stay plain: no whole blocks, which transformers does not read (first: model.layers.0.self_attn.o_"
+    assert (kept in capsys.readouterr().out) == ((family, quantization) == ("glm4_moe_lite", "fp8"))
+    found = SingleSequence(load_model(out, dtype="float32"), 64).forward(prompt)
+    torch.testing.assert_close(found, tiny.Judge(out, family).logits(prompt), rtol=0, atol=1e-4)
+    if family == "ernie4_5_moe":
+        loaded = SingleSequence(load_model(plain, dtype="float32", quantization=quantization), 64).forward(prompt)
+        torch.testing.assert_close(found, loaded, rtol=0, atol=1e-5)

@@ -22,7 +22,7 @@ from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tenso
 Tensors = dict[str, torch.Tensor]
 Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 """From a weight [N, K] to (its tensors, without the layer's name; the numbers that they stand for)."""
-PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "bias", "shared_expert_gate", "router")
+PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "bias", "shared_expert_gate", "router", "moe_statics")
 """Parts of the names of tensors that no writer quantises."""
 
 
@@ -38,6 +38,8 @@ class Case:
     """Parts of the names of further weights that stay plain."""
     fused: bool = False
     """All experts of a layer are in one tensor."""
+    packs: tuple[tuple[str, Pack], ...] = ()
+    """Of weights with this part in their names, instead of `pack`."""
     family: str = "qwen3_moe"
     """gpt_oss: plain experts are [inputs, outputs], and become [outputs, inputs]."""
 
@@ -71,6 +73,18 @@ def fp8_ue8m0(scale_dtype: torch.dtype) -> Pack:
         whole = spread(scale, weight, 128, 128)
         q = (weight / whole).to(torch.float8_e4m3fn)
         return {"weight": q, "weight_scale_inv": scale.to(scale_dtype)}, q.float() * whole
+
+    return pack
+
+
+def fp8_tensor(suffix: str) -> Pack:
+    """One scale for a matrix, and one for its inputs, as checkpoints with static activations have them."""
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scale = weight.abs().max() / 448
+        q = (weight / scale).to(torch.float8_e4m3fn)
+        inputs = "activation_scale" if suffix == "_scale_inv" else "input_scale"
+        return {"weight": q, f"weight{suffix}": scale, inputs: torch.tensor(0.01)}, q.float() * scale
 
     return pack
 
@@ -120,6 +134,31 @@ def compressed(format: str, **args: Any) -> tuple[dict[str, Any], Pack]:
         "ignore": ["lm_head", "re:.*mlp.gate$"],
     }
     return config, pack
+
+
+def static(made: tuple[dict[str, Any], Pack]) -> tuple[dict[str, Any], Pack]:
+    """With scales of inputs that were found before."""
+    config, pack = made
+    inputs = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False).model_dump(mode="json")
+    groups = {name: group | {"input_activations": inputs} for name, group in config["config_groups"].items()}
+
+    def with_scale(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, twin = pack(weight)
+        return tensors | {"input_scale": torch.tensor([0.01])}, twin
+
+    return config | {"config_groups": groups}, with_scale
+
+
+def mixed(
+    attention: tuple[dict[str, Any], Pack], others: tuple[dict[str, Any], Pack]
+) -> tuple[dict[str, Any], Pack, tuple[tuple[str, Pack], ...]]:
+    """Two groups, each with a format of its own."""
+    groups = {
+        f"group_{i}": config["config_groups"]["group_0"] | {"format": config["format"], "targets": [target]}
+        for i, (target, (config, _)) in enumerate((("re:.*self_attn.*", attention), ("re:.*mlp.*", others)))
+    }
+    config = attention[0] | {"format": "mixed-precision", "config_groups": groups}
+    return config, others[1], (("self_attn", attention[1]),)
 
 
 def nibbles(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
@@ -178,6 +217,10 @@ def awq(group: int) -> Pack:
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+CT_FP8 = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
+CT_INT4 = compressed("pack-quantized", **INT4, group_size=32)
+MIXED, MIXED_PACK, MIXED_PACKS = mixed(CT_FP8, CT_INT4)
+FP8_TENSOR = FP8 | {"activation_scheme": "static", "weight_block_size": None}
 CASES = [
     Case("fp8 blocks", FP8, fp8_block(torch.float32)),
     Case("fp8 blocks, bf16 scales", FP8, fp8_block(torch.bfloat16)),
@@ -190,8 +233,12 @@ CASES = [
     Case("fp8 blocks fused, 704", FP8, fp8_block(torch.bfloat16), inner=704, fused=True),
     Case("mxfp4 fused", {"quant_method": "mxfp4"}, mxfp4_blocks, skipped=("self_attn",), fused=True),
     Case("mxfp4 gpt-oss", {"quant_method": "mxfp4"}, mxfp4_blocks, skipped=("self_attn",), family="gpt_oss"),
-    Case("ct fp8 channel", *compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
+    Case("fp8 tensor", FP8_TENSOR, fp8_tensor("_scale")),
+    Case("fp8 tensor, scale_inv", FP8_TENSOR, fp8_tensor("_scale_inv")),
+    Case("ct fp8 channel", *CT_FP8),
     Case("ct fp8 tensor", *compressed("float-quantized", num_bits=8, type="float", strategy="tensor")),
+    Case("ct fp8 static", *static(compressed("float-quantized", num_bits=8, type="float", strategy="tensor"))),
+    Case("ct two groups", MIXED, MIXED_PACK, packs=MIXED_PACKS),
     Case(
         "ct fp8 block",
         *compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
@@ -199,7 +246,8 @@ CASES = [
         inner=128,
     ),
     Case("ct int8 channel", *compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
-    Case("ct int4 32", *compressed("pack-quantized", **INT4, group_size=32)),
+    Case("ct int4 32", *CT_INT4),
+    Case("ct int4 channel", *compressed("pack-quantized", num_bits=4, type="int", strategy="channel")),
     Case("ct int4 128", *compressed("pack-quantized", **INT4, group_size=128), hidden=256, inner=128),
     Case(
         "ct int4 64 asymmetric",
@@ -229,7 +277,8 @@ def quantize(plain: Path, quantized: Path, case: Case) -> None:
                 packed[name] = twins[name] = tensor
                 continue
             tensor = tensor.mT if case.family == "gpt_oss" else tensor
-            matrices = [case.pack(matrix) for matrix in (tensor.float() if tensor.dim() == 3 else tensor.float()[None])]
+            pack = next((pack for part, pack in case.packs if part in name), case.pack)
+            matrices = [pack(matrix) for matrix in (tensor.float() if tensor.dim() == 3 else tensor.float()[None])]
             for end in matrices[0][0]:
                 values = [made[end].contiguous() for made, _ in matrices]
                 # `experts.down_proj` and `experts.down_proj_scale_inv`; `down_proj.weight`, `down_proj.qweight`

@@ -23,6 +23,8 @@ def run(options: argparse.Namespace) -> int:
     from anabranch.loader.locate import locate
 
     source = Path(locate(options.model, weights=True))
-    size = quantize(source, options.out, options.quantization, platforms.current(), Bar("quantising"))
+    size, plain = quantize(source, options.out, options.quantization, platforms.current(), Bar("quantising"))
     print(f"{options.out}: {size / 1e9:.3f} GB of weights in {options.quantization}")
+    if plain:
+        print(f"{len(plain)} tensors stay plain: no whole blocks, which transformers does not read (first: {plain[0]})")
     return 0

@@ -99,8 +99,8 @@ def draw(shape: tuple[Any, ...], device: torch.device) -> tuple[Weight, Weight]:
 
 
 def report(tuner: Any, shape: tuple[Any, ...], tuned: Any) -> list[str]:
-    E, D, inner, top_k, dtype, _ = shape
-    lines = [f"{E} experts of {D} × {inner}, {top_k} per token, {dtype}"]
+    E, D, inner, top_k, dtype, format = shape
+    lines = [f"{E} experts of {D} × {inner}, {top_k} per token, {dtype}, {format}"]
     if tuned.table is None:
         return [*lines, "  nothing could be measured; the built-in tiles stay"]
     lines.append(f"{'tokens':>8}{'µs':>10}{'tried':>7}  tiles")

@@ -1,8 +1,9 @@
 """Write a plain checkpoint again with quantised matrices, in layouts that other engines and transformers read.
 
 fp8: blocks of 128 × 128 with `weight_scale_inv`, as DeepSeek and Qwen publish them; int4: compressed-tensors' packed
-integers in groups of 128. The matrices of layers are quantised, one tensor at a time; embedding, head, routers and what
-a format cannot hold stay as they are. Experts in one tensor are written one by one, as published checkpoints have them.
+integers in groups of 128. The matrices of layers are quantised, one tensor at a time; embedding, head, routers, what a
+format cannot hold and what is no whole blocks (transformers cannot read those) stay as they are. Experts in one tensor
+are written one by one, as published checkpoints have them.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Part:
 
 def quantize(
     source: Path, target: Path, quantization: str, platform: Platform, progress: Progress | None = None
-) -> int:
-    """Write a checkpoint folder; the bytes of its weights. ValueError where the source cannot be quantised."""
+) -> tuple[int, list[str]]:
+    """Write a checkpoint folder; the bytes of its weights, and the matrices of layers that stay plain because they are
+    no whole blocks. ValueError where the source cannot be quantised."""
     config, format = read_config(source), rounded.FORMATS[quantization]
     if config.sources:
         raise ValueError(f"{source}: is quantised already; give the original weights")
@@ -74,13 +76,13 @@ def quantize(
         (target / INDEX_FILE).write_text(json.dumps(index, indent=1))
     raw = json.loads((source / "config.json").read_text())
     plain = [info.name.removesuffix(".weight") for info in checkpoint.tensors.values() if _stays(info, parts)]
-    raw["quantization_config"] = written_config(quantization, plain)
+    raw["quantization_config"] = written_config(quantization, [*dict.fromkeys((*plain, "lm_head"))])
     (target / "config.json").write_text(json.dumps(raw, indent=2))
-    return written
+    return written, [name for name, found in parts.items() if not found]
 
 
 def _parts(model: Any, format: Grouped) -> Iterator[tuple[str, list[Part]]]:
-    """The checkpoint tensors that are quantised, and the matrices in each."""
+    """The checkpoint tensors that can be quantised, and the matrices in each; [] where they are no whole blocks."""
     for path, weight, layouts in names.parameter_layouts(model):
         if not isinstance(weight, Weight) or not names.is_projection(path, weight.full_shape):
             continue
@@ -91,12 +93,20 @@ def _parts(model: Any, format: Grouped) -> Iterator[tuple[str, list[Part]]]:
                 f"{model.config.model_type}: other engines read its experts in MXFP4 alone, which is not "
                 "written here; quantise the plain checkpoint while loading it, with --quantization"
             )
+        whole = all(_is_whole(format, shape) for _, shape in names.stored(weight, layouts))
         for layout in layouts:
             for piece in layout:
-                if piece.name.endswith(".weight"):
+                if not whole:
+                    yield piece.name, []
+                elif piece.name.endswith(".weight"):
                     yield piece.name, [Part(piece.name.removesuffix(".weight"))]
                 else:
                     yield piece.name, [*_split(piece.name, weight.full_shape)]
+
+
+def _is_whole(format: Grouped, shape: tuple[int, ...]) -> bool:
+    """Whether blocks divide a matrix, or it is smaller than a block."""
+    return all(size <= block or size % block == 0 for size, block in zip(shape[-2:], (format.rows, format.group)))
 
 
 def _split(name: str, shape: tuple[int, ...]) -> Iterator[Part]:
@@ -112,14 +122,14 @@ def _split(name: str, shape: tuple[int, ...]) -> Iterator[Part]:
 
 
 def _stays(info: TensorInfo, parts: dict[str, list[Part]]) -> bool:
-    return info.name not in parts and len(info.shape) == 2 and info.name.endswith(".weight")
+    return not parts.get(info.name) and len(info.shape) == 2 and info.name.endswith(".weight")
 
 
 def _written(
     info: TensorInfo, parts: list[Part] | None, format: Grouped, platform: Platform
 ) -> Iterator[tuple[str, torch.Tensor]]:
     tensor = _read(info)
-    if parts is None:
+    if not parts:
         yield info.name, tensor
         return
     format = rounded.Rounded(format).format((), {"data": DTYPES[info.dtype]})

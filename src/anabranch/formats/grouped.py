@@ -128,10 +128,9 @@ class Grouped(Format):
         return values.repeat_interleave(self.group, -1)[..., :inputs] if self.group else values
 
     def quantize(self, dense: torch.Tensor) -> dict[str, torch.Tensor]:
-        """By rounding to the nearest."""
+        """By rounding to the nearest. Zero points, if it has them, are all 8."""
         import torch
 
-        assert not self.zero, "checkpoints have zero points; nothing here computes them"
         *lead, outputs, inputs = dense.shape
         self.tensors(tuple(dense.shape))
         dense, group = dense.float(), self.group or inputs
@@ -162,7 +161,8 @@ class Grouped(Format):
             levels = torch.tensor(FP4, device=dense.device)
             code = torch.bucketize(q.abs(), (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
             code = code | ((q < 0).to(torch.uint8) << 3)
-        return {"data": pack(code, self.span(inputs)), "scale": scale}
+        zero = {"zero": torch.full_like(scale, 8, dtype=torch.uint8)} if self.zero else {}
+        return {"data": pack(code, self.span(inputs)), "scale": scale} | zero
 
 
 def _times(place: slice, factor: int) -> slice:

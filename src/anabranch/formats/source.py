@@ -23,14 +23,34 @@ if TYPE_CHECKING:
 
 IGNORED = (
     ".input_scale",
+    ".activation_scale",
     ".weight_shape",
     ".g_idx",
     ".qzeros",
     ".input_zero_point",
 )
-"""Ends of the names of tensors that quantised checkpoints have and that weight-only products do not need."""
+"""Ends of the names of tensors that quantised checkpoints have and that weight-only products do not need: `g_idx`
+because groups are in order, which the loader makes sure of."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 """Ends of the names of the scales of an FP8 cache, which no other cache needs."""
+
+
+BOOKKEEPING = """
+    act_bits act_data_type act_dynamic act_group_aware act_group_size act_sym amp autoround_version batch_size
+    block_name_to_quantize block_size cache_block_outputs damp_auto_increment damp_percent data_type dataset
+    dequantize disable_exllama do_fuse enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
+    exllama_config failsafe fallback fuse_max_seq_len global_compression_ratio gptaq gptaq_alpha
+    gradient_accumulate_steps hyb_act ignore ignore_layers ignored_layers iters kv_cache_scheme low_gpu_mem_usage lr
+    max_input_length meta minmax_lr model_file_base_name model_name_or_path model_seqlen
+    module_name_preceding_first_block modules_in_block_to_quantize modules_to_convert modules_to_fuse
+    modules_to_not_convert mse nsamples offload_to_disk offload_to_disk_path pack_dtype pack_impl
+    packed_modules_mapping packing_format pad_token_id producer provider quant_block_list quant_method
+    quantization_status quantizer run_compressed scale_dtype seqlen static_attention_dtype static_groups
+    static_kv_dtype supported_types tensor_storage to_quant_block_names tokenizer true_sequential use_cuda_fp16
+    use_exllama use_optimized_inference
+"""
+"""Keys of `quantization_config` that do not change what weights stand for: how they were found, how others run them,
+and what the headers say too."""
 
 
 class Source:
@@ -116,7 +136,24 @@ def register_method(name: str, method: Method) -> None:
 def _built_in() -> dict[str, Method]:
     names = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "methods")])]
     modules = [importlib.import_module(f"anabranch.formats.methods.{name}") for name in names]
-    return {module.NAME: module.sources for module in modules}
+    return {module.NAME: functools.partial(_sources, module) for module in modules}
+
+
+def _sources(module: Any, config: Mapping[str, Any]) -> tuple[Source, ...]:
+    refuse_unknown(config, module.KEYS)
+    found: tuple[Source, ...] = module.sources(config)
+    return found
+
+
+def refuse_unknown(config: Mapping[str, Any], known: str) -> None:
+    """ValueError if a key is set that is neither one of these nor bookkeeping."""
+    for key in sorted(config.keys() - {*known.split(), *BOOKKEEPING.split()}):
+        if not _is_off(config[key]):
+            raise ValueError(f"{key} is not supported, and may change what the weights stand for")
+
+
+def _is_off(value: Any) -> bool:
+    return all(map(_is_off, value.values())) if isinstance(value, Mapping) else not value
 
 
 def methods() -> dict[str, Method]:

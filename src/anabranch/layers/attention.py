@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.formats import PLAIN
+from anabranch.formats import Grouped
 from anabranch.layers.linear import Linear, PackedLinear, Rows
 from anabranch.layers.mixer import Cache, Rope
 from anabranch.layers.norm import RMSNorm
@@ -63,12 +63,13 @@ class Attention(nn.Module):
         assert config.qk_norm == "none", "a norm's weights would have to be moved too"
         rows = (config.num_heads + config.num_kv_heads) * config.head_dim
         for weight in self.qkv_proj.children():
-            if not isinstance(weight, Weight) or weight.format is not PLAIN:
-                raise ValueError(
-                    "quantised weights are not supported in this family: its queries and keys are reordered"
-                )
-            heads = weight.data[:rows].unflatten(0, (-1, config.head_dim // 2, 2))
-            weight.data[:rows] = heads.transpose(1, 2).flatten(0, 2)
+            assert isinstance(weight, Weight)
+            if isinstance(weight.format, Grouped) and weight.format.rows % config.head_dim:
+                weight.part_scales()
+            for tensor in weight.tensors.values():
+                if len(tensor) == weight.shape[0]:  # else whole heads share a scale
+                    heads = tensor[:rows].unflatten(0, (-1, config.head_dim // 2, 2))
+                    tensor[:rows] = heads.transpose(1, 2).flatten(0, 2)
 
     def set_cache_scales(self, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
         """Keys and values are these times what an FP8 cache holds."""

@@ -24,7 +24,7 @@ from anabranch.layers.norm import RMSNorm
 from anabranch.loader import cache_scales, names
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from anabranch.loader.locate import locate
-from anabranch.loader.read import Progress, own_head, read_weights
+from anabranch.loader.read import Progress, check_order, own_head, read_weights
 from anabranch.loader.resolve import resolve_dtype
 from anabranch.models import family
 from anabranch.models.config import ModelConfig, read_config
@@ -90,6 +90,7 @@ def load_model(
         copies = [] if checkpoint is None else names.match(decoder, checkpoint, quantization)
         if checkpoint is not None:
             cache_scales.read(decoder, checkpoint)
+            check_order(checkpoint, config.sources)
     with stage("weights"):
         decoder.to_empty(device=platform.device)
         for layer in decoder.modules():
@@ -134,6 +135,8 @@ def settle(decoder: Decoder, platform: platforms.Platform, copies: Sequence[name
         if copy.parameter in bad and not _is_finite(bad[copy.parameter][copy.index]):
             where = f"{copy.source.file}: tensor {copy.source.name!r}"
             raise CheckpointError(f"{where} has a scale that is not a finite number; download it again")
+    if bad:  # in rows that were moved
+        raise CheckpointError(f"{next(iter(bad))} has a scale that is not a finite number; download the model again")
     op_of: dict[type, Op[..., torch.Tensor]] = {Linear: ops.linear, PackedLinear: ops.linear, Experts: ops.experts}
     multiplied = {id(w): op_of[type(m)] for m in decoder.modules() if type(m) in op_of for w in m.children()}
     dense = [

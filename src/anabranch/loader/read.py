@@ -12,6 +12,7 @@ Whether the files are sound was asked before (`checkpoint`), as was what goes wh
 """
 
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -25,7 +26,8 @@ from pathlib import Path
 
 import torch
 
-from anabranch.formats import Index
+from anabranch.formats import Index, Source
+from anabranch.formats.packed4 import Packed4
 from anabranch.loader import checkpoint
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from anabranch.loader.names import Copy
@@ -62,6 +64,26 @@ def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
             if left.read(size) != right.read(size):
                 return False
     return True
+
+
+def check_order(checkpoint: Checkpoint, sources: Sequence[Source]) -> None:
+    """CheckpointError where `g_idx`, the group of each input of a GPTQ weight, is not that of groups in order."""
+    group = next((source.group for source in sources if isinstance(source, Packed4)), 0)
+    stored = [info for name, info in checkpoint.tensors.items() if sources and name.endswith(".g_idx")]
+    for path, infos in groupby(sorted(stored, key=lambda info: (info.file, info.begin)), key=lambda info: info.file):
+        with open(path, "rb") as file:
+            for info in infos:
+                file.seek(info.begin)
+                if file.read(info.num_bytes) != _in_order(info.num_elements, group, info.dtype):
+                    raise CheckpointError(
+                        f"{info.file}: tensor {info.name!r} has inputs in the order of activations, which is not "
+                        "supported; use a checkpoint that was made without desc_act"
+                    )
+
+
+@functools.cache
+def _in_order(size: int, group: int, dtype: str) -> bytes:
+    return (torch.arange(size) // (group or max(1, size))).to(DTYPES[dtype]).numpy().tobytes()
 
 
 def own_head(checkpoint: Checkpoint) -> TensorInfo | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from anabranch.formats import PLAIN, Format, Index, Shape
+from anabranch.formats import PLAIN, Format, Grouped, Index, Shape
 
 if TYPE_CHECKING:
     from anabranch.platforms import Platform
@@ -166,6 +166,13 @@ class Weight(nn.Module):
         self._parameters.clear()
         self.format = PLAIN
         self.register_parameter("data", nn.Parameter(dense, requires_grad=False))
+
+    def part_scales(self) -> None:
+        """Give every output its own scale, where several share one."""
+        assert isinstance(self.format, Grouped)
+        scale = self.get_parameter("scale").repeat_interleave(self.format.rows, -2)[..., : self.shape[-2], :]
+        self.format = replace(self.format, rows=1)
+        self.register_parameter("scale", nn.Parameter(scale.contiguous(), requires_grad=False))
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

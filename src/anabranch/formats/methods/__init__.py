@@ -1,1 +1,2 @@
-"""One file for each `quant_method` of config.json: NAME, and `sources`, which reads the rest of the config."""
+"""One file for each `quant_method` of config.json: NAME, `sources`, which reads the rest of the config, and KEYS, all
+that this understands; of others, `source.BOOKKEEPING` alone may be set."""

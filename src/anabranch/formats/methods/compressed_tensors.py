@@ -11,12 +11,22 @@ from typing import Any
 
 from anabranch.formats.packed4 import MXFP4, Packed4
 from anabranch.formats.scaled import Scaled
-from anabranch.formats.source import Source
+from anabranch.formats.source import Source, refuse_unknown
 
 NAME = "compressed-tensors"
+KEYS = "config_groups format sparsity_config version"
+GROUP_KEYS = "format input_activations output_activations targets weights"
+WEIGHTS_KEYS = """
+    actorder block_structure dynamic group_size num_bits observer observer_kwargs strategy symmetric type zp_dtype
+"""
 
 
 def sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
+    match config.get("sparsity_config") or {"format": "dense"}:
+        case {"format": "dense"}:
+            pass
+        case sparsity:
+            raise ValueError(f"sparsity_config {sparsity!r} is not supported (supported: format dense)")
     groups = config.get("config_groups")
     if not groups and isinstance(config.get("kv_cache_scheme"), Mapping):
         return ()  # only the cache is quantised
@@ -29,6 +39,8 @@ def sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
             raise ValueError(f"config_groups.{name} quantises no weights, which is not supported")
         format = group.get("format") or config.get("format")
         try:
+            refuse_unknown(group, GROUP_KEYS)
+            refuse_unknown(weights, WEIGHTS_KEYS)
             found.append(_source(format, weights))
         except ValueError as error:
             raise ValueError(f"config_groups.{name}: {error}") from None
@@ -37,6 +49,8 @@ def sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
 
 def _source(format: Any, weights: Mapping[str, Any]) -> Source:
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise ValueError(f"actorder {weights['actorder']!r} (weights in the order of activations) is not supported")
     if format == "mxfp4-pack-quantized":
         return MXFP4(fused=False)
     if format == "pack-quantized" and (kind, bits) == ("int", 4):
@@ -59,8 +73,6 @@ def _source(format: Any, weights: Mapping[str, Any]) -> Source:
 
 
 def _packed(weights: Mapping[str, Any]) -> Source:
-    if weights.get("actorder") in ("group", True):
-        raise ValueError("actorder 'group' (weights in the order of activations) is not supported")
     strategy, group = weights.get("strategy"), weights.get("group_size")
     if strategy == "channel":
         group = 0

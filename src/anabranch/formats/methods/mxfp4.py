@@ -9,6 +9,7 @@ from anabranch.formats.packed4 import MXFP4
 from anabranch.formats.source import Source
 
 NAME = "mxfp4"
+KEYS = ""
 
 
 def sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
