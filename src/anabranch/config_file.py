@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from anabranch.known_flags import FLAGS, MODEL, Known, nearest, reason
+from anabranch.known_flags import FLAGS, MODEL, Known, is_off, nearest, reason
 
 HELP = "read options from a YAML, JSON or TOML file"
 
@@ -66,12 +66,14 @@ def apply(parser: argparse.ArgumentParser, words: list[str]) -> None:
 def _add(parser: argparse.ArgumentParser, namespace: argparse.Namespace, name: str, given: Any) -> None:
     action = parser._option_string_actions.get(name)
     if action is None or name in ("--config", "--help"):
-        if (why := reason(name)) and (given is None or given is False):
+        if ((why := reason(name)) and (given is None or given is False)) or (given is True and is_off(parser, name)):
             return
         near = nearest(parser, name).removeprefix("--")
         raise ValueError(why or f"no option of {parser.prog}{f'; did you mean {near}?' if near else ''}")
     if given == "" or (isinstance(given, list) and "" in given):
         raise ValueError("is empty: give a value, or leave it out")
+    if isinstance(given, dict) and isinstance(action, Known) and action.target is None:
+        given = json.dumps(given)  # refused, or without effect
     if isinstance(given, dict):
         raise ValueError("a table is no value of an option")
     if given is None:

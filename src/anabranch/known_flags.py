@@ -50,7 +50,7 @@ _SAME = {
     "--nodes": "--nnodes -n",
     "--quantization": "-q",
     "--seed": "--random-seed",
-    "--speculative-tokens": "--num-speculative-tokens --spec-tokens --speculative-num-draft-tokens",
+    "--speculative-tokens": "--num-speculative-tokens --spec-tokens --speculative-num-steps",
     "--max-queue": "--max-queued-requests",
     "--step-timeout": "--watchdog-timeout",
 }
@@ -105,7 +105,7 @@ _REFUSED = {
     "the cache is sized by --num-pages, of --page-size tokens, or --gpu-memory-utilization": "--kv-cache-memory-bytes "
     "--kv-cache-memory --max-total-tokens",
     "it is --speculative ngram or mtp, with --speculative-tokens; other draft models are not supported": ""
-    "--speculative-config -sc --speculative-algorithm --spec-method --speculative-num-steps",
+    "--speculative-config -sc --speculative-algorithm --spec-method --speculative-num-draft-tokens",
     "it is --graphs": "--compilation-config -O -cc --optimization-level",
     "set OTEL_EXPORTER_OTLP_ENDPOINT": "--otlp-traces-endpoint",
     "requests run by their field priority, then in the order of arrival": "--scheduling-policy "
@@ -119,9 +119,11 @@ _REFUSED = {
     "tokenizer.json is the only form that is read": "--tokenizer-mode = auto hf",
     "config.json is the only form that is read": "--config-format = auto hf",
     "models are those of `anabranch.models`": "--model-impl = auto",
-    "weights stay on the device: quantise them with --quantization int4": "--cpu-offload-gb = 0",
-    "set ANABRANCH_PLATFORM to a platform that `anabranch doctor` lists": "--device = auto",
-    "a server generates and embeds: leave it out": "--task --runner --convert = auto generate embed embedding pooling",
+    "weights stay on the device: quantise them with --quantization int4": "--cpu-offload-gb = 0 0.0",
+    "the platform is found: leave it out, or set ANABRANCH_PLATFORM to one that `anabranch doctor` lists": ""
+    "--device = auto",
+    "a server generates and embeds: leave it out": "--task --runner --convert = auto none generate "
+    "embed embedding pooling",
     "prefill and decode are in one engine: see --max-num-batched-tokens": "--kv-transfer-config "
     "--disaggregation-mode = null",
 }
@@ -322,6 +324,31 @@ class Known(argparse.Action):
             parser.error(f"{option}: {flag.why}")
         elif not flag.refused:
             print(f"{parser.prog}: {option} has no effect: {flag.why}", file=sys.stderr)
+
+
+def is_off(parser: argparse.ArgumentParser, name: str) -> bool:
+    """Whether an option `--no-x` turns off what others have and we do not."""
+    on = name.replace("--no-", "--", 1)
+    if name == on or name in parser._option_string_actions or on in parser._option_string_actions.keys() - FLAGS.keys():
+        return False
+    return not (FLAGS[on].use or FLAGS[on].takes_value) if on in FLAGS else bool(reason(on))
+
+
+def spelled(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """vLLM's other spellings: `--a_b` is --a-b, `--a-config.field` a value of --a-config."""
+    end = words.index("--") if "--" in words else len(words)
+    found = []
+    for word in words[:end]:
+        name, equals, given = word.partition("=")
+        plain = name.replace("_", "-")
+        base = plain.partition(".")[0]
+        if name.startswith("--") and name not in parser._option_string_actions:
+            if is_off(parser, base):
+                continue
+            if plain in parser._option_string_actions or (base in FLAGS and base in parser._option_string_actions):
+                word = base + equals + given
+        found.append(word)
+    return found + words[end:]
 
 
 def model_first(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:

@@ -68,7 +68,8 @@ class Parser(argparse.ArgumentParser):
         return super()._get_option_tuples(option_string) if option_string[2:].isdecimal() else []
 
     def parse_known_intermixed_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def,override]
-        words = known_flags.model_first(self, list(sys.argv[1:] if args is None else args))
+        words = known_flags.spelled(self, list(sys.argv[1:] if args is None else args))
+        words = known_flags.model_first(self, words)
         config_file.apply(self, words)
         return super().parse_known_intermixed_args(words, namespace)
 

@@ -89,7 +89,10 @@ def _add_core(parser: argparse.ArgumentParser) -> None:
 
 def names(text: str) -> tuple[str, ...]:
     """a,b; or as vLLM has it, a list in JSON."""
-    return tuple(str(name).strip() for name in (json.loads(text) if text.startswith("[") else text.split(",")))
+    try:
+        return tuple(str(name).strip() for name in (json.loads(text) if text.startswith("[") else text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is no list: write a,b or ["a", "b"]') from None
 
 
 def _add_rare(group: Any) -> None:

@@ -48,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
     from anabranch.moe import tuning
 
     config = read_config(locate(bundled(options.model, "dummy"), weights=False))
+    if config.sources and options.quantization != "none":
+        raise ValueError(f"--quantization: {options.model} is quantised already; leave the option out")
     platform = platforms.current()
     kernels.bind(platform)
     tuner = tuning.find_tuner()

@@ -77,7 +77,7 @@ def deterministic_bound() -> bool:
 def compile_ahead(platform: Platform, work: Callable[[], object]) -> None:
     """Compile what `work` launches, on all cores, instead of one by one at the first launch. `work` is run, but its
     compiled kernels do nothing. Does nothing where no op is bound to a kernel that is compiled."""
-    if missing := c_problem(platform):
+    if (missing := c_problem(platform)) and sys.platform == "linux" and not os.environ.get("ANABRANCH_KERNELS"):
         log.warning("%s", missing)
     if COMPILED not in platform.providers or not compiled_kernels_bound():
         return

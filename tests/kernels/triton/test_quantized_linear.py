@@ -77,7 +77,7 @@ def test_sums_in_fp32(device: str, poison: None) -> None:
 
 @pytest.mark.slow
 def test_tiles_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest that were measured, for 4-bit numbers; compiled, they fit and spill nothing."""
+    """Those of INT4 that were fast when measured; compiled, they fit and spill nothing."""
     monkeypatch.setattr(linear_quantized, "is_hopper", lambda device: True)
     monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: True)
     wanted = {  # of 5120 and 2048 outputs: rows, columns

@@ -24,7 +24,10 @@ def sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
         raise ValueError("desc_act (weights in the order of activations) is not supported: use a checkpoint without it")
     symmetric = config.get("sym", True)
     for key in RULES.split():
-        for layers, rule in dict(config.get(key) or {}).items():
+        rules = config.get(key) or {}
+        if not isinstance(rules, Mapping):
+            raise ValueError(f"{key} must be an object, not {rules!r}")
+        for layers, rule in rules.items():
             if isinstance(rule, Mapping) and rule.get("sym", symmetric) != symmetric:
                 raise ValueError(f"{key}: another sym for {layers!r} is not supported")
     version = config.get("checkpoint_format") or config.get("format") or "gptq"

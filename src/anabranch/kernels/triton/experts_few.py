@@ -1,4 +1,4 @@
-"""Experts with quantised weights for one token or two, by matrix units.
+"""Experts with quantised weights for a few tokens, by matrix units.
 
 T tokens, D hidden width, K experts per token, I expert width (`inner`), W warps of a program, R = 16 rows of weights,
 pair p = t · K + k.

@@ -147,10 +147,10 @@ HOPPER_TOKENS = 64
 """Above, experts_hopper is at least as fast as experts_grouped."""
 HOPPER_FP8_TOKENS = 8
 """Likewise experts_hopper_fp8."""
-FEW_TOKENS = {"fp8": 8, "int4": 8, "fp4": 4}
-"""Up to this many experts_few is fastest, for kinds of numbers."""
 PACKED_TOKENS = {"int4": 8, "fp4": 2}
 """Likewise experts_hopper_packed, for kinds of numbers."""
+FEW_TOKENS = {"fp8": 8, "int4": 8, "fp4": 4}
+"""Up to this many experts_few is fastest, where it serves."""
 LEAST_COLUMNS = 16
 MOST_CHUNKS = 12
 """Of 64 bytes of 16 rows, which a warp of experts_few has at once."""
