@@ -21,7 +21,7 @@ from pathlib import Path
 
 RESERVE = 80
 """Seconds for compiling, the last evaluation, samples and the card."""
-TRAIN_SHARE = 0.5
+TRAIN_SHARE = 0.45
 """Of what is left after the text; the dense model takes about half as long."""
 
 
@@ -71,13 +71,12 @@ def main() -> None:
         how = ("--batch", str(options.batch), "--length", str(options.length))
         minutes = max(0.1, TRAIN_SHARE * (clock.left - RESERVE) / 60)
         step(clock, "train", str(data), str(model), "--minutes", f"{minutes:.2f}", *how)
-        looks = (str(model), "--before", str(options.before), "--pin", str(options.out / "pinned.json"))
-        step(clock, "card", *looks, on_cpu=True, needed=False)
+        looks = ("--before", str(options.before), "--pin", str(options.out / "pinned.json"))
+        step(clock, "card", str(model), *looks, on_cpu=True, needed=False)
         steps = json.loads((model / "training.json").read_text())["steps"]
         arguments = (str(data), str(dense), "--model", "dense", "--steps", str(steps), *how)
         if step(clock, "train", *arguments, needed=False):
             shutil.copyfile(dense / "training.json", model / "dense.json")
-            step(clock, "card", *looks, "--dense", str(model / "dense.json"), on_cpu=True, needed=False)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--documents", type=int, default=640_000, metavar="N", help="to train on (%(default)s)")
     parser.add_argument("--heldout", type=int, default=4000, metavar="N", help="held-out documents (%(default)s)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), metavar="N")
     options = parser.parse_args()
     print(json.dumps(write_data(options.out, options.documents, options.heldout, options.processes), indent=2))
 
