@@ -132,12 +132,32 @@ ANOTHER = (
 )  # fmt: skip
 
 
+HOMES = {
+    "the sea": "in a small house by the sea",
+    "the forest": "in a green forest",
+    "a forest": "in a green forest",
+    "a farm": "on a farm near a river",
+    "a village": "in a little village",
+    "an old tree": "under a big old tree",
+    "a lake": "near a blue lake",
+    "the city": "in a tall house in the city",
+    "a cave": "in a warm cave in the mountains",
+    "the mountains": "in a warm cave in the mountains",
+    "a pond": "next to a quiet pond",
+    "an island": "on a small island",
+}
+"""Topics that are places, and the home of a hero there."""
+
+
 def draw_story(talk: Talk, words: stories.Words | None = None) -> tuple[str, stories.Story]:
     rng = talk.rng
     story = stories.draw(rng, words)
     words, ask = story.words, story.ask
     if ask.startswith("about "):
         return ask.removeprefix("about "), story
+    places = {place: home for place, home in HOMES.items() if home == words["home"]}
+    if places and rng.random() < 0.06:
+        return rng.choice(list(places)), story
     dice = rng.random()
     hero = words["kind"]
     if dice < 0.25:

@@ -107,7 +107,7 @@ sum: {name} the {kind} gets lost {place}, and {friend} brings {him} home.
 qa: Where did {name} get lost? = {name} got lost {place}.
 qa: Who found {name}? = {friend} the {friend_kind} found {him}.
 
-ask: who makes a new friend | who has no friends | who is lonely | who finds a friend | about friendship
+ask: who makes a new friend | who has no friends | who is lonely | who finds a friend | about friendship | about two friends
 begin: {name} had no friends, and {he} was often alone. | {name} was new there, and nobody knew {him} yet.
 feel: {He} watched the others play and did not dare to ask. | In the evenings, {he} talked to the moon.
 try*: One day, {he} took {his} {thing} and sat down {place}. | One day, {he} took all {his} courage and said "Hello" to everyone {he} met.

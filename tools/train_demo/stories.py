@@ -8,6 +8,7 @@ what is asked about it afterwards is answered from the words.
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,14 +22,13 @@ BOYS = (
     + tables.words("""Adam Boris Daniel David Elias Emil Erik George Harry Ian Ivan Jonas Karl Liam Louis Marco
 Martin Nico Oliver Omar Paul Pedro Robin Samuel Stefan Thomas Victor Walter Yusuf Anton Arthur Hassan Igor Kenji Ravi""")
 )
-ANIMALS = (
-    tables.KINDS
-    + tables.words("""wolf tiger horse hamster parrot crab dolphin swan raccoon mole otter koala kangaroo camel
-zebra giraffe cow sheep donkey crow goose spider ant worm snake lizard crocodile octopus fish shark butterfly beetle bat""")
-)
+ANIMALS = tables.KINDS + tables.words("""wolf tiger horse hamster parrot crab dolphin swan raccoon mole otter koala kangaroo camel
+zebra giraffe cow sheep donkey crow goose spider ant worm snake lizard crocodile octopus fish shark butterfly beetle bat
+dinosaur unicorn monster llama hippo rhino rooster squid goldfish peacock""")
 PEOPLE = tables.words("""girl boy farmer baker king queen prince princess knight pirate wizard witch sailor painter teacher
 cook doctor gardener fisherman clown giant elf fairy troll ghost mermaid astronaut inventor""")
 THINGS_KINDS = tables.words("car train boat cloud snowman star tree teapot lamp clock kite shoe pumpkin")
+TRAITS = tables.TRAITS + tables.words("big old tiny grumpy silly proud lonely friendly strange sleepy poor rich")
 WOMEN = {"girl", "queen", "princess", "witch", "fairy", "mermaid", "hen", "cow"}
 MEN = {"boy", "king", "prince", "knight", "wizard", "fisherman", "snowman"}
 TOLD = ("place", "thing", "friend", "friend_kind", "food", "other", "fear", "skill")
@@ -64,7 +64,7 @@ def draw_words(rng: random.Random, kind: str = "", name: str = "") -> Words:
     return person(kind, name, girl) | {
         "friend": friend,
         "friend_kind": friend_kind,
-        "trait": rng.choice(tables.TRAITS),
+        "trait": rng.choice(TRAITS),
         "home": home,
         "Home": capital(home),
         "place": rng.choice(tables.PLACES)[0],
@@ -78,10 +78,8 @@ def draw_words(rng: random.Random, kind: str = "", name: str = "") -> Words:
 
 
 def fill(template: str, words: Words) -> str:
-    text = template.format(**words)
-    for vowel in "aeiou":
-        text = text.replace(f" a {vowel}", f" an {vowel}").replace(f"A {vowel}", f"An {vowel}")
-    return capital(text)
+    text = re.sub(r"\b([Aa]) (?=[aeio]|u(?!ni|se))", r"\1n ", template.format(**words))
+    return capital(text.replace("magic magic", "magic"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
