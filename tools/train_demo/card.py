@@ -26,7 +26,7 @@ from anabranch.engine.single import SingleSequence
 from anabranch.llm import LLM, SamplingParams
 from anabranch.loader.load import load_model
 from anabranch.text.tokenizer import Tokenizer
-from tools.train_demo import conversations, sentences, write_conversations
+from tools.train_demo import behave, conversations, sentences, write_conversations
 
 SAMPLES = (
     ("Tell me a story about a little fox who finds a red ball.", "And then?"),
@@ -127,9 +127,10 @@ def perplexity(folder: Path, documents: list[list[int]]) -> float:
     return math.exp(total / count)
 
 
-def beside(folder: Path, before: Path | None) -> dict[str, list[float]]:
-    folders = [folder, *([before] if before else [])]
-    return {name: [perplexity(one, found) for one in folders] for name, found in heldout(60).items()}
+def table(columns: list[dict[str, float]], form: str) -> str:
+    """Rows of a table of figures by name, one column a model; without a model before, a dash."""
+    rows = [(name, [form.format(column[name]) for column in columns]) for name in columns[0]]
+    return "\n".join(f"| {name} | {' | '.join((*values, '-')[:2])} |" for name, values in rows)
 
 
 def fill(
@@ -151,7 +152,9 @@ def fill(
     samples = sample(llm)
     print(f"faults of the samples: {dict(faults(samples))}")
     turns = [f"**{asked}**\n\n{quote(answer)}" for sample_turns in samples for asked, answer in sample_turns]
-    figures = beside(folder, before)
+    folders = [folder, *([before] if before else [])]
+    documents = heldout(60)
+    perplexities = [{name: perplexity(one, found) for name, found in documents.items()} for one in folders]
     return CARD.format(
         millions=counts["total"] / 1e6,
         active=counts["active"] / 1e6,
@@ -168,10 +171,9 @@ def fill(
         tokens_per_step=training["batch"] * training["length"],
         length=training["length"],
         losses="\n".join(f"| {name} | {loss:.3f} | {math.exp(loss):.2f} |" for name, loss in losses.items()),
-        beside="\n".join(
-            f"| {name} | {' | '.join(f'{value:.2f}' for value in values)}{'' if before else ' | -'} |"
-            for name, values in figures.items()
-        ),
+        beside=table(perplexities, "{:.2f}"),
+        num_talks=behave.NUM,
+        behaviour=table([behave.behaviour(one) for one in folders], "{:.0%}"),
         threads=os.environ.get("OMP_NUM_THREADS", os.cpu_count()),
         speed=speed(llm),
         even=100 / shape["num_experts"],
