@@ -31,9 +31,9 @@ class Shape:
     num_kv_heads: int = 2
     num_experts: int = 16
     top_k: int = 2
-    expert_width: int = 48
+    expert_width: int = 112
     shared_width: int = 256
-    max_position: int = 1024
+    max_position: int = 2048
 
     @property
     def head_dim(self) -> int:

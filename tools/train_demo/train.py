@@ -4,8 +4,10 @@
     python -m tools.train_demo.train DATA OUT2 --model dense --steps N    # as many as the first run took
 
 Writes OUT/training.json (loss by step, held-out loss, a bigram's, expert load per layer) and, for the MoE, the model as
-a Hugging Face folder. `--minutes` is turned into a number of steps before training begins, by timing a few; `--steps`
-with that number repeats the run. Seeds are fixed; GPU sums are not, so a repetition differs in the last digits.
+a Hugging Face folder. The folder is written every few minutes on the way, so that a run cut short leaves a model.
+`--minutes` is turned into a number of steps before training begins, by timing a few, and holds even where steps take
+longer then: the learning rate falls with the clock. `--steps` with the number of steps taken repeats the run. Seeds are
+fixed; GPU sums are not, so a repetition differs in the last digits.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from tools.train_demo.optimizer import Optimizer
 BALANCE, Z = 0.01, 0.001
 WARM_UP, DECAY = 0.02, 0.4
 """Shares of the steps in which the learning rate rises, and falls to zero."""
+SAVE_SECONDS = 100
+"""Between two models written on the way."""
 DISCOUNT = 0.75
 END_ID = 0
 
@@ -114,20 +118,30 @@ class Trainer:
         self.optimizer = Optimizer(self.model, self.lr)
         return max(10, int(seconds / per_step))
 
-    def train(self, num_steps: int) -> list[dict[str, float]]:
-        """The curve: training and held-out loss about twenty times on the way."""
+    def train(self, num_steps: int, seconds: float, save: Callable[[], None]) -> list[dict[str, float]]:
+        """The curve: training and held-out loss about twenty times on the way, and `save` a few times.
+
+        Ends after `num_steps` or `seconds`, whichever is first; the learning rate is zero then.
+        """
         curve, every, started = [], max(1, num_steps // 20), time.perf_counter()
+        saved = started
         recent: list[torch.Tensor] = []
         for number, batch in zip(range(1, num_steps + 1), self.data.batches(self.batch)):
-            recent.append(self.step(batch, learning_rate(number, num_steps)))
-            if number % every and number != num_steps:
+            done = max(number / num_steps, (time.perf_counter() - started) / seconds)
+            recent.append(self.step(batch, learning_rate(done, num_steps)))
+            if number % every and done < 1:
                 continue
+            if time.perf_counter() - saved > SAVE_SECONDS:
+                save()
+                saved = time.perf_counter()
             point = {"step": number, "train": float(torch.stack(recent).mean()), "heldout": self.evaluate(16)["loss"]}
             recent.clear()
-            seconds = time.perf_counter() - started
-            speed = number * self.batch * self.data.length / seconds
-            curve.append({name: round(value, 4) for name, value in point.items()} | {"seconds": round(seconds, 1)})
+            passed = time.perf_counter() - started
+            speed = number * self.batch * self.data.length / passed
+            curve.append({name: round(value, 4) for name, value in point.items()} | {"seconds": round(passed, 1)})
             print(f"{curve[-1]}  {speed:,.0f} tokens/s", flush=True)
+            if done >= 1:
+                break
         return curve
 
     @torch.no_grad()
@@ -155,9 +169,9 @@ class Trainer:
         return found
 
 
-def learning_rate(number: int, num_steps: int) -> float:
-    rise = max(10, WARM_UP * num_steps)
-    return min(1.0, number / rise, (num_steps - number) / (DECAY * num_steps))
+def learning_rate(done: float, num_steps: int) -> float:
+    """At a share of the training; of the full rate."""
+    return max(0.0, min(1.0, done / max(10 / num_steps, WARM_UP), (1 - done) / DECAY))
 
 
 def show_load(load_LE: list[list[float]]) -> str:
@@ -187,7 +201,16 @@ def run(data: Path, out: Path, options: argparse.Namespace, shape: models.Shape 
     parameters = models.count(model)
     print(f"{options.model}: {parameters}, {num_steps} steps of {tokens_per_step} tokens on {device}", flush=True)
     started = time.perf_counter()
-    curve = trainer.train(num_steps)
+
+    def save() -> None:
+        if shape.num_experts:
+            models.save(model, out)
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "data.json"):
+                shutil.copyfile(data / name, out / name)
+
+    save()
+    curve = trainer.train(num_steps, math.inf if options.steps else 60 * options.minutes, save)
+    num_steps = int(curve[-1]["step"])
     seconds = time.perf_counter() - started
     result = {
         "model": options.model,
@@ -208,11 +231,8 @@ def run(data: Path, out: Path, options: argparse.Namespace, shape: models.Shape 
         "curve": curve,
     }
     (out / "training.json").write_text(json.dumps(result, indent=1) + "\n")
-    shutil.copy(data / "data.json", out)
+    save()
     if shape.num_experts:
-        models.save(model, out)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(data / name, out)
         print(show_load(result["expert_load"]))
     shown = ("heldout_loss", "heldout_perplexity", "heldout_loss_wrong_experts", "bigram_loss", "epochs", "seconds")
     print(json.dumps({name: round(result[name], 4) for name in shown if name in result}), flush=True)
@@ -228,8 +248,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     how_long.add_argument("--minutes", type=float, default=3.0, help="of training, without compiling (%(default)s)")
     how_long.add_argument("--steps", type=int, default=0, metavar="N", help="exactly so many")
     parser.add_argument("--max-epochs", type=float, default=6.0, metavar="N", help="with --minutes; 0: any number")
-    parser.add_argument("--batch", type=int, default=64, metavar="N", help="stretches in a step (%(default)s)")
-    parser.add_argument("--length", type=int, default=1024, metavar="N", help="tokens in a stretch (%(default)s)")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="stretches in a step (%(default)s)")
+    parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens in a stretch (%(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's; Muon follows (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
