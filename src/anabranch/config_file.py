@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from anabranch.known_flags import FLAGS, MODEL, Known, is_off, nearest, reason
+from anabranch.known_flags import FLAGS, MODEL, Known, nearest, reason, turned_off
 
 HELP = "read options from a YAML, JSON or TOML file"
 
@@ -64,9 +64,14 @@ def apply(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
 
 def _add(parser: argparse.ArgumentParser, namespace: argparse.Namespace, name: str, given: Any) -> None:
+    off = turned_off(name)
+    if off is not None and given is True:
+        if off.refused:  # that is done anyway
+            return
+        name = name.replace("--no-", "--", 1)
     action = parser._option_string_actions.get(name)
     if action is None or name in ("--config", "--help"):
-        if ((why := reason(name)) and (given is None or given is False)) or (given is True and is_off(parser, name)):
+        if (why := reason(name)) and (given is None or given is False):
             return
         near = nearest(parser, name).removeprefix("--")
         raise ValueError(why or f"no option of {parser.prog}{f'; did you mean {near}?' if near else ''}")

@@ -326,16 +326,15 @@ class Known(argparse.Action):
             print(f"{parser.prog}: {option} has no effect: {flag.why}", file=sys.stderr)
 
 
-def is_off(parser: argparse.ArgumentParser, name: str) -> bool:
-    """Whether an option `--no-x` turns off what others have and we do not."""
-    on = name.replace("--no-", "--", 1)
-    if name == on or name in parser._option_string_actions or on in parser._option_string_actions.keys() - FLAGS.keys():
-        return False
-    return not (FLAGS[on].use or FLAGS[on].takes_value) if on in FLAGS else bool(reason(on))
+def turned_off(name: str) -> Flag | None:
+    """The switch of others that `--no-x` turns off; None: there is none, or it is one of ours."""
+    flag = FLAGS.get(name.replace("--no-", "--", 1)) if name.startswith("--no-") and name not in FLAGS else None
+    return None if flag is None or flag.use or flag.takes_value else flag
 
 
 def spelled(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """vLLM's other spellings: `--a_b` is --a-b, `--a-config.field` a value of --a-config."""
+    """vLLM's other spellings: `--a_b` is --a-b, `--a-config.field` a value of --a-config, `--no-x` of a switch that is
+    refused is what is done anyway, and of one without effect has none."""
     end = words.index("--") if "--" in words else len(words)
     found = []
     for word in words[:end]:
@@ -343,8 +342,10 @@ def spelled(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
         plain = name.replace("_", "-")
         base = plain.partition(".")[0]
         if name.startswith("--") and name not in parser._option_string_actions:
-            if is_off(parser, base):
+            off = turned_off(base)
+            if off is not None and off.refused:
                 continue
+            base = base if off is None else base.replace("--no-", "--", 1)
             if plain in parser._option_string_actions or (base in FLAGS and base in parser._option_string_actions):
                 word = base + equals + given
         found.append(word)

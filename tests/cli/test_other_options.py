@@ -283,17 +283,13 @@ def test_spellings_of_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """_ for -, fields of tables, switches that are turned off; and tables in a file."""
     _, parser = make_parser("serve")
     words = ["--trust_remote_code", "--max_model_len=64", "--structured-outputs-config.backend", "xgrammar"]
-    off = [
-        "--no-trust-remote-code",
-        "--no-disable-log-stats",
-        "--no-enable-lora",
-        "--no-enable-eplb",
-        "--no-enable-mm-embeds",
-    ]
+    names = "trust-remote-code disable-log-stats enable-lora enable-eplb"
+    off = [f"--no-{name}" for name in names.split()]
     assert parser.parse_intermixed_args([*words, *off, "--api-key", "a_b"]).max_model_len == 64
     said = capsys.readouterr().err
     assert "--trust-remote-code has no effect" in said and "--structured-outputs-config has no effect" in said
     assert "unrecognized arguments: --no-such_thing" in refusal(capsys, "--no-such_thing")
+    assert "it is --graphs" in refusal(capsys, "--no-cuda-graph"), "it would turn off what is on here"
     assert "experts move after" in refusal(capsys, "--eplb_config.window_size=100")
     for text, why in (
         ("compilation_config:\n  level: 3\n", "compilation_config: it is --graphs"),
@@ -304,7 +300,9 @@ def test_spellings_of_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         with pytest.raises((ValueError, SystemExit)) as found:
             make_parser("serve")[1].parse_intermixed_args(["--config", str(tmp_path / "a.yaml")])
         assert why.partition(": ")[2] in f"{found.value} {capsys.readouterr().err}"
-    (tmp_path / "a.yaml").write_text("structured-outputs-config:\n  backend: xgrammar\nno-enable-lora: true\n")
+    (tmp_path / "a.yaml").write_text(
+        "structured-outputs-config:\n  backend: xgrammar\nno-enable-lora: true\nno-trust-remote-code: true\n"
+    )
     make_parser("serve")[1].parse_intermixed_args(["--config", str(tmp_path / "a.yaml")])
     assert "has no effect" in capsys.readouterr().err
 
