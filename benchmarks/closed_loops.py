@@ -1,9 +1,14 @@
-"""Values of one option of `anabranch serve`, each under the same load: N requests at a time, for several N.
+"""Values of one option of `anabranch serve`, each under the same load: N requests at a time, for several N, and with
+--rates as many a second, for several rates.
 
     python benchmarks/closed_loops.py qwen3.6-35b-a3b --vary shared-expert stream inline --json FILE
     python benchmarks/closed_loops.py qwen3-30b-a3b --vary kv-cache-dtype auto fp8_e4m3 --input 8192
     python benchmarks/closed_loops.py FOLDER --vary speculative none ngram mtp --load "--dataset FILE"
     python benchmarks/closed_loops.py FOLDER --vary shared-expert stream inline --loops 1 4 --input 8 --output 8
+    python benchmarks/closed_loops.py qwen3-30b-a3b --vary graphs full pieces compiled --loops --rates 4 16
+    python benchmarks/closed_loops.py gemma4-26b-a4b --vary ANABRANCH_KERNELS "" route=reference --rates 16
+
+What is varied is an option or, in capitals, a variable of the server's environment.
 
 A model is a config that comes with `bench offline`, with random weights and a tokenizer of words, or a folder. A server
 is started for each value, one after another; `anabranch bench serve` puts the load on it, and its figures are kept
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import socket
@@ -43,14 +49,15 @@ PATIENCE = 600
 
 
 @contextmanager
-def served(arguments: list[str]) -> Iterator[str]:
-    """The URL of a server that is ready; its log is shown if it never is."""
+def served(arguments: list[str], more: dict[str, str]) -> Iterator[str]:
+    """The URL of a server that is ready; its log is shown if it never is. `more`: of its environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen([*COMMAND, "serve", *arguments, "--port", str(port)], stdout=log, stderr=log)
+        command = [*COMMAND, "serve", *arguments, "--port", str(port)]
+        server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **more})
         try:
             end = time.monotonic() + PATIENCE
             while not ready(url):
@@ -80,10 +87,9 @@ def stats(url: str) -> dict[str, Any]:
         return dict(json.load(answer))
 
 
-def load(url: str, at_once: int, seed: int, options: argparse.Namespace, file: Path) -> dict[str, Any]:
-    number = options.rounds * at_once
-    command = [*COMMAND, "bench", "serve", "--base-url", url, "--max-concurrency", str(at_once), "--seed", str(seed)]
-    command += ["--num-prompts", str(number), "--num-warmups", str(min(2 * at_once, number)), "--json", str(file)]
+def load(url: str, kind: list[str], seed: int, options: argparse.Namespace, file: Path) -> dict[str, Any]:
+    """`kind`: the options that say how many requests there are, and when."""
+    command = [*COMMAND, "bench", "serve", "--base-url", url, *kind, "--seed", str(seed), "--json", str(file)]
     command += ["--random-input-len", str(options.input), "--random-output-len", str(options.output)]
     before = stats(url)
     done = subprocess.run([*command, *shlex.split(options.load)], capture_output=True, text=True, check=False)
@@ -108,8 +114,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--vary", nargs="+", required=True, metavar="X", help="an option without --, then its values")
-    parser.add_argument("--loops", type=int, nargs="+", default=[1, 4, 16, 64, 256], metavar="N", help="at a time")
+    parser.add_argument("--loops", type=int, nargs="*", default=[1, 4, 16, 64, 256], metavar="N", help="at a time")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="requests for each place (default 3)")
+    parser.add_argument("--rates", type=float, nargs="*", default=[], metavar="R", help="requests a second, as well")
+    parser.add_argument("--requests", type=int, default=500, metavar="N", help="at each rate (default 500)")
     parser.add_argument("--input", type=int, default=512, metavar="N", help="tokens of a prompt (default 512)")
     parser.add_argument("--output", type=int, default=128, metavar="N", help="tokens of an answer (default 128)")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="more for `anabranch serve`")
@@ -117,7 +125,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     name, *values = options.vary
-    rows: dict[str, dict[int, dict[str, Any]]] = {}
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    kinds: dict[str, list[str]] = {}
+    for at_once in options.loops:
+        number, warm = options.rounds * at_once, min(2, options.rounds) * at_once
+        kinds[str(at_once)] = [
+            "--max-concurrency",
+            str(at_once),
+            "--num-prompts",
+            str(number),
+            "--num-warmups",
+            str(warm),
+        ]
+    for rate in options.rates:
+        kinds[f"{rate:g}/s"] = ["--request-rate", str(rate), "--num-prompts", str(options.requests)]
+        kinds[f"{rate:g}/s"] += ["--num-warmups", str(min(16, options.requests))]
     about = {"model": options.model, "commit": commit(), "vary": name, "command": shlex.join(sys.argv), "rows": rows}
     with tempfile.TemporaryDirectory() as made:
         folder, more = options.model, shlex.split(options.serve)
@@ -130,11 +152,12 @@ def main() -> None:
         print(f"{name:>16} {'at once':>8} {'out tok/s':>10} {'TTFT ms':>10} {'TPOT ms':>10} {'p99 ITL':>10}  failed")
         for value in values:
             rows[value] = {}
-            most = ["--max-num-seqs", str(max(options.loops))]
-            with served([folder, f"--{name}", value, *most, *more]) as url:
-                for seed, at_once in enumerate(options.loops):
-                    rows[value][at_once] = load(url, at_once, seed, options, Path(made) / "figures.json")
-                    print(f"{value:>16} {at_once:8} {row(rows[value][at_once])}", flush=True)
+            most = [] if options.rates else ["--max-num-seqs", str(max(options.loops))]
+            varied = {name: value} if name.isupper() else {}
+            with served([folder, *([] if varied else [f"--{name}", value]), *most, *more], varied) as url:
+                for seed, (at_once, kind) in enumerate(kinds.items()):
+                    rows[value][at_once] = load(url, kind, seed, options, Path(made) / "figures.json")
+                    print(f"{value:>16} {at_once:>8} {row(rows[value][at_once])}", flush=True)
                     if options.json is not None:
                         options.json.write_text(json.dumps(about, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""What a step of one prompt costs by --graphs: start, TTFT, launches, and whether it recompiles.
+"""What a step of one prompt costs by --graphs: start, TTFT, launches, memory of graphs, and whether it recompiles.
 
     PYTHONPATH=src python3 benchmarks/prompt_modes.py qwen1.5-moe-a2.7b compiled --json FILE
     PYTHONPATH=src python benchmarks/prompt_modes.py path/to/model none --lengths 8 16 --random 20    without a GPU
@@ -33,6 +33,12 @@ def num_traced() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"].get("unique_graphs", 0))
+
+
+def graph_memory() -> int:
+    """Bytes that the allocator holds for captured graphs: pools other than everyone's."""
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
+    return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
 
 
 def main() -> None:
@@ -80,6 +86,7 @@ def main() -> None:
             "torch": torch.__version__,
             "start_s": round(started - begin, 1),
             "ttft_ms": ttft_ms,
+            "graph_memory_bytes": graph_memory(),
             f"launches_{middle}": dict(launches),
             "graphs_before": before,
             "graphs_after": num_traced(),

@@ -187,6 +187,22 @@ def test_closed_loops(
     assert len(shown.splitlines()) == 5
 
 
+@pytest.mark.slow
+def test_rates_and_a_variable_of_the_environment(
+    closed_loops: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is told: a value that it refuses ends the run with its words."""
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
+    tiny_model.write(tmp_path / "model")
+    load = ("--loops", "--rates", "50", "--requests", "6", "--input", "8", "--output", "4")
+    more = ("--serve", "--num-pages 500 --max-model-len 128")
+    _, found = run(closed_loops, str(tmp_path / "model"), "--vary", "ANABRANCH_KERNELS", "", *load, *more, **given)
+    figures = found["rows"][""]["50/s"]
+    assert (figures["completed"], figures["request_rate"], figures["max_concurrency"]) == (6, 50, None)
+    with pytest.raises(SystemExit, match="no provider 'nobody' here"):
+        run(closed_loops, str(tmp_path / "model"), "--vary", "ANABRANCH_KERNELS", "route=nobody", *load, *more, **given)
+
+
 def test_closed_loops_find_no_prompt_in_the_prefix_cache(
     closed_loops: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
