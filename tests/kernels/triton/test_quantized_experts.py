@@ -27,6 +27,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     Tile,
     Tiles,
     choose,
+    label,
 )
 from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
 from anabranch.ops.experts import ExpertsCall
@@ -228,10 +229,11 @@ def test_fp8_by_fp8_on_a_gpu(scale: str, poison: None) -> None:
 PACKED_TILES = [PackedTiles(16, 8), PackedTiles(32, 6), PackedTiles(64, 5, group=4)]
 MXFP4 = Grouped("fp4", 1, 32, "uint8")
 MXFP4_TILES = [*PACKED_TILES, PackedTiles(128, 4, group=4)]
+SPLIT_TILES = [PackedTiles(16, 8, split=True), PackedTiles(32, 6, split=True), PackedTiles(64, 5, split=True)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", PACKED_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+@pytest.mark.parametrize("tiles", [*PACKED_TILES, *SPLIT_TILES], ids=label)
 def test_packed_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
     """Shapes of Qwen3-30B-A3B and others, also numbers of tokens for which other kernels are faster."""
     formats = Grouped("int4", 1, 128, "bfloat16"), Grouped("int4", 1, 128, "float16", zero=True)
@@ -248,7 +250,7 @@ def test_packed_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", MXFP4_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+@pytest.mark.parametrize("tiles", [*MXFP4_TILES, *SPLIT_TILES[:2]], ids=label)
 def test_packed_mxfp4_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
     """The widths of gpt-oss, at which the last stage and the last columns are not whole, and others."""
     for tokens, E, K, D, inner in (
@@ -279,7 +281,8 @@ def test_gpt_oss_on_a_gpu(poison: None) -> None:
 
 
 @pytest.mark.gpu
-def test_packed_mxfp4_is_exact_on_a_gpu(poison: None) -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_packed_mxfp4_is_exact_on_a_gpu(split: bool, poison: None) -> None:
     """One input is 1 and all others are 0: the results are the weights, whatever their scales are."""
     D, inner = 192, 64
     for place in range(0, inner, 5):
@@ -293,7 +296,7 @@ def test_packed_mxfp4_is_exact_on_a_gpu(poison: None) -> None:
         gate_up, down = given["gate_up_bias_EF"].zero_(), given["down_bias_ED"].zero_()
         assert gate_up.shape == (2, 2 * inner) and down.shape == (2, D)
         gate_up[:, place], gate_up[:, inner + place] = 7.0, 0.0  # activated: 7 · sigmoid(11.9)
-        found = kernel.run(ExpertsCall(**given), PackedTiles(16, 8))
+        found = kernel.run(ExpertsCall(**given), PackedTiles(16, 8, split=split))
         h = torch.tensor(7.0 * torch.sigmoid(torch.tensor(1.702 * 7.0)).item()).to(torch.bfloat16).float().item()
         wanted = given["down_EDI"].dense(torch.float32)[[1, 0, 1], :, place].cuda() * h
         assert torch.equal(found, wanted.to(torch.bfloat16)), f"input {place}"
@@ -414,6 +417,38 @@ def test_instructions_unpack_words() -> None:
                 assert (real[usual] == numbers[usual]).all(), f"{name}: number {index}"
 
 
+def test_instructions_unpack_bytes_to_fp8() -> None:
+    byte = np.arange(256, dtype=np.uint32)
+    word = byte | ((byte * 37 + 11) & 255) << 8 | ((byte * 11 + 3) & 255) << 16 | ((byte * 201 + 7) & 255) << 24
+    fp8 = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+    kinds = {"unpack_int4": np.arange(16) * 2.0**-9, "unpack_fp4": np.array([*FP4, *(-x for x in FP4)]) * 2.0**-6}
+    for name, numbers in kinds.items():
+        found = emulate(ptx_of(name, "experts_hopper_split"), {"$2": word})
+        for place in range(4):
+            stored = word >> 8 * place & 255
+            for result, half in (("$0", stored & 15), ("$1", stored >> 4)):
+                assert (fp8[found[result] >> 8 * place & 255] == numbers[half]).all(), (name, place, result)
+
+
+@interpreter
+@pytest.mark.parametrize("D", [64, 128, 2880])
+def test_both_parts_of_a_row_are_the_row(D: int) -> None:
+    """To the bit, down to a thousandth of the largest number; sums are those of the parts."""
+    from anabranch.kernels.triton.split_rows import split_rows
+
+    size = torch.tensor([1e-30, 1e-3, 1.0, 300.0, 1e30, 0.0])[:, None]
+    x_TD = (size * torch.randn(6, 2 * D)).to(torch.bfloat16)[:, :D]
+    q_T2D, scale_T, sum_TG = split_rows(x_TD)
+    parts = q_T2D.float()
+    found, most = parts.sum(1) * scale_T[:, None], x_TD.float().abs().amax(1, keepdim=True)
+    large = x_TD.float().abs() >= most / 512
+    assert torch.equal(found[large], x_TD.float()[large]) and large.float().mean() > 0.9
+    assert ((found - x_TD.float()).abs() <= most * 2.0**-17).all()
+    assert (scale_T.log2() % 1 == 0).all() and parts.abs().max() < 256
+    if D % 128 == 0:
+        assert torch.allclose(sum_TG, parts.sum(1).unflatten(1, (-1, 128)).sum(-1), rtol=1e-5, atol=1e-4)
+
+
 def test_threads_have_the_numbers_that_the_matrix_unit_takes_from_them() -> None:
     """Of an operand of 64 rows and 16 inputs, lane l of warp w has rows 16 w + l / 4 and 8 more, and of each the
     inputs 2 (l % 4), the next, and 8 more (PTX ISA, wgmma with A in registers)."""
@@ -466,39 +501,50 @@ def test_packed_tiles_take_biases_and_widths_of_whole_64s(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", MXFP4_TILES, ids=lambda tiles: f"{tiles.rows} rows")
+@pytest.mark.parametrize("tiles", [*MXFP4_TILES, *SPLIT_TILES[:2]], ids=label)
 def test_packed_mxfp4_compiles_ahead_of_time(
     tiles: PackedTiles, launches: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import triton
-
     place = {"biased": True, "activation": "clamped_swiglu"}
     arguments, _ = quantize(draw(30, 2, 2, 1344, 320, torch.bfloat16, **place), MXFP4)
     for compiled in compile_packed(arguments, tiles, launches, monkeypatch):
-        (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
-        command = [triton.knobs.nvidia.ptxas.path, "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "out"]
-        noted = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "serialized" not in noted.stdout + noted.stderr, "it waits for every product"
+        check_products_overlap(compiled, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", PACKED_TILES, ids=lambda tiles: f"{tiles.rows} rows")
-@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(
+    "tiles, zero",
+    [(tiles, zero) for tiles in (*PACKED_TILES, *SPLIT_TILES) for zero in (False, True)][:-1],  # the last one spills
+    ids=lambda it: label(it) if isinstance(it, PackedTiles) else str(it),
+)
 def test_packed_compiles_ahead_of_time(
-    tiles: PackedTiles, zero: bool, launches: list[Any], monkeypatch: pytest.MonkeyPatch
+    tiles: PackedTiles, zero: bool, launches: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     arguments, _ = quantize(draw(30, 4, 2, 512, 256, torch.bfloat16), Grouped("int4", 1, 128, "bfloat16", zero))
-    compile_packed(arguments, tiles, launches, monkeypatch)
+    for compiled in compile_packed(arguments, tiles, launches, monkeypatch):
+        check_products_overlap(compiled, tmp_path)
+
+
+def check_products_overlap(compiled: Any, folder: Path) -> None:
+    import triton
+
+    (folder / "kernel.ptx").write_text(compiled.asm["ptx"])
+    command = [triton.knobs.nvidia.ptxas.path, "--gpu-name=sm_90a", folder / "kernel.ptx", "-o", folder / "out"]
+    noted = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "serialized" not in noted.stdout + noted.stderr, "it waits for every product"
 
 
 def compile_packed(
     arguments: Arguments, tiles: PackedTiles, launches: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
-    from anabranch.kernels.triton import experts_hopper_packed
+    from anabranch.kernels.triton import experts_hopper_packed, split_rows
 
-    for name in ("gate_up_hopper_packed", "down_hopper_packed"):
-        recorder = Recorder(getattr(experts_hopper_packed, name), launches)
-        monkeypatch.setattr(experts_hopper_packed, name, recorder)
+    for module, name in (
+        (experts_hopper_packed, "gate_up_hopper_packed"),
+        (experts_hopper_packed, "down_hopper_packed"),
+        (split_rows, "split_row"),
+    ):
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
     monkeypatch.setattr(kernel, "packed_kernels", lambda device: experts_hopper_packed)
     monkeypatch.setattr(kernel, "num_processors", lambda device: 132)
     kernel.run(ExpertsCall(**arguments), tiles)
@@ -509,7 +555,8 @@ def compile_packed(
         compiled = compile_launch(function, args, kwargs, "sm_90")
         assert compiled.metadata.shared <= 227 << 10
         assert resources(compiled)["STACK"] == 0
-        assert f"wgmma.mma_async.sync.aligned.m64n{tiles.rows}k16.f32.bf16.bf16" in compiled.asm["ptx"]
+        kind = "k32.f32.e4m3.e4m3" if tiles.split else "k16.f32.bf16.bf16"
+        assert f"wgmma.mma_async.sync.aligned.m64n{tiles.rows}{kind}" in compiled.asm["ptx"]
         found.append(compiled)
     return found
 

@@ -14,3 +14,5 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 """Starts a copy of one block by the copy engine."""
 thread_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 """Starts a copy of a block by the threads themselves, 16 bytes at a time."""
+HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""Shared memory seen with another shape: the name of that begins with an underscore in 3.6 and 3.7."""

@@ -40,6 +40,7 @@ from anabranch.kernels.triton.launch import (
 )
 from anabranch.kernels.triton.quantize_rows import GROUP, quantize_rows
 from anabranch.kernels.triton.quantized import KINDS, is_supported, options
+from anabranch.kernels.triton.split_rows import split_rows
 from anabranch.kernels.tuning.experts_tables import table_for
 from anabranch.kernels.tuning.experts_tiles import (
     CHUNK,
@@ -309,18 +310,26 @@ def run_hopper_packed(call: ExpertsCall, tiles: PackedTiles) -> torch.Tensor:
     plan = order_rows(call, tiles.rows, 0, launch)
     places = num_processors(device)
     common = {"R": tiles.rows, "STAGES": tiles.stages, "BAND": tiles.group, "num_warps": 4, "launch_pdl": True}
+    split = tiles.split
+    common["PARTS"] = (4 if call.down_EDI.format.kind == "fp4" else 1) if split else 0
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     weight = call.gate_up_EFD.tensors
+    x = split_rows(call.x_TD) if split else (call.x_TD, None, None)
     packed.gate_up_hopper_packed[(min(places, plan.max_tiles * cdiv(inner, 128)),)](
-        call.x_TD, call.x_TD.stride(0), packed.weight_descriptor(weight["data"], 128), packed.scales(weight["scale"]),
-        weight.get("zero"), call.gate_up_bias_EF, h_NI, plan.order_N, plan.tile_3M, plan.head, plan.max_tiles, inner,
-        K=top_k, DEPTH=D, ACTIVATION=call.activation, **common,
+        x[0], x[0].stride(0), x[1], x[2], packed.weight_descriptor(weight["data"], 128, split),
+        packed.scales(weight["scale"]), weight.get("zero"), call.gate_up_bias_EF, h_NI, plan.order_N, plan.tile_3M,
+        plan.head, plan.max_tiles, inner, K=top_k, DEPTH=D, ACTIVATION=call.activation, **common,
     )  # fmt: skip
     y = new_result(call)
     rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
     weight = call.down_EDI.tensors
+    h = split_rows(h_NI) if split else (h_NI, None, None)
+    if split:
+        h_desc = packed.split_descriptor(h[0], tiles.rows, common["PARTS"])
+    else:
+        h_desc = packed.row_descriptor(h_NI, tiles.rows)
     packed.down_hopper_packed[(min(places, plan.max_tiles * cdiv(D, 256)),)](
-        plan.weight_N, packed.row_descriptor(h_NI, tiles.rows), packed.weight_descriptor(weight["data"], 256),
+        plan.weight_N, h_desc, h[1], h[2], packed.weight_descriptor(weight["data"], 256, split),
         packed.scales(weight["scale"]), weight.get("zero"), call.down_bias_ED, rows_ND, plan.order_N, plan.tile_3M,
         plan.head, plan.max_tiles, D, DEPTH=inner, **common,
     )  # fmt: skip

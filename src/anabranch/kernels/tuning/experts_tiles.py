@@ -121,6 +121,8 @@ class PackedTiles:
     stages: int
     group: int = 1
     """As in Tile."""
+    split: bool = False
+    """Activations are multiplied in two parts by the matrix unit for FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +353,6 @@ def label(tiles: Tiles) -> str:
     if isinstance(tiles, FewTiles):
         return f"few gate {tiles.gate_warps} down {tiles.down_parts}"
     if isinstance(tiles, PackedTiles):
-        return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}"
+        return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}{' split' if tiles.split else ''}"
     how = (" match" if tiles.match else "") + (" add" if tiles.add else "")
     return f"grouped {tiles.rows}{how}: {one(tiles.gate_up)} | {one(tiles.down)}"

@@ -1,0 +1,260 @@
+"""The products of experts_hopper_packed where rows of activations are in two parts (split_rows).
+
+R rows of a tile, P parts of a stage's 128 inputs that are products of their own.
+
+Both parts are multiplied by the matrix unit for FP8, into one sum. Weights are unpacked by far fewer instructions than
+to bf16, and exactly: INT4 by 3 for 8 numbers instead of 20, MXFP4 by 7 instead of 18. Every 128 inputs, or of MXFP4 32,
+are a sum of their own, which is scaled and added in fp32 on ordinary cores: sums of that matrix unit have few bits.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from anabranch.kernels.compiling.gluon_names import HAS_REINTERPRET
+
+
+def split_descriptor(q_N2I: torch.Tensor, rows: int, parts: int) -> TensorDescriptor:
+    """Rows in two parts: `parts` times as many inputs as share a product, of each of `rows` rows. Both parts of a row
+    follow each other."""
+    num, _, inner = q_N2I.shape
+    width = 128 // parts
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=3)
+    shape, strides = [2 * inner // width, num, width], [width, 2 * inner, 1]
+    return TensorDescriptor(q_N2I, shape, strides, [parts, rows, width], layout)
+
+
+# fmt: off
+
+@gluon.constexpr_function
+def blocks(P):
+    """Which thread loads which 16 bytes of [P, R, 128 / P] inputs."""
+    return gl.BlockedLayout([1, 1, 16], [P, 4, 8 // P], [1, 4, 1], [2, 1, 0])
+
+
+@gluon.jit
+def place_of(x_ring):
+    """The place of each input in its stage."""
+    P: gl.constexpr = x_ring.shape[1]
+    layout: gl.constexpr = blocks(P)
+    part = gl.arange(0, P, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    column = gl.arange(0, 128 // P, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return gl.expand_dims(gl.expand_dims(part * (128 // P), 1), 2) + gl.expand_dims(gl.expand_dims(column, 0), 1)
+
+
+@gluon.jit
+def unpack_int4(data):
+    """Lower and upper halves of bytes in FP8: n becomes n · 2⁻⁹, whose bits are those of n."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        shr.b32 $1, $2, 4;
+        and.b32 $0, $2, 0x0F0F0F0F;
+        and.b32 $1, $1, 0x0F0F0F0F;
+        }
+        """,
+        "=&r,=&r,r", [data], dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=4,
+    )
+
+
+@gluon.jit
+def unpack_fp4(data):
+    """Lower and upper halves of bytes in FP8: their bits, moved to where FP8 has them, are the numbers times 2⁻⁶."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c;
+        shl.b32 a, $2, 4;
+        shl.b32 b, $2, 2;
+        shr.b32 c, $2, 2;
+        and.b32 b, b, 0x1C1C1C1C;
+        and.b32 c, c, 0x1C1C1C1C;
+        lop3.b32 $0, a, 0x80808080, b, 0xEA;
+        lop3.b32 $1, $2, 0x80808080, c, 0xEA;
+        }
+        """,
+        "=&r,=&r,r", [data], dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=4,
+    )
+
+
+@gluon.jit
+def load_bytes(packed, KIND: gl.constexpr):
+    """64 x 64 bytes from shared memory: as numbers, lower halves and upper halves."""
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]], block_bases=[],
+        shape=[64, 64],
+    )
+    if KIND == "int4":
+        return unpack_int4(packed.load(layout))
+    else:
+        return unpack_fp4(packed.load(layout))
+
+
+@gluon.jit
+def split_operand(low, high, R: gl.constexpr):
+    """The operand of 64 outputs whose inputs are those of `low`, then those of `high`."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32]), 4)
+    both = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [64, 2 * low.shape[1]])
+    return gl.convert_layout(both, operand, assert_trivial=True)
+
+
+@gluon.jit
+def quarters(data):
+    """[64, 64] → four of [64, 16]."""
+    even, odd = gl.split(gl.permute(gl.reshape(data, [64, 2, 2, 16]), [0, 3, 1, 2]))
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    return a, b, c, d
+
+
+@gluon.jit
+def product(operand, x_ring, stage, part, which: gl.constexpr):
+    """Both parts of R rows times an operand. `part`: the result of an earlier one; what it holds does not matter."""
+    P: gl.constexpr = x_ring.shape[1]
+    W: gl.constexpr = x_ring.shape[3]
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=W, element_bitwidth=8, rank=2)
+    if HAS_REINTERPRET:
+        rows = x_ring.reinterpret(x_ring.dtype, [x_ring.shape[0] * P, x_ring.shape[2], W], layout)
+    else:
+        rows = x_ring._reinterpret(x_ring.dtype, [x_ring.shape[0] * P, x_ring.shape[2], W], layout)
+    part = warpgroup_mma(operand, rows.index(2 * stage * P + which).permute([1, 0]), part, use_acc=False, is_async=True)
+    return warpgroup_mma(operand, rows.index(2 * stage * P + P + which).permute([1, 0]), part, is_async=True)
+
+
+@gluon.jit
+def products(low, high, x_ring, stage, a0, a1, a2, a3):
+    """The products of four groups of 32 inputs each."""
+    R: gl.constexpr = x_ring.shape[2]
+    l0, l1, l2, l3 = quarters(low)
+    h0, h1, h2, h3 = quarters(high)
+    a0 = product(split_operand(l0, h0, R), x_ring, stage, a0, 0)
+    a1 = product(split_operand(l1, h1, R), x_ring, stage, a1, 1)
+    a2 = product(split_operand(l2, h2, R), x_ring, stage, a2, 2)
+    a3 = product(split_operand(l3, h3, R), x_ring, stage, a3, 3)
+    return a0, a1, a2, a3
+
+
+@gluon.jit
+def multiply_split_int4(ring, step, scale, zero, left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                        DEPTH: gl.constexpr, GATHERED: gl.constexpr):
+    """Like multiply, of INT4 and rows in two parts. `sums`: of each row's inputs, for every 128 of them; a number is
+    its distance from the zero point, so the sum times that is taken off."""
+    w_ring, x_ring, full, empty, tile_info = ring
+    STAGES: gl.constexpr = w_ring.shape[0]
+    R: gl.constexpr = x_ring.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
+    first = gl.zeros([64, R], gl.float32, layout)
+    second = gl.zeros([64, R], gl.float32, layout)
+    a = gl.zeros([64, R], gl.float32, layout)
+    b = gl.zeros([64, R], gl.float32, layout)
+    left_scale = gl.load(scale + left).to(gl.float32)
+    right_scale = gl.load(scale + right).to(gl.float32)
+    for k in range(0, DEPTH, 128):
+        s_left, s_right = left_scale, right_scale
+        z_left, z_right = load_small_point(zero, left + k // 128), load_small_point(zero, right + k // 128)
+        ahead = gl.minimum(k + 128, DEPTH - 128) // 128
+        left_scale = gl.load(scale + left + ahead).to(gl.float32)
+        right_scale = gl.load(scale + right + ahead).to(gl.float32)
+        t = gl.load(sums + k // 128)
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        if GATHERED:
+            fence_async_shared()
+        weights = w_ring.index(stage)
+        low, high = load_bytes(weights.slice(LEFT, 64, dim=0), "int4")
+        a = product(split_operand(low, high, R), x_ring, stage, a, 0)
+        if R > 32:  # for want of registers
+            a = warpgroup_mma_wait(0, deps=[a])
+            first += (a - z_left[:, None] * t[None, :]) * s_left[:, None]
+            b = a
+        low, high = load_bytes(weights.slice(RIGHT, 64, dim=0), "int4")
+        b = product(split_operand(low, high, R), x_ring, stage, b, 0)
+        if R <= 32:
+            a = warpgroup_mma_wait(2, deps=[a])
+            first += (a - z_left[:, None] * t[None, :]) * s_left[:, None]
+        b = warpgroup_mma_wait(0, deps=[b])
+        mbarrier.arrive(empty.index(stage), count=1)
+        second += (b - z_right[:, None] * t[None, :]) * s_right[:, None]
+        if R > 32:
+            a = b
+        step += 1
+    return first, second, step
+
+
+@gluon.jit
+def load_small_point(zero, place):
+    """Zero points, or 8, as numbers of INT4 are unpacked: times 2⁻⁹."""
+    if zero is None:
+        return (place * 0).to(gl.float32) + 0.015625
+    else:
+        return gl.load(zero + place).to(gl.float32) * 0.001953125
+
+
+@gluon.jit
+def powers(scale):
+    """Of two scales in a number: 2^(s − 127) of each; 0 for s = 0."""
+    return ((scale & 255) << 23).to(gl.float32, bitcast=True), ((scale >> 8) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def multiply_split_fp4(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                       DEPTH: gl.constexpr, GATHERED: gl.constexpr):
+    """Like multiply, of MXFP4 and rows in two parts: 32 inputs, which share a scale, are one product."""
+    w_ring, x_ring, full, empty, tile_info = ring
+    STAGES: gl.constexpr = w_ring.shape[0]
+    R: gl.constexpr = x_ring.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
+    first = gl.zeros([64, R], gl.float32, layout)
+    second = gl.zeros([64, R], gl.float32, layout)
+    a0 = gl.zeros([64, R], gl.float32, layout)
+    a1, a2, a3 = a0, a0, a0
+    left_01, left_23 = load_scales(scale, left, 0, DEPTH)
+    right_01, right_23 = load_scales(scale, right, 0, DEPTH)
+    for k in range(0, DEPTH, 128):
+        s0, s1 = powers(left_01)
+        s2, s3 = powers(left_23)
+        t0, t1 = powers(right_01)
+        t2, t3 = powers(right_23)
+        left_01, left_23 = load_scales(scale, left, k + 128, DEPTH)
+        right_01, right_23 = load_scales(scale, right, k + 128, DEPTH)
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        if GATHERED:
+            fence_async_shared()
+        weights = w_ring.index(stage)
+        low, high = load_bytes(weights.slice(LEFT, 64, dim=0), "fp4")
+        a0, a1, a2, a3 = products(low, high, x_ring, stage, a0, a1, a2, a3)
+        low, high = load_bytes(weights.slice(RIGHT, 64, dim=0), "fp4")
+        a0, a1, a2, a3 = warpgroup_mma_wait(0, deps=[a0, a1, a2, a3])
+        first += a0 * s0[:, None]
+        first += a1 * s1[:, None]
+        first += a2 * s2[:, None]
+        first += a3 * s3[:, None]
+        a0, a1, a2, a3 = products(low, high, x_ring, stage, a0, a1, a2, a3)
+        a0, a1, a2, a3 = warpgroup_mma_wait(0, deps=[a0, a1, a2, a3])
+        mbarrier.arrive(empty.index(stage), count=1)
+        second += a0 * t0[:, None]
+        second += a1 * t1[:, None]
+        second += a2 * t2[:, None]
+        second += a3 * t3[:, None]
+        step += 1
+    return first, second, step
+
+
+@gluon.jit
+def load_scales(scale, row, k, DEPTH: gl.constexpr):
+    """Of 64 inputs from k on and of the 64 after them, two in a number; those beyond the last input repeat others."""
+    last: gl.constexpr = DEPTH // 64 - 1
+    low, high = gl.minimum(k // 64, last), gl.minimum(k // 64 + 1, last)
+    return gl.inline_asm_elementwise(
+        "ld.global.u16 $0, [$2]; ld.global.u16 $1, [$3];", "=&r,=&r,l,l", [scale + row + low, scale + row + high],
+        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+    )
