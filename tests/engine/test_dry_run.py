@@ -58,6 +58,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3.6-35b-a3b": {},
     "deepseek-v2-lite": {},
     "deepseek-v2-lite, uncaptured": {"graphs": "none"},
+    "gpt-oss-20b": {},
+    "gpt-oss-20b, uncaptured": {"graphs": "none"},
     "qwen3.6-35b-a3b, uncaptured": {"graphs": "none"},
     "qwen3.6-35b-a3b, prompts captured": {"graphs": "pieces"},
     "qwen3-30b-a3b, FP8 cache": {"kv_cache_dtype": "fp8_e4m3"},
@@ -195,6 +197,7 @@ def dry_run_jobs(case: str, folder: Path, num_steps: int) -> tuple[list[Job], li
 SLOW = {
     "deepseek-v2-lite, uncaptured",
     "gemma4-26b-a4b, FP8 cache",
+    "gpt-oss-20b, uncaptured",
     "qwen1.5-moe-a2.7b, uncaptured",
     "qwen3-30b-a3b, FP8 weights",
     "qwen3-30b-a3b, INT4 weights",
