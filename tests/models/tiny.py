@@ -188,7 +188,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.3, 2.0, 3.5],
     "long_factor": [1.5, 4.0, 9.0, 30.0],
     "factor": 4.0,  # cosines and sines are multiplied by what follows from it
-    "original_max_position_embeddings": PROMPT_LENGTH + NUM_NEW_TOKENS,
+    "original_max_position_embeddings": DEFAULTS["max_position_embeddings"],
 }
 
 
@@ -438,13 +438,9 @@ CASES = [
         settings={"sliding_window": 64, "num_experts_per_tok": 4, "num_key_value_heads": 4},
     ),
     case(
-        "mixtral_longrope",  # up to its original context, where a sequence ends here; a longer one is refused
-        seed=0,
-        settings={
-            "head_dim": 8,
-            "max_position_embeddings": PROMPT_LENGTH + NUM_NEW_TOKENS,
-            "rope_parameters": LONGROPE,
-        },
+        "mixtral_longrope",  # within its original context; test_longrope has the rest
+        seed=1,
+        settings={"head_dim": 8, "rope_parameters": LONGROPE},
         keys="hub",
     ),
     case(
