@@ -135,6 +135,12 @@ def cut_down(name: str, folder: Path) -> None:
     config["num_hidden_layers"] = 2
     if "full_attention_interval" in config:
         config["full_attention_interval"] = 2
+    if "attn_type_list" in config:
+        config["attn_type_list"] = [1, 1]
+    if "moe_layer_end_index" in config:
+        config["moe_layer_end_index"] = 1
+    if "first_k_dense_replace" in config:
+        config["first_k_dense_replace"] = 1
     if "layer_types" in config:
         config["layer_types"] = sorted(set(config["layer_types"]), reverse=True)
     (folder / "config.json").write_text(json.dumps(config))
