@@ -42,6 +42,7 @@ from anabranch.platforms.platform import InlineStream, Memory
 from tests.kernels.triton.ahead_of_time import NoDevice
 
 CONFIGS = Path(offline.__file__).with_name("configs")
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 SHARED_BYTES = (227 << 10) - 1024
 PROCESSORS = 132
 H200 = experts_tiles.Machine(SHARED_BYTES, PROCESSORS, wgmma=True, hopper=True)
@@ -128,18 +129,25 @@ def paper_h200() -> Iterator[None]:
 
 
 def cut_down(name: str, folder: Path) -> None:
-    """A bundled config with a layer of each kind and one that has another before it."""
-    config = json.loads((CONFIGS / name / "config.json").read_text())
+    """A bundled or published config with a layer of each kind and one that has another before it."""
+    file = PUBLISHED / f"{name}.json"
+    config = json.loads((file if file.exists() else CONFIGS / name / "config.json").read_text())
     config["num_hidden_layers"] = 2
     if "full_attention_interval" in config:
         config["full_attention_interval"] = 2
+    if "attn_type_list" in config:
+        config["attn_type_list"] = [1, 1]
+    if "moe_layer_end_index" in config:
+        config["moe_layer_end_index"] = 1
+    if "first_k_dense_replace" in config:
+        config["first_k_dense_replace"] = 1
     if "layer_types" in config:
         config["layer_types"] = sorted(set(config["layer_types"]), reverse=True)
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def make_runner(name: str, folder: Path, **options: Any) -> TorchRunner:
-    """Of a bundled config, cut down."""
+    """Of a bundled or published config, cut down."""
     cut_down(name, folder)
     platform = PaperPlatform()
     model = read_config(folder)

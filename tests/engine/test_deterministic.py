@@ -10,6 +10,7 @@ from anabranch import bundled, kernels, ops, platforms
 from anabranch.cli.main import main
 from anabranch.config import EngineConfig
 from anabranch.conformance import determinism, tiny
+from anabranch.formats import named
 from anabranch.kernels.c import library
 from anabranch.kernels.invariant import attention, blocks, elementwise, experts, in_c, linear
 from anabranch.llm import LLM, SamplingParams
@@ -17,6 +18,7 @@ from anabranch.loader.resolve import resolve
 from anabranch.models.config import read_config
 from anabranch.ops.activation import ACTIVATIONS
 from anabranch.ops.attention import AttentionCall
+from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
 from anabranch.platforms.fake import FakePlatform
 
@@ -201,6 +203,38 @@ def test_rows_of_products_do_not_depend_on_their_number() -> None:
         for rows in (1, 2, 3, 5, 17, 40, 255):
             assert torch.equal(ops.linear(x_TD[7 : 7 + rows], weight_FD), expected[7 : 7 + rows]), (inputs, rows)
     kernels.bind(platforms.current())
+
+
+@pytest.mark.parametrize("name", ["fp8_128x128", "int8_1x0", "int4_1x32_f16", "fp4_1x32_e8m0"])
+@pytest.mark.parametrize("in_c_too", (True, False))
+def test_rows_of_quantised_weights_do_not_depend_on_their_number(
+    name: str, in_c_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are dequantised in every step, because there is no memory for them otherwise."""
+    if not in_c_too:
+        monkeypatch.setattr(in_c, "problem", "there is no C compiler")
+    generator, format = torch.Generator().manual_seed(4), named(name)
+    E, D, inner, tokens = 4, 128, 64, 100
+
+    def weight(*shape: int) -> Weight:
+        return Weight.view(format, shape, format.quantize(torch.randn(shape, generator=generator)))
+
+    one, gate_up, down = weight(96, D), weight(E, 2 * inner, D), weight(E, D, inner)
+    x_TD, weight_TK = (torch.randn(tokens, n, generator=generator) for n in (D, 2))
+    expert_TK = torch.stack([torch.randperm(E, generator=generator)[:2] for _ in range(tokens)]).int()
+
+    def compute(rows: slice) -> list[torch.Tensor]:
+        call = ExpertsCall(x_TD[rows], weight_TK[rows], expert_TK[rows], gate_up, down, "silu")
+        return [ops.linear(x_TD[rows], one), ops.experts(call)]
+
+    kernels.bind(platforms.make("cpu"), deterministic=True)
+    try:
+        expected = compute(slice(0, tokens))
+        for number in (1, 2, 5, 33):
+            rows = slice(tokens - number, tokens)
+            assert [torch.equal(x, y[rows]) for x, y in zip(compute(rows), expected, strict=True)] == [True] * 2, number
+    finally:
+        kernels.bind(platforms.current())
 
 
 def test_elements_do_not_depend_on_their_number() -> None:

@@ -58,6 +58,14 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3.6-35b-a3b": {},
     "deepseek-v2-lite": {},
     "deepseek-v2-lite, uncaptured": {"graphs": "none"},
+    "gpt-oss-20b": {},
+    "gpt-oss-20b, FP8 cache": {"kv_cache_dtype": "fp8_e4m3"},
+    "gpt-oss-20b, uncaptured": {"graphs": "none"},
+    "deepseek-v3": {},
+    "ernie-4.5-21b-a3b": {},
+    "glm-4.5-air": {},
+    "glm-4.7-flash": {},
+    "minimax-m2": {},
     "qwen3.6-35b-a3b, uncaptured": {"graphs": "none"},
     "qwen3.6-35b-a3b, prompts captured": {"graphs": "pieces"},
     "qwen3-30b-a3b, FP8 cache": {"kv_cache_dtype": "fp8_e4m3"},
@@ -194,7 +202,14 @@ def dry_run_jobs(case: str, folder: Path, num_steps: int) -> tuple[list[Job], li
 
 SLOW = {
     "deepseek-v2-lite, uncaptured",
+    "deepseek-v3",
+    "ernie-4.5-21b-a3b",
     "gemma4-26b-a4b, FP8 cache",
+    "glm-4.5-air",
+    "glm-4.7-flash",
+    "gpt-oss-20b, FP8 cache",
+    "gpt-oss-20b, uncaptured",
+    "minimax-m2",
     "qwen1.5-moe-a2.7b, uncaptured",
     "qwen3-30b-a3b, FP8 weights",
     "qwen3-30b-a3b, INT4 weights",
@@ -215,7 +230,15 @@ def test_steps_launch_only_what_the_dry_run_did(case: str, tmp_path: Path, thoro
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case", ["qwen3-30b-a3b", "qwen1.5-moe-a2.7b", "gemma4-26b-a4b", "qwen3-30b-a3b, FP8 cache", "deepseek-v2-lite"]
+    "case",
+    [
+        "qwen3-30b-a3b",
+        "qwen1.5-moe-a2.7b",
+        "gemma4-26b-a4b",
+        "qwen3-30b-a3b, FP8 cache",
+        "deepseek-v2-lite",
+        "gpt-oss-20b",
+    ],
 )
 def test_nothing_is_compiled_on_a_gpu(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))

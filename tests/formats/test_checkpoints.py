@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -19,6 +20,7 @@ from anabranch.cli.main import main
 from anabranch.cli.write_quantized import quantize
 from anabranch.engine.single import SingleSequence
 from anabranch.formats import Grouped, rounded
+from anabranch.formats.methods import gptq
 from anabranch.loader import names
 from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
 from anabranch.loader.load import build, load_model
@@ -206,6 +208,62 @@ def test_awq_is_what_its_converter_unpacks() -> None:
         unpacked, _ = AutoAWQConverter.unpack_awq(packed, packed, 4)
         unpacked, _ = AutoAWQConverter.reverse_awq_order(unpacked, unpacked, 4)
         assert torch.equal(unpacked.T.float() % 16, values)
+
+
+GPTQ = pytest.mark.parametrize(("symmetric", "version"), [(True, 1), (False, 1), (True, 2), (False, 2)])
+
+
+def gptq_layer() -> torch.Tensor:
+    """Also with groups whose numbers all have one sign, so that zero points are 0 and 15."""
+    weight = torch.randn(64, 96)
+    weight[::3] = weight[::3].abs()
+    weight[1::3] = -weight[1::3].abs()
+    return weight
+
+
+@GPTQ
+def test_gptq_is_what_its_layout_says(symmetric: bool, version: int) -> None:
+    """Number by number: input i of output o is in word [i / 8, o], a zero point in word [group, o / 8], and format 1
+    subtracts 1 from each of these by one subtraction."""
+    tensors, twin = writers.gptq(32, symmetric, version)(gptq_layer())
+    words, zeros = (tensors[name].tolist() for name in ("qweight", "qzeros"))
+    scales, groups = tensors["scales"].float().tolist(), tensors["g_idx"].tolist()
+    offset = 0x11111111 if version == 1 else 0
+    for o in range(64):
+        for i, group in enumerate(groups):
+            q = words[i // 8][o] >> 4 * (i % 8) & 15
+            zero = zeros[group][o // 8] + offset >> 4 * (o % 8) & 15
+            assert (q - zero) * scales[group][o] == pytest.approx(twin[o, i].item(), abs=1e-6), (o, i)
+    (source,) = gptq.sources(
+        {"bits": 4, "group_size": 32, "sym": symmetric, "format": "gptq" if version == 1 else "gptq_v2"}
+    )
+    format = source.format((), {"scale": "float16"})
+    ends = source.names("x.weight")
+    ours = {name: source.convert(name, tensors[end.removeprefix("x.")], (64, 96), format) for name, end in ends.items()}
+    torch.testing.assert_close(format.dequantize(ours, (64, 96), torch.float32), twin, rtol=0, atol=1e-6)
+
+
+@GPTQ
+def test_gptq_is_what_gptqmodel_writes_and_reads(symmetric: bool, version: int) -> None:
+    """The same tensors from the same numbers, and the same numbers from these."""
+    reader = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
+    convert = pytest.importorskip("gptqmodel.utils.model")
+    weight = gptq_layer()
+    tensors, twin = writers.gptq(32, symmetric, version)(weight)
+    _, scale, zero = writers.integers(weight, 32, symmetric)
+    layer = reader.TorchLinear(
+        bits=4, group_size=32, sym=symmetric, desc_act=False, in_features=96, out_features=64
+    ).eval()
+    plain = torch.nn.Linear(96, 64, bias=False)
+    plain.weight.data = twin
+    layer.pack(plain, scale.float(), zero, tensors["g_idx"])
+    if version == 1:
+        config = SimpleNamespace(bits=4, pack_dtype=torch.int32)
+        convert.convert_gptq_v2_to_v1_format_module(layer, config)
+    assert all(torch.equal(getattr(layer, name), tensor) for name, tensor in tensors.items())
+    if version == 1:
+        convert.convert_gptq_v1_to_v2_format_module(layer, 4, torch.int32)
+    assert torch.equal(layer.dequantize_weight().T, twin.half())
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])

@@ -1,6 +1,7 @@
 """Quantised checkpoints and their dequantised twins, for every format that is read.
 
-compressed-tensors writes and reads its own formats; AWQ is held against its converter. Knows nothing of anabranch.
+compressed-tensors writes and reads its own formats; AWQ is held against its converter, GPTQ against GPTQModel. Knows
+nothing of anabranch.
 """
 
 from __future__ import annotations
@@ -186,10 +187,9 @@ def twin_of(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int
 def gptq(group: int, symmetric: bool, version: int) -> Pack:
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         q, scale, zero = integers(weight, group, symmetric)
-        zero = zero.clamp_min(1) if version == 1 else zero  # a zero of 0 has no representation there
         tensors = {
             "qweight": nibbles(q.T, 0),
-            "qzeros": nibbles(zero.T - (1 if version == 1 else 0), 1),
+            "qzeros": nibbles(zero.T, 1) - (0x11111111 if version == 1 else 0),  # a zero of 0 borrows from the next
             "scales": scale.T.contiguous(),
             "g_idx": (torch.arange(weight.shape[1]) // group).int(),
         }

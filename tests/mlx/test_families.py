@@ -36,6 +36,7 @@ REFUSED = {
     "qwen3_moe_window_long_linear_rope": "rope type 'linear'",
     "qwen3_moe_yarn": "rope type 'yarn'",
     "llama_yarn_mscale": "rope type 'yarn'",
+    "mixtral_longrope": "rope type 'longrope'",
     "qwen3_moe_sparse_step_fused_sharded": "holds all experts of a layer",
     "gemma4_text_dense_bias_one_head_dim": "biases of queries, keys and values",
     "mixtral_top1_tied_head_dim_fused": "head_dim 12, which is not hidden_size / num_attention_heads",

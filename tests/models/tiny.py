@@ -182,6 +182,14 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,  # so that pairs are kept, blended and divided
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1_000.0,
+    "short_factor": [1.0, 1.3, 2.0, 3.5],
+    "long_factor": [1.5, 4.0, 9.0, 30.0],
+    "factor": 4.0,  # cosines and sines are multiplied by what follows from it
+    "original_max_position_embeddings": DEFAULTS["max_position_embeddings"],
+}
 
 
 def rope(theta: float, **more: Any) -> dict[str, Any]:
@@ -428,6 +436,12 @@ CASES = [
         "mixtral_window_long_top4",
         seed=3,
         settings={"sliding_window": 64, "num_experts_per_tok": 4, "num_key_value_heads": 4},
+    ),
+    case(
+        "mixtral_longrope",  # within its original context; test_longrope has the rest
+        seed=1,
+        settings={"head_dim": 8, "rope_parameters": LONGROPE},
+        keys="hub",
     ),
     case(
         "olmoe_published",  # the shape of OLMoE-1B-7B: not renormalised

@@ -136,11 +136,56 @@ def cluster() -> Iterator[tuple[str, psutil.Process]]:
             psutil.wait_procs(children, QUICK)
 
 
+SOON = """\
+import functools
+from anabranch.replicas import client
+client.SCALE_SECONDS = 2.0
+client.AutoscalingConfig = functools.partial(client.AutoscalingConfig, downscale_delay_s=2.0)
+"""
+
+
+def check_fewer(server: Running, head: psutil.Process) -> None:
+    """With less to do, one replica of two is ended, while each has a request: it finishes that first."""
+    fewer, num_ended = threading.Event(), server.log().count(ENDED)
+
+    def ask() -> list[str]:
+        answers = []
+        while not fewer.is_set():
+            answers.append(server.complete(PROMPTS[0], max_tokens=400))
+        return answers
+
+    with ThreadPoolExecutor(2) as threads:
+        asking = [threads.submit(ask) for _ in range(2)]
+        try:
+            server.until(lambda: len(by_replica(server, "num_requests_running")) == 1, "both replicas are left")
+        finally:
+            fewer.set()
+        answers = [answer for one in asking for answer in one.result()]
+    assert len(set(answers)) == 1 and server.log().count(ENDED) == num_ended  # none was sent to another
+    server.until(lambda: len(replicas(head.pid)) == 1, "the replica does not end")
+
+
+def check_none(server: Running, head: psutil.Process) -> None:
+    """The only replica is killed: its request waits for the next one, new ones are refused until it is there."""
+    expected = server.complete(PROMPTS[0], max_tokens=400)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(server.complete, PROMPTS[0], max_tokens=400)
+        server.until(lambda: sum(by_replica(server, "num_requests_running")) == 1)
+        os.kill(replicas(head.pid)[0], signal.SIGKILL)
+        server.until(lambda: server.get("/health").status_code == 503, "still healthy")
+        refused = server.post("/v1/completions", {"prompt": "A river", "max_tokens": 1})
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert "there is no replica at the moment" in refused.json()["error"]["message"]
+        assert answer.result() == expected
+    server.until(lambda: server.get("/health").status_code == 200, "not healthy again")
+    assert server.complete(PROMPTS[0], max_tokens=400) == expected
+
+
 def test_a_cluster_that_runs_already(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with cluster() as (address, head):
-        flags = ("--replicas", "1", "--max-replicas", "2", "--max-num-seqs", "4", "--ray-address", address)
-        with running(None, *flags) as server:
+        flags = ("--replicas", "1", "--max-replicas", "2", "--max-num-seqs", "8", "--ray-address", address)
+        with running(None, *flags, "--routing", "load", before=SOON) as server:
             assert len(replicas(head.pid)) == 1
             scaled = threading.Event()
 
@@ -157,6 +202,8 @@ def test_a_cluster_that_runs_already(monkeypatch: pytest.MonkeyPatch) -> None:
                 finally:
                     scaled.set()
                 assert len(set.union(*(answers.result() for answers in asking))) == 1
+            check_fewer(server, head)
+            check_none(server, head)
             assert server.end() == 0
             server.until(lambda: not replicas(head.pid), "a replica is left")
         with running(None, "--replicas", "1", "--ray-address", address) as server:

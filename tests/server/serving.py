@@ -40,6 +40,7 @@ TEMPLATE = """\
 {%- if refuse %}{{ raise_exception("refused by the template") }}{% endif %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """
+CLI = "\nimport sys\nfrom anabranch.cli import main\nsys.exit(main.main())"
 NAME = "noise"
 QUICK = 90.0  # seconds nothing here takes, on however busy a machine
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the default reads all certificates, which takes 50 ms a request
@@ -140,9 +141,11 @@ def running(
     ready: bool = True,
     make_engine: str = "",
     max_open_files: int = 0,
+    before: str = "",
     **settings: Any,
 ) -> Iterator[Running]:
-    """`anabranch serve`, or the same with an engine of the test's; without a model, the bundled one."""
+    """`anabranch serve`, or the same with an engine of the test's; without a model, the bundled one. `before`: code
+    that the server's process runs first."""
     if make_engine:
         engine = EngineConfig(model=str(model), **settings.pop("engine", {}))
         code = "from anabranch import logs\nfrom anabranch.server import lifecycle\nlogs.set_up('text')\nimport sys\n"
@@ -153,7 +156,7 @@ def running(
         command = [sys.executable, "-c", code]
     else:
         assert not settings
-        command = [sys.executable, "-m", "anabranch.cli.main", "serve"]
+        command = [sys.executable, *(["-c", before + CLI] if before else ["-m", "anabranch.cli.main"]), "serve"]
         command += [*([str(model)] if model else []), "--port", "0", *flags]
         command += ["--api-key", key] if key else []
     if max_open_files:

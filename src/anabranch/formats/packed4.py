@@ -28,7 +28,7 @@ class Packed4(Source):
     """Inputs that share a scale; 0: all of them."""
     zero: bool
     zero_offset: int = 0
-    """What is added to a stored zero point."""
+    """What was subtracted from each of the eight zero points in a word, as one integer."""
 
     def names(self, name: str) -> dict[str, str]:
         layer = stem(name)
@@ -70,12 +70,12 @@ class Packed4(Source):
         assert isinstance(format, Grouped)
         if tensor == "data" and self.layout != "awq":
             return pack(_neighbours(rows.view(torch.uint8)), format.span(shape[-1]))
+        if tensor == "zero":
+            rows = rows + 0x11111111 * self.zero_offset  # whole words: a zero point of 0 has borrowed from the next
         # Eight outputs in an int32: [N / 8, ...] to [N, ...].
         numbers = torch.stack([(rows >> 4 * n) & 15 for n in (AWQ_ORDER if self.layout == "awq" else range(8))], 1)
         numbers = numbers.flatten(0, 1).to(torch.uint8)
-        if tensor == "zero":
-            return (numbers + self.zero_offset) & 15
-        return pack(numbers, format.span(shape[-1]))
+        return numbers if tensor == "zero" else pack(numbers, format.span(shape[-1]))
 
     def changes(self, tensor: str, format: Format) -> bool:
         return tensor != "scale" or self.layout != "rows"

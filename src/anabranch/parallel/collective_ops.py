@@ -1,6 +1,6 @@
 """Collectives as ops with fakes, so that traced pieces of a model can contain them. A group goes by its name.
 
-An op gives a new tensor; which way a collective takes is decided when it is called, never while it is traced.
+An op gives a new tensor; how is decided when it is called, not while it is traced. Traced pieces need no others.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from anabranch.conformance import determinism, tiny
 from anabranch.conformance.judge import copy, faults
 
 pytest.importorskip("triton")
-from anabranch.formats import named
+from anabranch.formats import Grouped, named
 from anabranch.kernels.triton import (
     attention,
     experts,
@@ -130,21 +130,41 @@ def test_rows_of_experts(device: str, dtype: torch.dtype, bias: bool) -> None:
     check_rows(device, compute)
 
 
-@pytest.mark.gpu
-def test_rows_of_block_fp8() -> None:
-    """Weights alone are quantised, whatever the number of tokens."""
-    D, inner, E, K, T = 1024, 512, 8, 2, max(SIZES["cuda"])
-    fp8 = named("fp8_128x128")
-    x_TD = normal(T, D, device="cuda", dtype=torch.bfloat16)
-    weight = quantized(Weight.of(normal(inner, D, device="cuda")), fp8)
-    check_rows("cuda", lambda rows: linear.linear(x_TD[rows], weight))
-    gate_up, down = (quantized(Weight.of(normal(*s, device="cuda")), fp8) for s in ((E, 2 * inner, D), (E, D, inner)))
-    expert_TK = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to("cuda", torch.int32)
-    weight_TK = normal(T, K, device="cuda").softmax(-1)
-    check_rows(
-        "cuda",
-        lambda rows: experts.experts(ExpertsCall(x_TD[rows], weight_TK[rows], expert_TK[rows], gate_up, down, "silu")),
-    )
+QUANTIZED = ("fp8_128x128", "fp8_1x0", "int8_1x0", "int4_1x128_bf16", "int4_1x32_f16_zero", "fp4_1x32_e8m0")
+QUICK = ("int8_1x0", "int4_1x32_f16_zero", "fp4_1x32_e8m0")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in QUANTIZED]
+)
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.float32, marks=interpreter),
+        *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in FLOATS16),
+    ],
+)
+def test_rows_of_quantised_weights(name: str, device: str, dtype: torch.dtype) -> None:
+    """Weights alone are quantised, and multiplied in the same way, whatever the number of tokens."""
+    format = named(name)
+    assert isinstance(format, Grouped)
+    D, inner, E, K = (2 * (format.group or 64), format.group or 64, 3, 2) if device == "cpu" else (1024, 512, 8, 2)
+    T = max(SIZES[device])
+    x_TD = normal(T, D, device=device, dtype=dtype)
+    weight = quantized(Weight.of(normal(inner, D, device=device)), format)
+    assert linear.accepts(x_TD, weight)
+    check_rows(device, lambda rows: linear.linear(x_TD[rows], weight))
+    shapes = (E, 2 * inner, D), (E, D, inner)
+    gate_up, down = (quantized(Weight.of(normal(*shape, device=device)), format) for shape in shapes)
+    expert_TK = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(device, torch.int32)
+    weight_TK = normal(T, K, device=device).softmax(-1)
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        call = ExpertsCall(x_TD[rows], weight_TK[rows], expert_TK[rows], gate_up, down, "silu")
+        assert experts.accepts(call)
+        return experts.experts(call)
+
+    check_rows(device, compute)
 
 
 @in_any_dtype
