@@ -1,4 +1,5 @@
-"""Dense projections with INT4 weights and FP8 ones by rows: tiles of multiply_scaled, and dequantising first.
+"""Dense projections with INT4 weights and FP8 ones by rows: tiles of multiply_scaled and, for
+INT4 on Hopper, of linear_hopper_packed (split), and dequantising first.
 
     python benchmarks/linear_tiles.py --json FILE               shapes of Qwen3-30B-A3B, 8 to 512 tokens
     python benchmarks/linear_tiles.py --shapes 256x128 --tokens 3   without a GPU, in Triton's interpreter
@@ -26,6 +27,7 @@ from anabranch.ops.weight import Weight
 FORMATS = {"int4": Grouped("int4", 1, 128, "bfloat16"), "fp8 rows": Grouped("fp8", 1, 0, "float32")}
 TILES = [(rows, columns, warps, stages) for rows in (16, 32, 64, 128) for columns, warps, stages in (
     (16, 2, 4), (16, 4, 4), (32, 4, 4), (64, 4, 3), (64, 8, 4))]  # fmt: skip
+SPLIT = [(outputs, stages) for outputs in (64, 128) for stages in (2, 4, 8)]
 NUM_WEIGHTS = 10
 
 
@@ -46,7 +48,9 @@ def main() -> None:
     platform = platforms.current()
     kernels.bind(platform)
     from anabranch.kernels.triton import linear_quantized as kernel
+    from anabranch.kernels.triton.launch import gluon_kernels
 
+    packed = gluon_kernels("linear_hopper_packed", platform.device)
     device, dtype = platform.device, platform.compute_dtype(torch.bfloat16)
     found: dict[str, Any] = {"commit": commit(), "machine": platform.describe(), "us": {}}
     for shape in options.shapes:
@@ -68,6 +72,12 @@ def main() -> None:
                     if tile[0] in {max(16, min(64, 1 << (tokens - 1).bit_length())), 128 if tokens > 64 else 0}:
                         label = "{}x{} w{} s{}".format(*tile)
                         ways[label] = [partial(kernel.multiply, x_TD, weight, None, y_TF, *tile) for weight in weights]
+                padded = max(16, min(64, 1 << (tokens - 1).bit_length()))
+                for outputs, stages in SPLIT if packed is not None and name == "int4" else ():
+                    tiles = packed.PackedLinearTiles(outputs, padded, stages)
+                    run = partial(packed.run, x_TD, bias_F=None, y_TF=y_TF, tiles=tiles)
+                    if padded * stages <= 256:
+                        ways[f"split {outputs}x{padded} s{stages}"] = [partial(run, weight_FD=w) for w in weights]
                 times = {}
                 for label, calls in ways.items():
                     error = float((calls[0]().float() - expected.float()).norm() / expected.float().norm())

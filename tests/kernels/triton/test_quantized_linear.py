@@ -1,5 +1,8 @@
 """Products with quantised weights against the same numbers in fp64: in the interpreter, and on a GPU."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,13 +10,14 @@ from anabranch.formats import Grouped
 
 pytest.importorskip("triton")
 from anabranch.kernels.triton import linear as kernel
-from anabranch.kernels.triton import linear_quantized
+from anabranch.kernels.triton import linear_quantized, split_rows
+from anabranch.kernels.triton.launch import gluon_kernels
 from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded, resources
 from tests.kernels.triton.places import dtypes, everywhere
-from tests.kernels.triton.test_experts import TOLERANCE, distance, poison
-from tests.kernels.triton.test_quantized_experts import FORMATS, formats, in_fp8, quantized
+from tests.kernels.triton.test_experts import TOLERANCE, compile_launch, distance, poison
+from tests.kernels.triton.test_quantized_experts import FORMATS, check_products_overlap, formats, in_fp8, quantized
 
 __all__ = ["poison"]
 
@@ -108,6 +112,51 @@ def test_int4_on_a_gpu(poison: None) -> None:
             x_TD = torch.randn(tokens, D, device="cuda").bfloat16()
             found = kernel.linear(x_TD, weight)
             assert distance(found, expected_of(x_TD, weight)) <= TOLERANCE[torch.bfloat16], (D, F, tokens)
+
+
+PACKED_LINEAR = [(outputs, *it) for outputs in (64, 128) for it in ((16, 4), (16, 8), (32, 4), (32, 8), (64, 4))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outputs, rows, stages", PACKED_LINEAR)
+def test_packed_compiles_ahead_of_time(
+    outputs: int, rows: int, stages: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without spills, with products that overlap: with inputs of one program and of several."""
+    packed = pytest.importorskip("anabranch.kernels.triton.linear_hopper_packed")
+    monkeypatch.setattr(packed, "counts", lambda device: torch.zeros(1, dtype=torch.int32))
+    for D, zero in ((128 * stages, False), (256 * stages + 128, True)):
+        weight = quantized(Weight.of(torch.zeros(200, D)), Grouped("int4", 1, 128, "bfloat16", zero))
+        x_TD, y_TF = torch.zeros(40, D, dtype=torch.bfloat16), torch.zeros(40, 200, dtype=torch.bfloat16)
+        with recorded(packed, "multiply_packed") as launches, recorded(split_rows, "split_row"):
+            packed.run(x_TD, weight, None, y_TF, packed.PackedLinearTiles(outputs, rows, stages))
+        compiled = compile_launch(launches[0].function, launches[0].args, launches[0].kwargs, "sm_90")
+        assert compiled.metadata.shared <= ahead_of_time.SHARED["sm_90"]
+        assert resources(compiled)["STACK"] == 0
+        assert f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3" in compiled.asm["ptx"]
+        check_products_overlap(compiled, tmp_path)
+
+
+@pytest.mark.gpu
+def test_packed_on_a_gpu(poison: None) -> None:
+    """With every tile, and inputs that are no whole program's; sums do not depend on which program is the last."""
+    packed = gluon_kernels("linear_hopper_packed", torch.device("cuda"))
+    if packed is None:
+        pytest.skip("for Hopper")
+    for (D, F), zero in itertools.product(((2048, 5120), (4096, 2048), (640, 1000), (128, 72)), (False, True)):
+        format = Grouped("int4", 1, 128, "bfloat16", zero)
+        weight = quantized(Weight.of(torch.randn(F, D, device="cuda") * D**-0.5), format)
+        bias_F = torch.randn(F, device="cuda").bfloat16()
+        for tokens, tiles in itertools.product((1, 5, 16, 64, 100, 257), PACKED_LINEAR):
+            x_TD = torch.randn(tokens, D, device="cuda").bfloat16()
+            for bias in (None, bias_F):
+                found, again = (
+                    packed.run(x_TD, weight, bias, x_TD.new_empty(tokens, F), packed.PackedLinearTiles(*tiles))
+                    for _ in range(2)
+                )
+                wanted = x_TD.double() @ weight.dense(torch.float64).T + (0.0 if bias is None else bias.double())
+                assert distance(found, wanted) <= TOLERANCE[torch.bfloat16], (D, F, tokens, tiles)
+                assert torch.equal(found, again)
 
 
 @pytest.mark.gpu

@@ -84,14 +84,20 @@ def unpack_fp4(data):
     )
 
 
+@gluon.constexpr_function
+def bytes_of_threads(outputs):
+    """Which thread has which bytes of 64 or 128 outputs with 64 bytes each."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]][: outputs // 64 + 1], block_bases=[], shape=[outputs, 64],
+    )
+
+
 @gluon.jit
 def load_bytes(packed, KIND: gl.constexpr):
-    """64 x 64 bytes from shared memory: as numbers, lower halves and upper halves."""
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]], block_bases=[],
-        shape=[64, 64],
-    )
+    """64 bytes of each output, from shared memory: as numbers, lower halves and upper halves."""
+    layout: gl.constexpr = bytes_of_threads(packed.shape[0])
     if KIND == "int4":
         return unpack_int4(packed.load(layout))
     else:
@@ -100,9 +106,10 @@ def load_bytes(packed, KIND: gl.constexpr):
 
 @gluon.jit
 def split_operand(low, high, R: gl.constexpr):
-    """The operand of 64 outputs whose inputs are those of `low`, then those of `high`."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32]), 4)
-    both = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [64, 2 * low.shape[1]])
+    """The operand of outputs whose inputs are those of `low`, then those of `high`."""
+    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [low.shape[0] // 16, 1], [16, R, 32])
+    operand: gl.constexpr = gl.DotOperandLayout(0, result, 4)
+    both = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [low.shape[0], 2 * low.shape[1]])
     return gl.convert_layout(both, operand, assert_trivial=True)
 
 
