@@ -76,7 +76,7 @@ def main() -> None:
                 for outputs, stages in SPLIT if packed is not None and name == "int4" else ():
                     tiles = packed.PackedLinearTiles(outputs, padded, stages)
                     run = partial(packed.run, x_TD, bias_F=None, y_TF=y_TF, tiles=tiles)
-                    if padded * stages <= 256:
+                    if stages <= 4 or padded <= 16:  # more registers than there are
                         ways[f"split {outputs}x{padded} s{stages}"] = [partial(run, weight_FD=w) for w in weights]
                 times = {}
                 for label, calls in ways.items():
