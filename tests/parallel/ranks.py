@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-IMPORTED = ("anabranch.loader.load", "anabranch.engine.single", "tests.models.tiny", "tests.formats.writers")
-"""What functions need and takes 8 s of a processor to import, in each rank of each test."""
+IMPORTED = ("anabranch.ranks.runner", "anabranch.engine.single", "tests.models.tiny", "tests.formats.writers")
+"""What ranks need and takes 8 s of a processor to import, in each rank of each test."""
 
 
 def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -26,6 +26,26 @@ def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         _import_once()
         mp.start_processes(_rank, (num_ranks, folder, function, args), num_ranks, start_method="forkserver")
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(num_ranks)]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks that engines of this process start are forks as well: started at once, and otherwise the same."""
+
+    def fork(target: Callable[..., None], arguments: tuple[Any, ...], name: str, environment: dict[str, str]) -> Any:
+        _import_once()
+        args = target, arguments, dict(os.environ) | environment
+        process = multiprocessing.get_context("forkserver").Process(target=_fork, args=args, name=name, daemon=True)
+        process.start()
+        return process
+
+    monkeypatch.setattr("anabranch.ranks.runner.spawn", fork)
+
+
+def _fork(target: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*arguments)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from anabranch.ranks.runner import RanksRunner
 from tests.engine.test_speculation import Guesses
 from tests.models import tiny
 from tests.parallel import largest
+from tests.parallel.ranks import forked  # noqa: F401
 
 CASES = {case.name: case for case in tiny.CASES}
 HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "rms_norm_eps": 0.1}
@@ -29,6 +30,8 @@ PROMPTS = [[(7 * i + j * j) % tiny.VOCAB_SIZE for j in range(length)] for i, len
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 PENALTY = SamplingParams(temperature=0, frequency_penalty=0.5, max_tokens=12, ignore_eos=True)
+
+pytestmark = pytest.mark.usefixtures("forked")  # test_watch starts ranks as a server does
 
 
 @pytest.fixture(scope="module")
