@@ -27,7 +27,7 @@ MANY = [[(5 * i + j * j + i * j) % tiny.VOCAB_SIZE for j in range(40)] for i in 
 """More rows than go to all ranks."""
 SHORT = replace(GREEDY, max_tokens=2)
 
-pytestmark = pytest.mark.usefixtures("forked")  # test_watch starts ranks as a server does
+pytestmark = pytest.mark.usefixtures("forked")  # those of a server: test_watch
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 PENALTY = SamplingParams(temperature=0, frequency_penalty=0.5, max_tokens=12, ignore_eos=True)
 
-pytestmark = pytest.mark.usefixtures("forked")  # test_watch starts ranks as a server does
+pytestmark = pytest.mark.usefixtures("forked")  # those of a server: test_watch
 
 
 @pytest.fixture(scope="module")
