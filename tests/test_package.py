@@ -11,7 +11,9 @@ import sys
 import tomllib
 import urllib.request
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -193,22 +195,26 @@ def test_a_wheel_in_an_empty_environment_serves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_constraints_resolve_with_the_public_index_alone(machine: str, python: str) -> None:
-    """For running and for development, without any wheel that lies on this machine; nothing is downloaded."""
+def test_constraints_resolve_with_the_public_index_alone() -> None:
+    """For running and for development, without any wheel that lies on this machine; nothing is downloaded. All at once:
+    they wait for the index."""
     uv = shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:
         missing_tool("needs uv: make setup")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
-    for extras in ([], ["--extra", "dev"]):
+
+    def resolve(machine: str, python: str, extras: list[str]) -> None:
         command = [uv, "pip", "compile", "--no-config", "--no-annotate", "--no-header", *extras]
         command += ["--python-platform", f"{machine}-manylinux_2_28", "--python-version", python]
         command += ["-c", "constraints.txt", "pyproject.toml"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, (machine, python, extras, done.stderr)
         found = dict(line.split("==") for line in done.stdout.split() if "==" in line)
-        assert found["torch"] == "2.13.0" and found["triton"] == "3.7.1", found
+        assert found["torch"] == "2.13.0" and found["triton"] == "3.7.1", (machine, python, extras, found)
+
+    every = list(product(("x86_64", "aarch64"), ("3.11", "3.12", "3.13"), ([], ["--extra", "dev"])))
+    with ThreadPoolExecutor(len(every)) as threads:
+        assert list(threads.map(lambda one: resolve(*one), every)) == [None] * 12
 
 
 def test_every_pin_is_of_a_dependency() -> None:

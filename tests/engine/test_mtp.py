@@ -25,6 +25,7 @@ from anabranch.sampling_params import SamplingParams
 from tests.engine.test_graphs import fake  # noqa: F401
 from tests.engine.test_speculation import CASES, DEFAULTS, PARAMS, Batch, answers, assert_same, requests, run
 from tests.models import tiny
+from tests.parallel.ranks import forked  # noqa: F401
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 OPTIONS = DEFAULTS | {"speculative": "mtp", "speculative_tokens": 3}
@@ -202,6 +203,7 @@ def test_aborted_and_warm_prefixes_that_go_on_otherwise(engine, alone) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_two_ranks(reference: Reference, engine, alone, proposed) -> None:
     """Prompts in several steps, of which only the last samples; every rank runs the draft layer."""
     batch = requests(12)

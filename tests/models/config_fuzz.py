@@ -6,20 +6,26 @@ transformers understands. The sequence is longer than every window and every ori
 """
 
 import copy
+import hashlib
 import json
 import logging
 import random
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers.initialization import no_init_weights
 
+from anabranch.engine.single import SingleSequence
+from anabranch.loader.load import load_model
+from anabranch.models.config import ModelConfig, read_config
+from anabranch.models.keys import ConfigError
 from tests.models import tiny
 
 TOLERANCE = 2e-3
@@ -442,15 +448,23 @@ def combinations(family: str, count: int, seed: int) -> Iterator[Variant]:
 Verdict = Literal["equal", "refused", "transformers fails", "different", "wrong refusal"]
 
 
-def judge(variant: Variant, folder: Path) -> tuple[Verdict, str]:
-    """What became of a variant; the last two are faults. `folder` is written over."""
-    from anabranch.models.config import read_config
-    from anabranch.models.keys import ConfigError
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was computed before, of variants that say the same in other words."""
 
-    config = variant.config
-    (folder / "config.json").write_text(json.dumps(config))
+    verdicts: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
+    """By the text of config.json."""
+    logits: dict[tuple[ModelConfig, bytes], torch.Tensor] = field(default_factory=dict)
+    """Ours, by all that they depend on: what was read of config.json, and a digest of the weights."""
+
+
+def judge(variant: Variant, folder: Path, known: Known | None = None) -> tuple[Verdict, str]:
+    """What became of a variant; the last two are faults. `folder` is written over."""
+    known = known or Known()
+    text = json.dumps(variant.config)
+    (folder / "config.json").write_text(text)
     try:
-        read_config(folder)
+        model_config = read_config(folder)
     except ConfigError as error:
         message = str(error)
         if len(message.splitlines()) != 1 or not any(named(change, message) for change in variant.changes):
@@ -458,16 +472,33 @@ def judge(variant: Variant, folder: Path) -> tuple[Verdict, str]:
         return "refused", message
     except Exception as error:  # anything else would be a traceback
         return "wrong refusal", repr(error)
+    if text not in known.verdicts:
+        known.verdicts[text] = compare(variant.family, folder, model_config, known)
+    return known.verdicts[text]
+
+
+def compare(family: str, folder: Path, model_config: ModelConfig, known: Known) -> tuple[Verdict, str]:
     try:
-        expected = by_transformers(variant.family, folder)
+        expected, weights = by_transformers(family, folder)
     except Exception as error:  # of any kind: what transformers cannot run is not compared
         return "transformers fails", repr(error)
-    try:
-        logits = by_ours(folder)
-    except ValueError as error:  # tensors that do not fit what we read: said aloud, though late
-        return "wrong refusal", str(error)
-    difference = (logits - expected).abs().amax().item()
+    key = model_config, digest(weights)
+    if key not in known.logits:
+        save_file(weights, folder / "model.safetensors")
+        try:
+            known.logits[key] = by_ours(folder)
+        except ValueError as error:  # tensors that do not fit what we read: said aloud, though late
+            return "wrong refusal", str(error)
+    difference = (known.logits[key] - expected).abs().amax().item()
     return ("equal" if difference <= TOLERANCE else "different"), f"{difference:.1e}"
+
+
+def digest(weights: dict[str, torch.Tensor]) -> bytes:
+    found = hashlib.blake2b()
+    for name, tensor in weights.items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.numpy())
+    return found.digest()
 
 
 def named(change: Change, message: str) -> bool:
@@ -480,14 +511,16 @@ def tokens() -> list[int]:
 
 
 @torch.no_grad()
-def by_transformers(family: str, folder: Path) -> torch.Tensor:
-    """Logits of transformers' model of config.json, whose weights are written beside it."""
+def by_transformers(family: str, folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and weights of transformers' model of config.json."""
     with quiet():
         config = transformers.AutoConfig.from_pretrained(folder)
         config._attn_implementation = "eager"
         config._experts_implementation = "eager"
         _, model_class = tiny.ARCHITECTURES[family]
-        model = model_class(config).float().eval()
+        with no_init_weights():  # `randomise` sets them all
+            model = model_class(config).float().eval()
+        model.tie_weights()  # a part of the initialisation
         tiny.randomise(model, seed=3)
         logits = model(input_ids=torch.tensor([tokens()]), use_cache=False)[0][0].float()
     if not logits.isfinite().all():
@@ -495,22 +528,20 @@ def by_transformers(family: str, folder: Path) -> torch.Tensor:
     weights = model.state_dict()
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         del weights["lm_head.weight"]
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-    return logits
+    return logits, {name: tensor.contiguous() for name, tensor in weights.items()}
 
 
 def by_ours(folder: Path) -> torch.Tensor:
-    from anabranch.engine.single import SingleSequence
-    from anabranch.loader.load import load_model
-
     model = load_model(folder, dtype="float32")
     return SingleSequence(model, max_length=LENGTH).forward(tokens())
 
 
 class quiet:
-    """transformers warns of most variants."""
+    """transformers warns of most variants, and writes each config out for its log, for longer than it reads it."""
 
     def __enter__(self) -> None:
+        self.repr = transformers.PreTrainedConfig.__repr__
+        transformers.PreTrainedConfig.__repr__ = object.__repr__
         self.level = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity(logging.CRITICAL)
         self.warnings = warnings.catch_warnings()
@@ -518,6 +549,7 @@ class quiet:
         warnings.simplefilter("ignore")
 
     def __exit__(self, *_: object) -> None:
+        transformers.PreTrainedConfig.__repr__ = self.repr
         self.warnings.__exit__(None, None, None)
         transformers.logging.set_verbosity(self.level)
 
@@ -529,8 +561,9 @@ def faults(variants: Iterable[Variant], folder: Path) -> tuple[Counter[Verdict],
     """How variants were judged, and a line for each fault."""
     verdicts: Counter[Verdict] = Counter()
     found = []
+    known = Known()
     for variant in variants:
-        verdict, detail = judge(variant, folder)
+        verdict, detail = judge(variant, folder, known)
         verdicts[verdict] += 1
         if verdict in FAULTS:
             found.append(f"{verdict}: {variant}: {detail}")

@@ -1,22 +1,61 @@
 """Functions run by several ranks: processes on this machine that exchange tensors by gloo."""
 
+import functools
+import multiprocessing
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+IMPORTED = ("anabranch.ranks.runner", "anabranch.engine.single", "tests.models.tiny", "tests.formats.writers")
+"""What ranks need and takes 8 s of a processor to import, in each rank of each test."""
 
 
 def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What `function(group, *args)` returns on each rank. If one fails, the others are ended, and its error raised."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (num_ranks, folder, function, args), nprocs=num_ranks)
+        _import_once()
+        mp.start_processes(_rank, (num_ranks, folder, function, args), num_ranks, start_method="forkserver")
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(num_ranks)]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks that engines of this process start are forks as well: started at once, and otherwise the same."""
+
+    def fork(target: Callable[..., None], arguments: tuple[Any, ...], name: str, environment: dict[str, str]) -> Any:
+        _import_once()
+        args = target, arguments, dict(os.environ) | environment
+        process = multiprocessing.get_context("forkserver").Process(target=_fork, args=args, name=name, daemon=True)
+        process.start()
+        return process
+
+    monkeypatch.setattr("anabranch.ranks.runner.spawn", fork)
+
+
+def _fork(target: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*arguments)
+
+
+@functools.cache
+def _import_once() -> None:
+    """Start the process that ranks are forks of."""
+    multiprocessing.set_forkserver_preload(list(IMPORTED))
+    with pytest.MonkeyPatch.context() as environment:
+        # multiprocessing tells it our path, and it takes no notice.
+        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        ensure_running()
 
 
 def _rank(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -20,11 +20,14 @@ from anabranch.ranks.data_parallel import DataParallelEngine
 from anabranch.request import Request
 from anabranch.sampling_params import Grammar
 from tests.models import tiny
+from tests.parallel.ranks import forked  # noqa: F401
 from tests.ranks.test_engine import CASES, DRAWN, GREEDY, HYBRID, KINDS, PENALTY, PROMPTS, gone
 
 MANY = [[(5 * i + j * j + i * j) % tiny.VOCAB_SIZE for j in range(40)] for i in range(30)]
 """More rows than go to all ranks."""
 SHORT = replace(GREEDY, max_tokens=2)
+
+pytestmark = pytest.mark.usefixtures("forked")  # those of a server: test_watch
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from anabranch.ranks.runner import RanksRunner
 from tests.engine.test_speculation import Guesses
 from tests.models import tiny
 from tests.parallel import largest
+from tests.parallel.ranks import forked  # noqa: F401
 
 CASES = {case.name: case for case in tiny.CASES}
 HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "rms_norm_eps": 0.1}
@@ -29,6 +30,8 @@ PROMPTS = [[(7 * i + j * j) % tiny.VOCAB_SIZE for j in range(length)] for i, len
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 PENALTY = SamplingParams(temperature=0, frequency_penalty=0.5, max_tokens=12, ignore_eos=True)
+
+pytestmark = pytest.mark.usefixtures("forked")  # those of a server: test_watch
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +175,9 @@ if __name__ == "__main__":
     params = [SamplingParams(**usual | more[i % 3]) for i in range(6)]
 """
 """The beginning of a program: prompts, and parameters of three kinds for them."""
-CAPTURED = f"""{KINDS}    for num_ranks in (1, 2):
+CAPTURED = f"""import os
+{KINDS}    for num_ranks, environment in ((1, {{}}), (2, {{}}), (2, {{"{BUFFER_VARIABLE}": "0"}})):
+        os.environ.update(environment)
         options = dict(tensor_parallel_size=num_ranks, max_num_seqs=8, graphs=sys.argv[3])
         with LLM(sys.argv[1], dtype="float32", **options) as llm:
             found = [[output.token_ids for output in llm.generate(prompts, params)] for _ in range(2)]
@@ -186,22 +191,18 @@ CAPTURED = f"""{KINDS}    for num_ranks in (1, 2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", ["full", "pieces", "traced", "compiled"])
-@pytest.mark.parametrize("buffer", [None, "0"])
-def test_captured_steps_contain_collectives(
-    folders: dict[str, Path], tmp_path: Path, graphs: str, buffer: str | None
-) -> None:
+def test_captured_steps_contain_collectives(folders: dict[str, Path], tmp_path: Path, graphs: str) -> None:
     """Also those that are traced, and compiled; with sums through the buffer and without."""
     script = tmp_path / "captured.py"
     script.write_text(CAPTURED)
     command = [sys.executable, str(script), str(folders["qwen3_moe_published"]), json.dumps(PROMPTS), graphs]
-    environment = os.environ | {"ANABRANCH_PLATFORM": "fake"} | ({BUFFER_VARIABLE: buffer} if buffer else {})
+    environment = os.environ | {"ANABRANCH_PLATFORM": "fake"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=300, check=True)
-    one, two = map(json.loads, done.stdout.splitlines())
-    assert one[:3] == two[:3] and one[0] == "fake" and all(one[2])
-    assert one[3] is None and (two[3] is None) == (buffer == "0")
-    if two[3] is not None:
-        num_calls, num_bytes = two[3]
-        assert num_calls > 0 and num_bytes % (32 * 4) == 0  # rows of its hidden size
+    one, with_buffer, without = map(json.loads, done.stdout.splitlines())
+    assert one[:3] == with_buffer[:3] == without[:3] and one[0] == "fake" and all(one[2])
+    assert one[3] is None and without[3] is None
+    num_calls, num_bytes = with_buffer[3]
+    assert num_calls > 0 and num_bytes % (32 * 4) == 0  # rows of its hidden size
 
 
 @pytest.mark.slow

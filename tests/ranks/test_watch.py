@@ -34,7 +34,10 @@ from anabranch.ranks.runner import RanksRunner
 from anabranch.ranks.watch import HANG_SECONDS, Beat, Follower, Watch, is_compiling
 from anabranch.request import Request
 from tests.models import tiny
+from tests.parallel.ranks import forked  # noqa: F401
 from tests.ranks.ending import GREEDY, PROMPTS, SAID, SECONDS, fails_soon
+
+pytestmark = pytest.mark.usefixtures("forked")  # those of test_an_engine_of_a_server are processes of their own
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +63,19 @@ def followers_of(pid: int) -> list[int]:
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(process.cmdline()):
+            if process.status() != psutil.STATUS_ZOMBIE and is_rank(process):
                 found.append(process.pid)
         except psutil.NoSuchProcess:
             continue
     return sorted(found)
+
+
+def is_rank(process: Any) -> bool:
+    """A process of its own, or the fork of one that is there for that."""
+    command = process.cmdline()
+    return any("spawn_main" in word for word in command) or (
+        any("forkserver" in word for word in command) and process.parent().cmdline() == command
+    )
 
 
 BOTH = [signal.SIGKILL, signal.SIGSTOP]
@@ -82,6 +93,7 @@ BOTH = [signal.SIGKILL, signal.SIGSTOP]
 )
 def test_a_follower_of_two(folder: Path, sent: signal.Signals, generating: bool) -> None:
     with LLM(str(folder), dtype="float32", tensor_parallel_size=2) as llm:
+        assert followers_of(os.getpid()) == [follower.process.pid for follower in llm.engine.runner.followers]  # type: ignore[attr-defined]
         fails_soon(llm, sent, 1, generating)
 
 
