@@ -245,8 +245,8 @@ def test_packed_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
     ):
         arguments = draw(tokens, E, K, D, inner, torch.bfloat16, "cuda")
         arguments["expert_TK"][0] = -1
-        for format in formats:
-            check(arguments, format, tiles)
+        for format, mean in itertools.product(formats, (0.0, 0.5)):  # zero points are taken off a sum in FP8
+            check({**arguments, "x_TD": arguments["x_TD"] + mean}, format, tiles)
 
 
 @pytest.mark.gpu
@@ -444,7 +444,7 @@ def test_both_parts_of_a_row_are_the_row(D: int) -> None:
     large = x_TD.float().abs() >= most / 512
     assert torch.equal(found[large], x_TD.float()[large]) and large.float().mean() > 0.9
     assert ((found - x_TD.float()).abs() <= most * 2.0**-17).all()
-    assert (scale_T.log2() % 1 == 0).all() and parts.abs().max() < 256
+    assert (scale_T.log2() % 1 == 0).all() and parts.abs().max() <= 256
     if D % 128 == 0:
         assert torch.allclose(sum_TG, parts.sum(1).unflatten(1, (-1, 128)).sum(-1), rtol=1e-5, atol=1e-4)
 

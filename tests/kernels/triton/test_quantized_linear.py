@@ -148,7 +148,7 @@ def test_packed_on_a_gpu(poison: None) -> None:
         weight = quantized(Weight.of(torch.randn(F, D, device="cuda") * D**-0.5), format)
         bias_F = torch.randn(F, device="cuda").bfloat16()
         for tokens, tiles in itertools.product((1, 5, 16, 64, 100, 257), PACKED_LINEAR):
-            x_TD = torch.randn(tokens, D, device="cuda").bfloat16()
+            x_TD = (torch.randn(tokens, D, device="cuda") + tokens % 2 / 2).bfloat16()
             for bias in (None, bias_F):
                 found, again = (
                     packed.run(x_TD, weight, bias, x_TD.new_empty(tokens, F), packed.PackedLinearTiles(*tiles))
@@ -157,6 +157,25 @@ def test_packed_on_a_gpu(poison: None) -> None:
                 wanted = x_TD.double() @ weight.dense(torch.float64).T + (0.0 if bias is None else bias.double())
                 assert distance(found, wanted) <= TOLERANCE[torch.bfloat16], (D, F, tokens, tiles)
                 assert torch.equal(found, again)
+
+
+@pytest.mark.gpu
+def test_packed_waits_for_its_input() -> None:
+    """Launched at once after what it depends on, many times: without `poison`, which puts kernels between them."""
+    packed = gluon_kernels("linear_hopper_packed", torch.device("cuda"))
+    if packed is None:
+        pytest.skip("for Hopper")
+    weight = quantized(Weight.of(torch.randn(2048, 2048, device="cuda") / 50), Grouped("int4", 1, 128, "bfloat16"))
+    x_TD, tiles = torch.randn(16, 2048, device="cuda").bfloat16(), packed.PackedLinearTiles(64, 16, 4)
+
+    def chain() -> torch.Tensor:
+        y_TD = x_TD
+        for _ in range(8):
+            y_TD = packed.run(y_TD, weight, None, x_TD.new_empty(16, 2048), tiles)
+        return y_TD
+
+    first = chain()
+    assert all(torch.equal(chain(), first) for _ in range(50))
 
 
 @pytest.mark.gpu

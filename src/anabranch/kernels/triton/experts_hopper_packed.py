@@ -508,7 +508,7 @@ def gather_and_load(
     HEAD: gl.constexpr = STAGES * 128 if STAGES * 128 < DEPTH else DEPTH
     SPLIT: gl.constexpr = x_ring.dtype == gl.float8e4nv
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    split: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, blocks(x_ring.shape[1])))
+    split: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, blocks(x_ring.shape[1] if SPLIT else 1)))
     r = gl.arange(0, R, split if SPLIT else gl.SliceLayout(1, layout))
     d = place_of(x_ring) if SPLIT else gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
     step = 0

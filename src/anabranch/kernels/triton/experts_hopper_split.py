@@ -132,8 +132,10 @@ def product(operand, x_ring, stage, part, which: gl.constexpr):
         rows = x_ring.reinterpret(x_ring.dtype, [x_ring.shape[0] * P, x_ring.shape[2], W], layout)
     else:
         rows = x_ring._reinterpret(x_ring.dtype, [x_ring.shape[0] * P, x_ring.shape[2], W], layout)
-    part = warpgroup_mma(operand, rows.index(2 * stage * P + which).permute([1, 0]), part, use_acc=False, is_async=True)
-    return warpgroup_mma(operand, rows.index(2 * stage * P + P + which).permute([1, 0]), part, is_async=True)
+    # The second part, whose numbers are smaller, goes first: a sum loses the bits below its largest term's.
+    second, first = rows.index(2 * stage * P + P + which), rows.index(2 * stage * P + which)
+    part = warpgroup_mma(operand, second.permute([1, 0]), part, use_acc=False, is_async=True)
+    return warpgroup_mma(operand, first.permute([1, 0]), part, is_async=True)
 
 
 @gluon.jit

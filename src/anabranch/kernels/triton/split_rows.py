@@ -1,8 +1,8 @@
 """Activations as two numbers in FP8 whose sum they are. T tokens, D inputs, G groups of 128 inputs.
 
 A row is divided by a power of two so that its largest number is below 256. A number of bf16 has 8 bits: its first part
-has 4 of them, and what is left has at most 4. So the sum of both is the number, unless it is less than about 1/1000 of
-the largest: then it is off by up to 2⁻¹⁸ of the largest.
+has 4 of them, and what is left has at most 4. So the sum of both is the number, unless it is less than 1/512 of the
+largest: then it is off by up to 2⁻¹⁷ of the largest.
 """
 
 import torch
@@ -14,7 +14,8 @@ from anabranch.kernels.triton.launch import FP8, launch_options, next_power_of_2
 
 @triton.jit
 def split_row(x_TD, x_stride, q_T2D, scale_T, sum_TG, D, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    wait_for_predecessor(DEPENDENT)
+    # The next kernel may read parameters, and the experts' plan: that was complete when this kernel was launched.
+    wait_for_predecessor(DEPENDENT, True)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_TD + row * x_stride + column, mask=column < D, other=0.0).to(tl.float32)

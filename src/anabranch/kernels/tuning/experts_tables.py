@@ -58,7 +58,7 @@ def made_with() -> Facts:
 @functools.cache
 def sources() -> str:
     tuning, triton = Path(__file__).parent, Path(__file__).parents[1] / "triton"
-    shared = (triton / f"{name}.py" for name in ("gated", "launch", "quantize_rows", "quantized"))
+    shared = (triton / f"{name}.py" for name in ("gated", "launch", "quantize_rows", "quantized", "split_rows"))
     return hash_files([*tuning.glob("experts*.py"), *triton.glob("experts*.py"), *shared])
 
 
