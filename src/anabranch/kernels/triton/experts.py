@@ -324,10 +324,7 @@ def run_hopper_packed(call: ExpertsCall, tiles: PackedTiles) -> torch.Tensor:
     rows_ND = call.x_TD.new_empty(num_pairs, D) if call.combined else y
     weight = call.down_EDI.tensors
     h = split_rows(h_NI) if split else (h_NI, None, None)
-    if split:
-        h_desc = packed.split_descriptor(h[0], tiles.rows, common["PARTS"])
-    else:
-        h_desc = packed.row_descriptor(h_NI, tiles.rows)
+    h_desc = packed.row_descriptor(h[0], tiles.rows, common["PARTS"])
     packed.down_hopper_packed[(min(places, plan.max_tiles * cdiv(D, 256)),)](
         plan.weight_N, h_desc, h[1], h[2], packed.weight_descriptor(weight["data"], 256, split),
         packed.scales(weight["scale"]), weight.get("zero"), call.down_bias_ED, rows_ND, plan.order_N, plan.tile_3M,

@@ -36,6 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from anabranch.kernels.compiling.gluon_names import thread_load, tma_load
 from anabranch.kernels.triton.experts_hopper_split import (
     blocks,
+    byte_descriptor,
     load_scales,
     multiply_split_fp4,
     multiply_split_int4,
@@ -46,7 +47,6 @@ from anabranch.kernels.triton.experts_ring import locate, publish_tile, read_til
 from anabranch.kernels.triton.gated import activate
 
 PACKED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-BYTES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
 ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How packed weights and rows of activations lie in shared memory."""
 
@@ -54,7 +54,7 @@ ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 def weight_descriptor(tensor: torch.Tensor, rows: int, split: bool = False) -> TensorDescriptor:
     """Two bytes at a time, or one for activations in two parts."""
     if split:
-        return TensorDescriptor.from_tensor(tensor.view(torch.uint8).flatten(0, -2), [rows, 64], BYTES)
+        return byte_descriptor(tensor, rows)
     return TensorDescriptor.from_tensor(tensor.view(torch.int16).view(-1, tensor.shape[-1] // 2), [rows, 32], PACKED)
 
 
@@ -63,11 +63,9 @@ def scales(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint16) if tensor.dtype == torch.uint8 else tensor
 
 
-def row_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, [rows, 64], ROWS)
+def row_descriptor(tensor: torch.Tensor, rows: int, parts: int = 0) -> TensorDescriptor:
+    return split_descriptor(tensor, rows, parts) if parts else TensorDescriptor.from_tensor(tensor, [rows, 64], ROWS)
 
-
-__all__ = ["split_descriptor"]
 
 # Partitions have long parameter lists; one name per line would hide what they do.
 # fmt: off

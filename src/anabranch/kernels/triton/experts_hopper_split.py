@@ -5,6 +5,8 @@ R rows of a tile, P parts of a stage's 128 inputs that are products of their own
 Both parts are multiplied by the matrix unit for FP8, into one sum. Weights are unpacked by far fewer instructions than
 to bf16, and exactly: INT4 by 3 for 8 numbers instead of 20, MXFP4 by 7 instead of 18. Every 128 inputs, or of MXFP4 32,
 are a sum of their own, which is scaled and added in fp32 on ordinary cores: sums of that matrix unit have few bits.
+
+Compiled, and not yet run on a GPU: no rule chooses it (PackedTiles.split).
 """
 
 import torch
@@ -19,6 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anabranch.kernels.compiling.gluon_names import HAS_REINTERPRET
+
+BYTES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+
+
+def byte_descriptor(packed: torch.Tensor, outputs: int) -> TensorDescriptor:
+    """64 bytes of each output's weights."""
+    return TensorDescriptor.from_tensor(packed.view(torch.uint8).flatten(0, -2), [outputs, 64], BYTES)
 
 
 def split_descriptor(q_N2I: torch.Tensor, rows: int, parts: int) -> TensorDescriptor:
@@ -152,6 +161,12 @@ def products(low, high, x_ring, stage, a0, a1, a2, a3):
 
 
 @gluon.jit
+def add_scaled(acc, part, s, z, t):
+    """One group's products less those of the zero point, times the scale."""
+    return acc + (part - z[:, None] * t[None, :]) * s[:, None]
+
+
+@gluon.jit
 def multiply_split_int4(ring, step, scale, zero, left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr,
                         DEPTH: gl.constexpr, GATHERED: gl.constexpr):
     """Like multiply, of INT4 and rows in two parts. `sums`: of each row's inputs, for every 128 of them; a number is
@@ -182,16 +197,16 @@ def multiply_split_int4(ring, step, scale, zero, left, right, sums, LEFT: gl.con
         a = product(split_operand(low, high, R), x_ring, stage, a, 0)
         if R > 32:  # for want of registers
             a = warpgroup_mma_wait(0, deps=[a])
-            first += (a - z_left[:, None] * t[None, :]) * s_left[:, None]
+            first = add_scaled(first, a, s_left, z_left, t)
             b = a
         low, high = load_bytes(weights.slice(RIGHT, 64, dim=0), "int4")
         b = product(split_operand(low, high, R), x_ring, stage, b, 0)
         if R <= 32:
             a = warpgroup_mma_wait(2, deps=[a])
-            first += (a - z_left[:, None] * t[None, :]) * s_left[:, None]
+            first = add_scaled(first, a, s_left, z_left, t)
         b = warpgroup_mma_wait(0, deps=[b])
         mbarrier.arrive(empty.index(stage), count=1)
-        second += (b - z_right[:, None] * t[None, :]) * s_right[:, None]
+        second = add_scaled(second, b, s_right, z_right, t)
         if R > 32:
             a = b
         step += 1

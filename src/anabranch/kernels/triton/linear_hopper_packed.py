@@ -4,6 +4,8 @@ experts_hopper_split. T tokens, D inputs, F outputs.
 A program has 64 or 128 outputs, R tokens and STAGES times 128 inputs; all its weights are loaded before the wait for
 the previous kernel. PARTS programs share the inputs of an output; as in linear_hopper, the last one adds up what all
 have computed.
+
+Compiled, and not yet run on a GPU: linear_quantized does not choose it, and it does not check what it is given.
 """
 
 import functools
@@ -13,11 +15,12 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.compiling.gluon_names import barrier, tma_load
 from anabranch.kernels.triton.experts_hopper_split import (
+    add_scaled,
+    byte_descriptor,
     load_bytes,
     load_small_point,
     product,
@@ -29,7 +32,6 @@ from anabranch.kernels.triton.linear_hopper import add_parts
 from anabranch.kernels.triton.split_rows import split_rows
 from anabranch.ops.weight import Weight
 
-BYTES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
 MOST_TILES = 1 << 12
 
 
@@ -43,12 +45,6 @@ class PackedLinearTiles:
 
 
 # fmt: off
-
-
-@gluon.jit
-def add_scaled(acc, part, s, z, t):
-    """One group's products less those of the zero point, times the scale."""
-    return acc + (part - z[:, None] * t[None, :]) * s[:, None]
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
@@ -149,8 +145,8 @@ def run(
     size = columns * parts * rows * tiles.outputs * tiles.rows if parts > 1 else 1
     tensors = weight_FD.tensors
     multiply_packed[(columns * parts, rows)](
-        TensorDescriptor.from_tensor(tensors["data"].view(torch.uint8), [tiles.outputs, 64], BYTES),
-        split_descriptor(q_T2D, tiles.rows, 1), tensors["scale"], tensors.get("zero"), x_scale, x_sum, bias_F, y_TF,
+        byte_descriptor(tensors["data"], tiles.outputs), split_descriptor(q_T2D, tiles.rows, 1),
+        tensors["scale"], tensors.get("zero"), x_scale, x_sum, bias_F, y_TF,
         torch.empty(size, dtype=torch.float32, device=device), counts(device), F, tokens,
         DEPTH=D, STAGES=tiles.stages, PARTS=parts, num_warps=tiles.outputs // 16, launch_pdl=True,
     )  # fmt: skip
