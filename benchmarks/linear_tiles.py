@@ -81,7 +81,9 @@ def main() -> None:
                 times = {}
                 for label, calls in ways.items():
                     error = float((calls[0]().float() - expected.float()).norm() / expected.float().norm())
-                    assert error < 0.02, f"{label}: {error:.1%} off"
+                    if not error < 0.02:
+                        print(f"{label}: {error:.1%} off, not timed")
+                        continue
                     times[label] = microseconds(platform, calls)
                 found["us"][f"{shape}/{name}/{tokens}"] = times
                 best = min(times, key=lambda label: times[label])

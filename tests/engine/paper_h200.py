@@ -108,6 +108,7 @@ def paper_h200() -> Iterator[None]:
         (experts, "table_for", shipped),
         (linear, "hopper_kernels", kernels_of("linear_hopper")),
         (linear_quantized, "hopper_kernels", kernels_of("linear_hopper_fp8")),
+        (linear_quantized, "packed_kernels", kernels_of("linear_hopper_packed")),
         (experts_tables, "device_facts", lambda device: ("sm_90", PROCESSORS)),
         (driver, "_active", NoDevice()),
         (precompile, "_zeroed", nullcontext),  # there is nothing to index with

@@ -33,7 +33,7 @@ from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
 from tests.kernels.triton.ahead_of_time import resources
-from tests.kernels.triton.places import interpreter
+from tests.kernels.triton.places import everywhere, interpreter
 from tests.kernels.triton.test_experts import (
     TOLERANCE,
     Arguments,
@@ -430,14 +430,14 @@ def test_instructions_unpack_bytes_to_fp8() -> None:
                 assert (fp8[found[result] >> 8 * place & 255] == numbers[half]).all(), (name, place, result)
 
 
-@interpreter
+@everywhere
 @pytest.mark.parametrize("D", [64, 128, 2880])
-def test_both_parts_of_a_row_are_the_row(D: int) -> None:
+def test_both_parts_of_a_row_are_the_row(D: int, device: str) -> None:
     """To the bit, down to a thousandth of the largest number; sums are those of the parts."""
     from anabranch.kernels.triton.split_rows import split_rows
 
-    size = torch.tensor([1e-30, 1e-3, 1.0, 300.0, 1e30, 0.0])[:, None]
-    x_TD = (size * torch.randn(6, 2 * D)).to(torch.bfloat16)[:, :D]
+    size = torch.tensor([1e-30, 1e-3, 1.0, 300.0, 1e30, 0.0], device=device)[:, None]
+    x_TD = (size * torch.randn(6, 2 * D, device=device)).to(torch.bfloat16)[:, :D]
     q_T2D, scale_T, sum_TG = split_rows(x_TD)
     parts = q_T2D.float()
     found, most = parts.sum(1) * scale_T[:, None], x_TD.float().abs().amax(1, keepdim=True)
@@ -479,6 +479,7 @@ def test_tiles_of_gpt_oss(tokens: int) -> None:
     assert isinstance(tiles, FewTiles) == (tokens <= 4) and isinstance(tiles, PackedTiles) == (tokens > 4)
     if isinstance(tiles, PackedTiles):
         assert tiles.rows == (16 if tokens <= 64 else 64 if tokens <= 512 else 128)
+        assert tiles.split == (tokens <= 64)
         assert tiles.stages * (256 * 64 + tiles.rows * 256) + 2 * tiles.rows * 128 <= 226 << 10
     assert isinstance(choose(tokens, shape, machine=replace(hopper, fixed=True)), GroupedTiles)
     for combine in ("fused", "ordered", "unfused"):

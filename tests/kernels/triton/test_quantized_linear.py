@@ -14,7 +14,7 @@ from anabranch.kernels.triton import linear_quantized, split_rows
 from anabranch.kernels.triton.launch import gluon_kernels
 from anabranch.ops.weight import Weight
 from tests.kernels.triton import ahead_of_time
-from tests.kernels.triton.ahead_of_time import compile_for, recorded, resources
+from tests.kernels.triton.ahead_of_time import recorded, resources
 from tests.kernels.triton.places import dtypes, everywhere
 from tests.kernels.triton.test_experts import TOLERANCE, compile_launch, distance, poison
 from tests.kernels.triton.test_quantized_experts import FORMATS, check_products_overlap, formats, in_fp8, quantized
@@ -30,7 +30,7 @@ def expected_of(x_TD: torch.Tensor, weight: Weight) -> torch.Tensor:
 @everywhere
 @formats
 def test_products(format: Grouped, device: str, poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_quantized, "MULTIPLY_TOKENS", 20)  # more are dequantised first
+    monkeypatch.setattr(linear_quantized, "MULTIPLY_TOKENS", {4: 20, 8: 20})  # more are dequantised first
     for dtype in dtypes(device):
         for tokens, D, F, bias in ((1, 256, 96, True), (17, 128, 48, False), (21, 256, 33, True)):
             x_TD = torch.randn(tokens, D, device=device).to(dtype)
@@ -79,28 +79,30 @@ def test_sums_in_fp32(device: str, poison: None) -> None:
     assert distance(found, x_TD.double() @ weight.dense(torch.float64).T) <= 1e-5
 
 
-@pytest.mark.slow
-def test_tiles_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of INT4 that were fast when measured; compiled, they fit and spill nothing."""
-    monkeypatch.setattr(linear_quantized, "is_hopper", lambda device: True)
-    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: True)
-    wanted = {  # of 5120 and 2048 outputs: rows, columns
-        16: ((16, 32), (16, 32)),
-        32: ((32, 16), (32, 16)),
-        64: ((64, 16), (64, 16)),
-        128: ((64, 32), (64, 16)),
-        256: ((64, 64), (128, 32)),
-    }
-    weights = [quantized(Weight.of(torch.zeros(F, 256)), Grouped("int4", 1, 128, "bfloat16")) for F in (5120, 2048)]
-    for tokens, tiles in wanted.items():
-        with recorded(linear_quantized, "multiply_scaled") as launches:
-            for weight in weights:
-                kernel.linear(torch.zeros(tokens, 256, dtype=torch.bfloat16), weight)
-        assert tuple((launch.kwargs["BM"], launch.kwargs["BN"]) for launch in launches) == tiles
-        for launch in launches if tokens == 256 else []:
-            compiled = compile_for("sm_90", launch)
-            assert compiled.metadata.shared <= ahead_of_time.SHARED["sm_90"]
-            assert resources(compiled)["STACK"] == 0
+@pytest.mark.parametrize("zero", [False, True])
+def test_int4_on_hopper(zero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What multiplies how many tokens: linear_hopper_packed from 5 on, where it can; the vendor's library above 64."""
+    packed = pytest.importorskip("anabranch.kernels.triton.linear_hopper_packed")
+    monkeypatch.setattr(linear_quantized, "packed_kernels", lambda device: packed)
+    monkeypatch.setattr(linear_quantized, "dequantize", lambda weight, dtype: weight.dense(dtype))
+    monkeypatch.setattr(packed, "counts", lambda device: torch.zeros(1, dtype=torch.int32))
+
+    def chosen(tokens: int, F: int = 1024, D: int = 256, group: int = 128, dtype: torch.dtype = torch.bfloat16) -> str:
+        weight = quantized(Weight.of(torch.zeros(F, D)), Grouped("int4", 1, group, "bfloat16", zero))
+        names = ((linear_quantized, "stream_scaled"), (linear_quantized, "multiply_scaled"))
+        with recorded(packed, "multiply_packed") as launches, recorded(split_rows, "split_row"):
+            with recorded(*names[0]) as few, recorded(*names[1]) as multiplied:
+                kernel.linear(torch.zeros(tokens, D, dtype=dtype), weight)
+        if launches:
+            rows, outputs = launches[0].args[1].block_shape[1], launches[0].args[0].block_shape[0]
+            return f"{outputs}x{rows} s{launches[0].kwargs['STAGES']}"
+        return "few" if few else "multiplied" if multiplied else "library"
+
+    assert [chosen(tokens) for tokens in (1, 4)] == ["few", "few"]
+    assert [chosen(tokens) for tokens in (5, 16, 17, 32)] == 2 * ["64x16 s8"] + 2 * ["64x32 s4"]
+    assert [chosen(tokens) for tokens in (33, 64)] == 2 * ["multiplied" if zero else "64x64 s4"]
+    assert [chosen(tokens) for tokens in (65, 256)] == ["library", "library"]
+    assert chosen(16, F=512) == chosen(16, group=64) == chosen(16, dtype=torch.float16) == "multiplied"
 
 
 @pytest.mark.gpu

@@ -5,8 +5,6 @@ R rows of a tile, P parts of a stage's 128 inputs that are products of their own
 Both parts are multiplied by the matrix unit for FP8, into one sum. Weights are unpacked by far fewer instructions than
 to bf16, and exactly: INT4 by 3 for 8 numbers instead of 20, MXFP4 by 7 instead of 18. Every 128 inputs, or of MXFP4 32,
 are a sum of their own, which is scaled and added in fp32 on ordinary cores: sums of that matrix unit have few bits.
-
-Compiled, and not yet run on a GPU: no rule chooses it (PackedTiles.split).
 """
 
 import torch

@@ -5,7 +5,7 @@ A program has 64 or 128 outputs, R tokens and STAGES times 128 inputs; all its w
 the previous kernel. PARTS programs share the inputs of an output; as in linear_hopper, the last one adds up what all
 have computed.
 
-Compiled, and not yet run on a GPU: linear_quantized does not choose it, and it does not check what it is given.
+Not supported: more than 64 tokens, or with zero points 32; groups of other than 128 inputs; other numbers than bf16.
 """
 
 import functools
@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from anabranch.formats import Grouped
 from anabranch.kernels.compiling.gluon_names import barrier, tma_load
 from anabranch.kernels.triton.experts_hopper_split import (
     add_scaled,
@@ -27,12 +28,14 @@ from anabranch.kernels.triton.experts_hopper_split import (
     split_descriptor,
     split_operand,
 )
-from anabranch.kernels.triton.launch import cdiv, lasting_zeros
+from anabranch.kernels.triton.launch import cdiv, lasting_zeros, next_power_of_2
 from anabranch.kernels.triton.linear_hopper import add_parts
 from anabranch.kernels.triton.split_rows import split_rows
 from anabranch.ops.weight import Weight
 
 MOST_TILES = 1 << 12
+LEAST_OUTPUTS = 1024
+"""As in linear_hopper, launches share counts: a router, which may run beside a shared expert, is not to use them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,27 @@ def multiply_packed(
 def counts(device: torch.device) -> torch.Tensor:
     """As in linear_hopper."""
     return lasting_zeros(device, MOST_TILES)
+
+
+def takes(x_TD: torch.Tensor, weight_FD: Weight) -> bool:
+    """Whether `run` supports these tensors, with the tiles that `choose` chooses."""
+    (tokens, D), (F, _), format, data = x_TD.shape, weight_FD.shape, weight_FD.format, weight_FD.tensors["data"]
+    return (
+        isinstance(format, Grouped)
+        and (format.numbers, format.rows, format.group) == ("int4", 1, 128)
+        and x_TD.dtype == torch.bfloat16
+        and x_TD.stride(1) == 1
+        and 0 < tokens <= (32 if format.zero else 64)
+        and D % 128 == 0
+        and LEAST_OUTPUTS <= F <= 64 * MOST_TILES
+        and data.data_ptr() % 16 == 0
+    )
+
+
+def choose(tokens: int) -> PackedLinearTiles:
+    """The fastest for projections of 2048 to 5120 outputs (benchmarks/linear_tiles.py)."""
+    rows = min(64, max(16, next_power_of_2(tokens)))
+    return PackedLinearTiles(64, rows, 8 if rows == 16 else 4)
 
 
 def run(

@@ -1,9 +1,9 @@
 """Dense projections with quantised weights. T tokens, D inputs, F outputs.
 
 A few tokens: `stream_scaled`. More in block FP8 on Hopper: x is quantised too, and linear_hopper_fp8 or the vendor's
-library multiplies. Others, up to MULTIPLY_TOKENS: weights become operands of the matrix units in registers and their
-scales are applied to sums in fp32, as in experts_grouped; above, weights are dequantised into memory first, in one
-pass, and the vendor's library multiplies.
+library multiplies. INT4 on Hopper: linear_hopper_packed. Others, up to MULTIPLY_TOKENS: weights become operands of the
+matrix units in registers and their scales are applied to sums in fp32, as in experts_grouped; above, weights are
+dequantised into memory first, in one pass, and the vendor's library multiplies.
 """
 
 import functools
@@ -33,11 +33,13 @@ from anabranch.ops.weight import Weight
 
 log = logging.getLogger(__name__)
 hopper_kernels = functools.partial(gluon_kernels, "linear_hopper_fp8")
+packed_kernels = functools.partial(gluon_kernels, "linear_hopper_packed")
 
 Product = Callable[[torch.Tensor, Weight, torch.Tensor | None, torch.dtype], torch.Tensor]
 LIBRARY_TOKENS = 64
 """Above, where linear_hopper_fp8 does not multiply, the vendor's library does."""
-MULTIPLY_TOKENS = 256
+MULTIPLY_TOKENS = {4: 64, 8: 128}
+"""By bits of a weight (benchmarks/linear_tiles.py)."""
 MAX_LOADS = 8
 """16-byte loads of weights that a thread of `stream_scaled` may have under way for each output."""
 NUM_LANES = 64 if torch.version.hip else 32
@@ -169,26 +171,19 @@ def run(x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, out_
     fp8_product = None if fixed else find_fp8_product(x_TD, weight_FD)
     if fp8_product is not None:
         return fp8_product(x_TD, weight_FD, bias_F, out_dtype)
-    if tokens > MULTIPLY_TOKENS and not fixed:
+    if tokens > MULTIPLY_TOKENS[format.bits] and not fixed:
         return multiply_dense(x_TD, dequantize(weight_FD, x_TD.dtype), bias_F, out_dtype)
-    hopper = not fixed and format.numbers == "int4" and x_TD.dtype == torch.bfloat16 and is_hopper(x_TD.device)
-    tiles = hopper_tiles(tokens, F) if hopper else portable_tiles(64 if fixed else tokens, F)
-    return multiply(x_TD, weight_FD, bias_F, y_TF, *tiles)
+    packed = packed_kernels(x_TD.device) if not fixed and format.numbers == "int4" else None
+    if packed is not None and packed.takes(x_TD, weight_FD):
+        return packed.run(x_TD, weight_FD, bias_F, y_TF, packed.choose(tokens))  # type: ignore[no-any-return]
+    return multiply(x_TD, weight_FD, bias_F, y_TF, *multiply_tiles(64 if fixed else tokens, F))
 
 
-def portable_tiles(tokens: int, F: int) -> tuple[int, int, int, int]:
+def multiply_tiles(tokens: int, F: int) -> tuple[int, int, int, int]:
     """Rows, columns, warps and stages of multiply_scaled."""
     rows = min(64, max(16, next_power_of_2(tokens)))
     columns = min(64, max(16, next_power_of_2(F // LEAST_PROGRAMS + 1) // 2))
     return rows, columns, 4 if columns > 16 or rows > 16 else 2, 4
-
-
-def hopper_tiles(tokens: int, F: int) -> tuple[int, int, int, int]:
-    """Likewise for INT4, within 6 % of the fastest in benchmarks/results/linear_quantized_h200.json."""
-    rows, many = min(64, max(16, next_power_of_2(tokens))), F > 2 * 16 * LEAST_PROGRAMS
-    if tokens > 128:
-        return (64, 64, 4, 3) if many else (128, 32, 4, 4)
-    return (rows, 32, 4, 4) if tokens <= 16 or (many and tokens > 64) else (rows, 16, 2, 4)
 
 
 def multiply(

@@ -13,6 +13,16 @@ from anabranch.kernels.triton.launch import FP8, launch_options, next_power_of_2
 
 
 @triton.jit
+def rounded(x):
+    """The nearest number of FP8, in fp32. Not by a conversion to FP8 and back: of four numbers that a thread converts
+    and also stores, ptxas 12.8 converts two back from a register that does not hold them."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # 3 bits after the first, ties to even
+    small = (x + 24576.0) - 24576.0  # below 2⁻⁶: multiples of 2⁻⁹
+    return tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def split_row(x_TD, x_stride, q_T2D, scale_T, sum_TG, D, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     # The next kernel may read parameters, and the experts' plan: that was complete when this kernel was launched.
     wait_for_predecessor(DEPENDENT, True)
@@ -22,13 +32,13 @@ def split_row(x_TD, x_stride, q_T2D, scale_T, sum_TG, D, BLOCK: tl.constexpr, DE
     most = tl.max(tl.abs(x), 0)
     exponent = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 20), 254)
     x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
-    first = x.to(q_T2D.dtype.element_ty)
-    second = (x - first.to(tl.float32)).to(q_T2D.dtype.element_ty)
+    first = rounded(x)
+    second = rounded(x - first)
     q_row = q_T2D + row * 2 * D + column
-    tl.store(q_row, first, mask=column < D)
-    tl.store(q_row + D, second, mask=column < D)
+    tl.store(q_row, first.to(q_T2D.dtype.element_ty), mask=column < D)
+    tl.store(q_row + D, second.to(q_T2D.dtype.element_ty), mask=column < D)
     tl.store(scale_T + row, ((exponent - 7) << 23).to(tl.float32, bitcast=True))
-    total = tl.sum(tl.reshape(first.to(tl.float32) + second.to(tl.float32), [BLOCK // 128, 128]), 1)
+    total = tl.sum(tl.reshape(first + second, [BLOCK // 128, 128]), 1)
     group = tl.arange(0, BLOCK // 128)
     tl.store(sum_TG + row * (D // 128) + group, total, mask=group < D // 128)
 

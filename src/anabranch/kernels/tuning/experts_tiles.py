@@ -257,10 +257,12 @@ def is_packed(format: Format) -> bool:
 
 def choose_packed(rows_per_expert: float, format: Grouped) -> PackedTiles:
     if rows_per_expert <= 8:
-        return PackedTiles(16, 8)
+        return PackedTiles(16, 8, split=True)
     if format.numbers == "fp4" and rows_per_expert > 64:  # INT4 has no registers for as many
         return PackedTiles(128, 4, group=4)
-    return PackedTiles(32, 6) if rows_per_expert <= 24 else PackedTiles(64, 5)
+    if rows_per_expert <= 24:
+        return PackedTiles(32, 6, split=format.numbers == "int4")
+    return PackedTiles(64, 5)
 
 
 def choose_grouped(num_tokens: int, rows_per_expert: float, dtype: torch.dtype, machine: Machine) -> GroupedTiles:
