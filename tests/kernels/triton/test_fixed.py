@@ -151,11 +151,13 @@ def test_rows_of_quantised_weights(name: str, device: str, dtype: torch.dtype) -
     D, inner, E, K = (2 * (format.group or 64), format.group or 64, 3, 2) if device == "cpu" else (1024, 512, 8, 2)
     T = max(SIZES[device])
     x_TD = normal(T, D, device=device, dtype=dtype)
-    weight = quantized(Weight.of(normal(inner, D, device=device)), format)
+    weight = quantized(Weight.of(normal(inner, D, device=device) * D**-0.5), format)
     assert linear.accepts(x_TD, weight)
     check_rows(device, lambda rows: linear.linear(x_TD[rows], weight))
     shapes = (E, 2 * inner, D), (E, D, inner)
-    gate_up, down = (quantized(Weight.of(normal(*shape, device=device)), format) for shape in shapes)
+    gate_up, down = (
+        quantized(Weight.of(normal(*shape, device=device) * shape[-1] ** -0.5), format) for shape in shapes
+    )
     expert_TK = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(device, torch.int32)
     weight_TK = normal(T, K, device=device).softmax(-1)
 

@@ -218,5 +218,5 @@ def test_rows_in_fp8(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert torch.equal(attached_scale_GT[:, :tokens], scale_GT[:, :tokens])
                 if device == "cuda":  # the interpreter's conversion to FP8 is wrong
                     judged = q_TD[:tokens].double().unflatten(1, (-1, 128)) * scale_GT.T[:tokens, :, None].double()
-                    least = 2.0**-9 * scale_GT.max().item()
+                    least = 2.0**-9 * scale_GT[:, :tokens].max().item()  # the others are not written
                     torch.testing.assert_close(judged.flatten(1), y_TD.double(), rtol=2.0**-4 * 1.001, atol=least)
