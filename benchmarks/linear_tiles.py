@@ -27,7 +27,8 @@ from anabranch.ops.weight import Weight
 FORMATS = {"int4": Grouped("int4", 1, 128, "bfloat16"), "fp8 rows": Grouped("fp8", 1, 0, "float32")}
 TILES = [(rows, columns, warps, stages) for rows in (16, 32, 64, 128) for columns, warps, stages in (
     (16, 2, 4), (16, 4, 4), (32, 4, 4), (64, 4, 3), (64, 8, 4))]  # fmt: skip
-SPLIT = [(outputs, stages) for outputs in (64, 128) for stages in (2, 4, 8)]
+SPLIT = (2, 4, 8)
+"""Stages of linear_hopper_packed."""
 NUM_WEIGHTS = 10
 
 
@@ -73,11 +74,10 @@ def main() -> None:
                         label = "{}x{} w{} s{}".format(*tile)
                         ways[label] = [partial(kernel.multiply, x_TD, weight, None, y_TF, *tile) for weight in weights]
                 padded = max(16, min(64, 1 << (tokens - 1).bit_length()))
-                for outputs, stages in SPLIT if packed is not None and name == "int4" else ():
-                    tiles = packed.PackedLinearTiles(outputs, padded, stages)
-                    run = partial(packed.run, x_TD, bias_F=None, y_TF=y_TF, tiles=tiles)
+                for stages in SPLIT if packed is not None and name == "int4" else ():
+                    run = partial(packed.run, x_TD, bias_F=None, y_TF=y_TF, tile=(padded, stages))
                     if stages <= 4 or padded <= 16:  # more registers than there are
-                        ways[f"split {outputs}x{padded} s{stages}"] = [partial(run, weight_FD=w) for w in weights]
+                        ways[f"split {padded} s{stages}"] = [partial(run, weight_FD=w) for w in weights]
                 times = {}
                 for label, calls in ways.items():
                     error = float((calls[0]().float() - expected.float()).norm() / expected.float().norm())

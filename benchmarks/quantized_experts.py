@@ -159,9 +159,10 @@ def time_tiles(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
     found, expected = {}, ops.experts(call).float()
     (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
     few = choose_few(Shape(num_experts, D, inner, top_k, call.x_TD.dtype, call.down_EDI.format.name))
-    tried: list[Any] = [PackedTiles(16, 8), PackedTiles(32, 6), PackedTiles(64, 5), PackedTiles(64, 5, 4)]
+    tried: list[Any] = [PackedTiles(32, 6), PackedTiles(64, 5), PackedTiles(64, 5, 4)]
     tried += [PackedTiles(16, 8, split=True), PackedTiles(32, 6, split=True)]
-    tried.append(PackedTiles(128, 4, 4) if call.down_EDI.format == MXFP4 else PackedTiles(64, 5, split=True))
+    if call.down_EDI.format == MXFP4:
+        tried.append(PackedTiles(128, 4, 4))
     if not is_packed(call.down_EDI.format):
         tried = []
     if few is not None and tokens <= 16:

@@ -187,8 +187,6 @@ def multiply_parts(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIG
         low, high = operands(weights.slice(LEFT, 64, dim=0), z_left, R)
         part = warpgroup_mma(low, x_low, part, use_acc=False, is_async=True)
         part = warpgroup_mma(high, x_high, part, is_async=True)
-        if R <= 16:  # as in multiply_scaled
-            part = warpgroup_mma_wait(1, deps=[part])
         low, high = operands(weights.slice(RIGHT, 64, dim=0), z_right, R)
         part = warpgroup_mma_wait(0, deps=[part])
         first += part * s_left[:, None]
@@ -302,11 +300,9 @@ def multiply_scaled(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: g
         low, high = load_halves(weights.slice(LEFT, 64, dim=0))
         first = warpgroup_mma(scaled_operand(low, s_left_low, R), x_low, first, is_async=True)
         first = warpgroup_mma(scaled_operand(high, s_left_high, R), x_high, first, is_async=True)
-        if R <= 16:  # 2 % faster
-            first = warpgroup_mma_wait(1, deps=[first])
         low, high = load_halves(weights.slice(RIGHT, 64, dim=0))
         second = warpgroup_mma(scaled_operand(low, s_right_low, R), x_low, second, is_async=True)
-        if R <= 16 or R > 64:  # the same; for want of registers
+        if R > 64:  # for want of registers
             first, second = warpgroup_mma_wait(1, deps=[first, second])
         second = warpgroup_mma(scaled_operand(high, s_right_high, R), x_high, second, is_async=True)
         first, second = warpgroup_mma_wait(0, deps=[first, second])

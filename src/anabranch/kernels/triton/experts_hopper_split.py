@@ -91,32 +91,27 @@ def unpack_fp4(data):
     )
 
 
-@gluon.constexpr_function
-def bytes_of_threads(outputs):
-    """Which thread has which bytes of 64 or 128 outputs with 64 bytes each."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0], [64, 0]][: outputs // 64 + 1], block_bases=[], shape=[outputs, 64],
-    )
+BYTES_OF_THREADS = gl.constexpr(gl.DistributedLinearLayout(
+    reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+    warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 64],
+))
+"""Which thread has which bytes of 64 outputs with 64 bytes each."""
 
 
 @gluon.jit
 def load_bytes(packed, KIND: gl.constexpr):
-    """64 bytes of each output, from shared memory: as numbers, lower halves and upper halves."""
-    layout: gl.constexpr = bytes_of_threads(packed.shape[0])
+    """64 bytes of each of 64 outputs, from shared memory: as numbers, lower halves and upper halves."""
     if KIND == "int4":
-        return unpack_int4(packed.load(layout))
+        return unpack_int4(packed.load(BYTES_OF_THREADS))
     else:
-        return unpack_fp4(packed.load(layout))
+        return unpack_fp4(packed.load(BYTES_OF_THREADS))
 
 
 @gluon.jit
 def split_operand(low, high, R: gl.constexpr):
     """The operand of outputs whose inputs are those of `low`, then those of `high`."""
-    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [low.shape[0] // 16, 1], [16, R, 32])
-    operand: gl.constexpr = gl.DotOperandLayout(0, result, 4)
-    both = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [low.shape[0], 2 * low.shape[1]])
+    operand: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32]), 4)
+    both = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [64, 2 * low.shape[1]])
     return gl.convert_layout(both, operand, assert_trivial=True)
 
 
@@ -193,20 +188,13 @@ def multiply_split_int4(ring, step, scale, zero, left, right, sums, LEFT: gl.con
         weights = w_ring.index(stage)
         low, high = load_bytes(weights.slice(LEFT, 64, dim=0), "int4")
         a = product(split_operand(low, high, R), x_ring, stage, a, 0)
-        if R > 32:  # for want of registers
-            a = warpgroup_mma_wait(0, deps=[a])
-            first = add_scaled(first, a, s_left, z_left, t)
-            b = a
         low, high = load_bytes(weights.slice(RIGHT, 64, dim=0), "int4")
         b = product(split_operand(low, high, R), x_ring, stage, b, 0)
-        if R <= 32:
-            a = warpgroup_mma_wait(2, deps=[a])
-            first = add_scaled(first, a, s_left, z_left, t)
+        a = warpgroup_mma_wait(2, deps=[a])
+        first = add_scaled(first, a, s_left, z_left, t)
         b = warpgroup_mma_wait(0, deps=[b])
         mbarrier.arrive(empty.index(stage), count=1)
         second = add_scaled(second, b, s_right, z_right, t)
-        if R > 32:
-            a = b
         step += 1
     return first, second, step
 

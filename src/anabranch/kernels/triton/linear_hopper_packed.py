@@ -1,7 +1,7 @@
 """Dense projections with INT4 weights on Hopper, from a few tokens on: activations in two parts, as in
 experts_hopper_split. T tokens, D inputs, F outputs.
 
-A program has 64 or 128 outputs, R tokens and STAGES times 128 inputs; all its weights are loaded before the wait for
+A program has 64 outputs, R tokens and STAGES times 128 inputs; all its weights are loaded before the wait for
 the previous kernel. PARTS programs share the inputs of an output; as in linear_hopper, the last one adds up what all
 have computed.
 
@@ -9,7 +9,6 @@ Not supported: more than 64 tokens, or with zero points 32; groups of other than
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -38,15 +37,6 @@ LEAST_OUTPUTS = 1024
 """As in linear_hopper, launches share counts: a router, which may run beside a shared expert, is not to use them."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLinearTiles:
-    outputs: int
-    """64, or 128 by twice as many warps."""
-    rows: int
-    """Tokens: 16, 32 or 64."""
-    stages: int
-
-
 # fmt: off
 
 
@@ -55,10 +45,10 @@ def multiply_packed(
     w_desc, x_desc, scale, zero, x_scale, x_sum, bias_F, y_TF, part, count, num_outputs, num_tokens,
     DEPTH: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):
-    N: gl.constexpr = w_desc.block_shape[0]
+    N: gl.constexpr = 64
     R: gl.constexpr = x_desc.block_shape[1]
     G: gl.constexpr = DEPTH // 128
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [N // 16, 1], [16, R, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
     tile = gl.program_id(0) // PARTS
     first = gl.program_id(0) % PARTS * STAGES
     token = gl.program_id(1) * R
@@ -105,11 +95,8 @@ def multiply_packed(
                 a = warpgroup_mma_wait(2, deps=[a])
                 acc = add_scaled(acc, a, s[n - 1], z[n - 1], t)
             t = gl.load(x_sum + at * G + gl.minimum(first + n, G - 1))
-    if STAGES % 2 == 0:
-        acc = add_scaled(acc, warpgroup_mma_wait(0, deps=[b]), s[STAGES - 1], z[STAGES - 1], t)
-    else:
-        acc = add_scaled(acc, warpgroup_mma_wait(0, deps=[a]), s[STAGES - 1], z[STAGES - 1], t)
-    acc *= factor[None, :]
+    gl.static_assert(STAGES % 2 == 0)
+    acc = add_scaled(acc, warpgroup_mma_wait(0, deps=[b]), s[STAGES - 1], z[STAGES - 1], t) * factor[None, :]
     output = gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
     if PARTS == 1:
         place = tile * N + output
@@ -139,39 +126,34 @@ def counts(device: torch.device) -> torch.Tensor:
 
 
 def takes(x_TD: torch.Tensor, weight_FD: Weight) -> bool:
-    """Whether `run` supports these tensors, with the tiles that `choose` chooses."""
-    (tokens, D), (F, _), format, data = x_TD.shape, weight_FD.shape, weight_FD.format, weight_FD.tensors["data"]
-    return (
-        isinstance(format, Grouped)
-        and (format.numbers, format.rows, format.group) == ("int4", 1, 128)
-        and x_TD.dtype == torch.bfloat16
-        and x_TD.stride(1) == 1
-        and 0 < tokens <= (32 if format.zero else 64)
-        and D % 128 == 0
-        and LEAST_OUTPUTS <= F <= 64 * MOST_TILES
-        and data.data_ptr() % 16 == 0
-    )
+    """Whether `run` supports these tensors, with the tile that `choose` chooses."""
+    (tokens, D), (F, _), format = x_TD.shape, weight_FD.shape, weight_FD.format
+    packed = isinstance(format, Grouped) and (format.numbers, format.rows, format.group) == ("int4", 1, 128)
+    if not packed or x_TD.dtype != torch.bfloat16 or x_TD.stride(1) != 1 or D % 128:
+        return False
+    few = 0 < tokens <= (32 if "zero" in weight_FD.tensors else 64)
+    return few and LEAST_OUTPUTS <= F <= 64 * MOST_TILES and weight_FD.tensors["data"].data_ptr() % 16 == 0
 
 
-def choose(tokens: int) -> PackedLinearTiles:
-    """The fastest for projections of 2048 to 5120 outputs (benchmarks/linear_tiles.py)."""
+def choose(tokens: int) -> tuple[int, int]:
+    """Tokens and stages of a program: the fastest for 2048 to 5120 outputs (benchmarks/linear_tiles.py)."""
     rows = min(64, max(16, next_power_of_2(tokens)))
-    return PackedLinearTiles(64, rows, 8 if rows == 16 else 4)
+    return rows, 8 if rows == 16 else 4
 
 
 def run(
-    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, y_TF: torch.Tensor, tiles: PackedLinearTiles
+    x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None, y_TF: torch.Tensor, tile: tuple[int, int]
 ) -> torch.Tensor:
-    (tokens, D), F, device = x_TD.shape, weight_FD.shape[0], x_TD.device
+    (tokens, D), F, device, (R, stages) = x_TD.shape, weight_FD.shape[0], x_TD.device, tile
     q_T2D, x_scale, x_sum = split_rows(x_TD)
-    columns, rows, parts = cdiv(F, tiles.outputs), cdiv(tokens, tiles.rows), cdiv(D // 128, tiles.stages)
+    columns, rows, parts = cdiv(F, 64), cdiv(tokens, R), cdiv(D // 128, stages)
     assert parts == 1 or columns * rows <= MOST_TILES
-    size = columns * parts * rows * tiles.outputs * tiles.rows if parts > 1 else 1
+    size = columns * parts * rows * 64 * R if parts > 1 else 1
     tensors = weight_FD.tensors
     multiply_packed[(columns * parts, rows)](
-        byte_descriptor(tensors["data"], tiles.outputs), split_descriptor(q_T2D, tiles.rows, 1),
+        byte_descriptor(tensors["data"], 64), split_descriptor(q_T2D, R, 1),
         tensors["scale"], tensors.get("zero"), x_scale, x_sum, bias_F, y_TF,
         torch.empty(size, dtype=torch.float32, device=device), counts(device), F, tokens,
-        DEPTH=D, STAGES=tiles.stages, PARTS=parts, num_warps=tiles.outputs // 16, launch_pdl=True,
+        DEPTH=D, STAGES=stages, PARTS=parts, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y_TF

@@ -120,10 +120,10 @@ def fp8_searches(rule: HopperTiles) -> Iterator[Search[Tiles]]:
 def packed_searches(rule: PackedTiles, shape: Shape) -> Iterator[Search[Tiles]]:
     """experts_hopper_packed: tiles of other sizes."""
     most = [(128, 4)] if shape.format.startswith("fp4") and rule.rows > 32 else []
-    for rows, stages in ((16, 8), (32, 6), (64, 5), *most):
+    for rows, stages in ((32, 6), (64, 5), *most):
         yield Search(PackedTiles(rows, stages), (tuple({"group": group} for group in (4,) if rule.rows > 32),))
-        if rows <= 32 and rule.rows <= 32:
-            yield Search(PackedTiles(rows, stages, split=True))
+    for rows, stages in ((16, 8), (32, 6)) if rule.rows <= 32 else ():
+        yield Search(PackedTiles(rows, stages, split=True))
 
 
 def hopper_searches(num_tokens: int, rows_per_expert: float, full: bool) -> Iterator[Search[Tiles]]:

@@ -117,7 +117,7 @@ class PackedTiles:
     """experts_hopper_packed."""
 
     rows: int
-    """Tokens of a tile: 16, 32 or 64, of MXFP4 also 128."""
+    """Tokens of a tile: 32 or 64, of MXFP4 also 128; with `split` 16 or 32."""
     stages: int
     group: int = 1
     """As in Tile."""
