@@ -116,11 +116,6 @@ def parameter_layouts(model: Decoder) -> Iterator[tuple[str, Weight | nn.Paramet
             yield path, module, [full for layout in module.layouts for full in _spellings(model, parent, layout)]
 
 
-def checkpoint_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
-    """The tensors of a plain checkpoint of this model, with one tensor per expert and projection: name → shape."""
-    return {name: shape for _, target, layouts in parameter_layouts(model) for name, shape in stored(target, layouts)}
-
-
 def stored(target: Weight | nn.Parameter, layouts: list[Layout]) -> Iterator[tuple[str, Shape]]:
     """The tensors of the last of a weight's layouts: name, shape. Pieces of one tensor are rows of it."""
     shapes: dict[str, Shape] = {}

@@ -10,8 +10,12 @@ from anabranch import ops
 from anabranch.ops import LatentAttentionCall
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
 from anabranch.conformance.judge import copy, faults
 from anabranch.kernels.triton import latent_attention as kernel
+from anabranch.kernels.triton import latent_decode
 from anabranch.kernels.triton.attention_tiles import DecodeTile, Machine, PrefillTile
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded
@@ -133,6 +137,35 @@ def test_the_last_piece_adds_up_and_leaves_zeros(device: str, monkeypatch: pytes
             out_THL = kernel.latent_attention(call)
         assert (out_THL - ops.latent_attention.reference(call)).abs().max() < 1e-4, lengths
         assert counts_RG.count_nonzero() == 0, lengths
+
+
+@triton.jit
+def places_kernel(starts, lengths, num_requests, num_pieces, place_W3, RP: tl.constexpr, BN: tl.constexpr):
+    w = tl.program_id(0)
+    r, piece, pieces = latent_decode.find_piece(starts, lengths, num_requests, num_pieces, w, 16, RP, BN, True)
+    tl.store(place_W3 + 3 * w, r)
+    tl.store(place_W3 + 3 * w + 1, piece)
+    tl.store(place_W3 + 3 * w + 2, pieces)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [([8192] * 64, 4), ([32768] * 16, 16), ([1024] * 64, 4), ([8192] * 3, 22), ([300] * 30, 4), ([8192] * 200, 2)],
+)
+def test_pieces_run_at_a_time(lengths: list[int], wanted: int, device: str) -> None:
+    """As many as the machine holds, where a little longer pieces make it possible; each is there once. 264 programs run
+    at a time on an H200; of few requests, pieces are as long as summing them up is worth."""
+    R, machine = len(lengths), Machine(227 << 10, 132, True, True)
+    shape = kernel.Shape(R, R, max(lengths) // 16 + 1, 16, 512, 64, 16, torch.bfloat16, 1)
+    plan = kernel.make_plan(shape, machine, True)
+    assert plan.single is not None and plan.single["BN"] == 32
+    place_W3 = torch.full((plan.num_pieces, 3), -1, dtype=torch.int32, device=device)
+    starts, context = torch.arange(R + 1, device=device).int(), torch.tensor(lengths, device=device).int()
+    places_kernel[(plan.num_pieces,)](starts, context, R, plan.num_pieces, place_W3, RP=plan.single["RP"], BN=32)
+    found = [tuple(place) for place in place_W3.tolist() if place[0] < R]
+    assert sorted(found) == [(r, piece, wanted) for r in range(R) for piece in range(wanted)]
+    assert len(found) <= 264 or R > 132
 
 
 @pytest.mark.gpu
