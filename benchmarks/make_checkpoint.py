@@ -21,6 +21,7 @@ number of the embedding, elsewhere 0, brings in three times another row. Of n dr
 """
 
 import argparse
+import itertools
 import json
 import math
 import shutil
@@ -68,7 +69,8 @@ def main() -> None:
     quantized = set() if format is None else set(pieces(model, format))
     generator = torch.Generator(platform.device).manual_seed(options.seed)
     known = {} if options.drafts is None else known_drafts(config, options.drafts, platform.device, generator)
-    shapes, places, plain, total = names.checkpoint_shapes(model), {}, [], 0
+    layouts = (names.stored(target, layouts) for _, target, layouts in names.parameter_layouts(model))
+    shapes, places, plain, total = dict(itertools.chain.from_iterable(layouts)), {}, [], 0
     left = sorted(shapes.items())
     number = 0
     while left:

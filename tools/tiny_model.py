@@ -8,6 +8,7 @@ Its text is noise; it shows that everything from config to kernel works on this 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from anabranch.loader.load import build
-from anabranch.loader.names import checkpoint_shapes
+from anabranch.loader.names import parameter_layouts, stored
 from anabranch.models.config import read_config
 
 CONFIG = {
@@ -57,7 +58,8 @@ def write_weights(folder: Path, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     model = build(read_config(folder), torch.float32)
     tensors = {}
-    for name, shape in checkpoint_shapes(model).items():
+    layouts = (stored(target, layouts) for _, target, layouts in parameter_layouts(model))
+    for name, shape in itertools.chain.from_iterable(layouts):
         noise = torch.randn(shape, generator=generator)
         tensors[name] = 1 + 0.1 * noise if "norm" in name else 0.2 * noise
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
