@@ -138,7 +138,8 @@ def test_a_story_goes_on_with_its_hero_and_takes_another_name(llm: LLM) -> None:
 
 
 def test_a_long_conversation_is_answered(llm: LLM) -> None:
-    kinds = ("fox", "bear", "cat", "duck", "rabbit", "mouse", "owl", "frog", "goat", "pony", "turtle", "bird", "dog", "tiger")
+    kinds = ["fox", "bear", "cat", "duck", "rabbit", "mouse", "owl"]
+    kinds += ["frog", "goat", "pony", "turtle", "bird", "dog", "tiger"]
     turns = [f"Tell me a story about a {kind}." for kind in kinds]
     stories = talk(llm, *turns)
     said = [text for turn in zip(turns, stories, strict=True) for text in turn]

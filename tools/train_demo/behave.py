@@ -18,6 +18,7 @@ from tools.train_demo import conversations, sentences, stories
 
 NUM = 64
 """Conversations of each kind for the card."""
+NUM_RECALL = 24
 DISTANCES = (500, 900, 1200, 1500)
 """Tokens of a conversation after which a name is asked for that its first turn told."""
 
@@ -67,7 +68,7 @@ def behaviour(folder: Path, num: int = NUM) -> dict[str, float]:
     }
 
 
-def recall(folder: Path, distances: tuple[int, ...] = DISTANCES, num: int = 24) -> dict[int, float]:
+def recall(folder: Path, distances: tuple[int, ...] = DISTANCES, num: int = NUM_RECALL) -> dict[int, float]:
     """Shares of names that are known when stories of so many tokens stand between; the stories are the recipe's."""
     rng = random.Random("recall")
     tokenizer = Tokenizer(folder)
