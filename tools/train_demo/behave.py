@@ -13,14 +13,13 @@ import re
 from pathlib import Path
 
 from anabranch.llm import LLM, SamplingParams
-from anabranch.text.tokenizer import Tokenizer
 from tools.train_demo import conversations, sentences, stories
 
 NUM = 64
 """Conversations of each kind for the card."""
 NUM_RECALL = 24
-DISTANCES = (500, 900, 1200, 1500)
-"""Tokens of a conversation after which a name is asked for that its first turn told."""
+STORIES = (3, 5, 6, 7, 8, 9, 11)
+"""Stories after which a name is asked for that the first turn told."""
 
 
 def loops(text: str) -> bool:
@@ -68,18 +67,17 @@ def behaviour(folder: Path, num: int = NUM) -> dict[str, float]:
     }
 
 
-def recall(folder: Path, distances: tuple[int, ...] = DISTANCES, num: int = NUM_RECALL) -> dict[int, float]:
-    """Shares of names that are known when stories of so many tokens stand between; the stories are the recipe's."""
+def recall(folder: Path, counts: tuple[int, ...] = STORIES, num: int = NUM_RECALL) -> dict[int, float]:
+    """Shares of names that are known, by the mean tokens of the prompts; the recipe's stories stand between."""
     rng = random.Random("recall")
-    tokenizer = Tokenizer(folder)
     names = [conversations.any_name(rng) for _ in range(num)]
     found = {}
     with LLM(str(folder), max_num_seqs=8, max_num_batched_tokens=2048) as llm:
-        for distance in distances:
+        for count in counts:
             talks = []
             for name in names:
                 said = [f"My name is {name}.", f"Hello, {name}! How can I help you?"]
-                while len(tokenizer.encode(" ".join(said))) < distance:
+                for _ in range(count):
                     words = stories.draw_words(rng)
                     said += [f"Tell me a story about {words['a_kind']}.", stories.draw(rng, words).text()]
                 said.append("What is my name?")
@@ -87,7 +85,8 @@ def recall(folder: Path, distances: tuple[int, ...] = DISTANCES, num: int = NUM_
                 talks.append([{"role": roles[place % 2], "content": text} for place, text in enumerate(said)])
             outputs = llm.chat(talks, SamplingParams(temperature=0, max_tokens=24))
             texts = [output.completions[0].text for output in outputs]
-            found[distance] = sum(name in text for name, text in zip(names, texts, strict=True)) / num
+            tokens = sum(len(output.prompt_ids) for output in outputs) // num
+            found[tokens] = sum(name in text for name, text in zip(names, texts, strict=True)) / num
     return found
 
 
@@ -100,7 +99,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="+")
     for folder in parser.parse_args().folder:
         print(folder, {name: f"{share:.0%}" for name, share in behaviour(folder).items()})
-        print({distance: f"{share:.0%}" for distance, share in recall(folder).items()})
+        print({tokens: f"{share:.0%}" for tokens, share in recall(folder).items()})
 
 
 if __name__ == "__main__":
