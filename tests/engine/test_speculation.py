@@ -327,12 +327,12 @@ def test_ngrams_draft_for_the_bundled_model() -> None:
     drafted = llm.generate(prompts, params)
     steps, stats = engine.metrics.steps, engine.stats()
     assert stats["spec_decode_acceptance"] > 0.3 and stats["spec_decode_accepted_tokens"] > 20
-    stopped = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, stop=(" friend",)))
+    stopped = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, stop=(" below",)))
     engine.set_drafting(False)
     plain = llm.generate(prompts, params)
     for mine, other, cut in zip(drafted, plain, stopped, strict=True):
         assert (mine.token_ids, mine.text) == (other.token_ids, other.text)
-        assert cut.text == other.text.partition(" friend")[0]
+        assert " below" in other.text and cut.text == other.text.partition(" below")[0]
         assert cut.token_ids == other.token_ids[: len(cut.token_ids)]
     assert steps < 120
     llm.close()

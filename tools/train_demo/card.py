@@ -174,6 +174,8 @@ def fill(
         beside=table(perplexities, "{:.2f}"),
         num_talks=behave.NUM,
         behaviour=table([behave.behaviour(one) for one in folders], "{:.0%}"),
+        num_recall=behave.NUM_RECALL,
+        recall="\n".join(f"| {tokens:,} | {share:.0%} |" for tokens, share in behave.recall(folder).items()),
         threads=os.environ.get("OMP_NUM_THREADS", os.cpu_count()),
         speed=speed(llm),
         even=100 / shape["num_experts"],
