@@ -5,9 +5,11 @@ With TRITON_INTERPRET=1 (`make test-interpreter`) the tests marked `interpreter`
 """
 
 import gc
+import logging
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,13 @@ def thorough() -> bool:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """`serve` logs to the standard error that it finds, which is closed after the test: later ones would fail."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
