@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import random
@@ -65,7 +66,8 @@ def write(folder: Path, size: float) -> int:
     layers = max(1, round((size * 1e9 - 4 * 151936 * 2048) / layer))
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}, indent=1))
     model = build(read_config(folder), torch.bfloat16)
-    shapes = {name: list(shape) for name, shape in names.checkpoint_shapes(model).items()}
+    layouts = (names.stored(target, layouts) for _, target, layouts in names.parameter_layouts(model))
+    shapes = {name: list(shape) for name, shape in itertools.chain.from_iterable(layouts)}
     shards: list[dict[str, list[int]]] = [{}]
     for name, shape in shapes.items():
         if 2 * sum(map(num_elements, shards[-1].values())) >= SHARD:

@@ -343,7 +343,6 @@ def latent_attention_case(setting: Setting, requests: int, queries: int, context
         num_bytes=item * (requests * context * (L + F) + tokens * H * (2 * L + F)),
         flops=2.0 * pairs * H * (2 * L + F),
         judged=tokens * context <= 1 << 21,  # the reference holds all scores in fp32
-        more={} if setting.small else {"model": "deepseek-v2-lite"},
     )
 
 
@@ -367,8 +366,7 @@ def expanded_attention(setting: Setting, model: ModelShape) -> Iterator[Case]:
         num_bytes = 2 * setting.dtype.itemsize * tokens * H * (D + E)
         pairs = tokens * (tokens + 1) / 2
         judged = tokens * tokens <= 1 << 21
-        label, more = f"prefill, H {H} D {D} E {E}", {} if setting.small else {"model": "deepseek-v2-lite"}
-        yield Case(tokens, label, given, num_bytes, 2.0 * pairs * H * (D + E), judged=judged, more=more)
+        yield Case(tokens, f"prefill, H {H} D {D} E {E}", given, num_bytes, 2.0 * pairs * H * (D + E), judged=judged)
 
 
 # -- the gated delta net -----------------------------------------------------------------------------------------------
@@ -426,7 +424,6 @@ def gated_delta_case(setting: Setting, requests: int, tokens: int, kept: int = 3
         flops=0.0 if tokens == 1 else H * chunk * requests * tokens / 64,
         expected=lambda call: ops.gated_delta.reference(first),  # the state before the timed calls
         judged=tokens <= 512,
-        more={} if setting.small else {"model": "qwen3.6-35b-a3b"},
     )
 
 

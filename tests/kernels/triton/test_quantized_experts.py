@@ -32,7 +32,7 @@ from anabranch.kernels.tuning.experts_tiles import (
 from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
-from tests.kernels.triton.ahead_of_time import resources
+from tests.kernels.triton.ahead_of_time import recorded, resources
 from tests.kernels.triton.places import everywhere, interpreter
 from tests.kernels.triton.test_experts import (
     TOLERANCE,
@@ -447,6 +447,25 @@ def test_both_parts_of_a_row_are_the_row(D: int, device: str) -> None:
     assert (scale_T.log2() % 1 == 0).all() and parts.abs().max() <= 256
     if D % 128 == 0:
         assert torch.allclose(sum_TG, parts.sum(1).unflatten(1, (-1, 128)).sum(-1), rtol=1e-5, atol=1e-4)
+    # What is not finite stays so in its row, whatever its bits are.
+    bits = torch.tensor([0x7FC0, 0x7FFF, -1, 0x7F80, -0x80], dtype=torch.int16, device=device)
+    spoilt_TD = x_TD[2].repeat(6, 1)
+    spoilt_TD[:5, 3] = bits.view(torch.bfloat16)
+    q_T2D, _, sum_TG = split_rows(spoilt_TD)
+    assert q_T2D.float().isfinite().all(2).all(1).tolist() == 5 * [False] + [True]
+    assert torch.equal(q_T2D[5].view(torch.uint8), split_rows(x_TD[2:3])[0][0].view(torch.uint8))
+    assert D % 128 or sum_TG.isfinite().all(1).tolist() == 5 * [False] + [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [2880, 12288])
+def test_split_rows_compile_ahead_of_time(D: int) -> None:
+    from anabranch.kernels.triton import split_rows
+
+    with recorded(split_rows, "split_row") as launches:
+        split_rows.split_rows(torch.zeros(3, D, dtype=torch.bfloat16))
+    compiled = compile_launch(launches[0].function, launches[0].args, launches[0].kwargs, "sm_90")
+    assert resources(compiled)["STACK"] == 0
 
 
 def test_threads_have_the_numbers_that_the_matrix_unit_takes_from_them() -> None:

@@ -81,7 +81,7 @@ def test_sums_in_fp32(device: str, poison: None) -> None:
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_int4_on_hopper(zero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What multiplies how many tokens: linear_hopper_packed from 5 on, where it can; the vendor's library above 64."""
+    """What multiplies how many tokens: linear_hopper_packed from 5 on, where it can; then the vendor's library."""
     packed = pytest.importorskip("anabranch.kernels.triton.linear_hopper_packed")
     monkeypatch.setattr(linear_quantized, "packed_kernels", lambda device: packed)
     monkeypatch.setattr(linear_quantized, "dequantize", lambda weight, dtype: weight.dense(dtype))
@@ -99,7 +99,7 @@ def test_int4_on_hopper(zero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [chosen(tokens) for tokens in (1, 4)] == ["few", "few"]
     assert [chosen(tokens) for tokens in (5, 16, 17, 32)] == 2 * ["16 s8"] + 2 * ["32 s4"]
-    assert [chosen(tokens) for tokens in (33, 64)] == 2 * ["multiplied" if zero else "64 s4"]
+    assert [chosen(tokens) for tokens in (33, 64)] == 2 * ["library" if zero else "64 s4"]
     assert [chosen(tokens) for tokens in (65, 256)] == ["library", "library"]
     assert chosen(16, F=512) == chosen(16, group=64) == chosen(16, dtype=torch.float16) == "multiplied"
 

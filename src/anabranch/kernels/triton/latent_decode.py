@@ -42,7 +42,7 @@ def find_piece(
         blocks_R, size = share_out(query_start_R, context_len_R, num_requests, num_pieces, 0, RP, BN, False)
         longest = tl.max(blocks_R, 0).to(tl.float32)
         size = tl.maximum(size, tl.ceil(tl.sqrt(longest * (HG / 32))).to(tl.int32))
-        # Pieces up to 29 % longer, if all then run at a time: those that would wait take nearly as long again.
+        # Up to 7/24 more blocks a piece, if all then run at a time: those that would wait take nearly as long again.
         longer_8 = size + tl.cdiv(size * tl.arange(0, 8), 24)
         fits_8 = tl.sum(tl.cdiv(blocks_R[None, :], longer_8[:, None]), 1) <= num_pieces - num_requests
         best = tl.min(tl.where(fits_8, longer_8, 2 * size), 0)

@@ -5,7 +5,7 @@ A program has 64 outputs, R tokens and STAGES times 128 inputs; all its weights 
 the previous kernel. PARTS programs share the inputs of an output; as in linear_hopper, the last one adds up what all
 have computed.
 
-Not supported: more than 64 tokens, or with zero points 32; groups of other than 128 inputs; other numbers than bf16.
+Not supported: more than 64 tokens, or with zero points 32; groups of other than 128 inputs; more than 16,384 inputs.
 """
 
 import functools
@@ -121,22 +121,21 @@ def multiply_packed(
 
 @functools.cache
 def counts(device: torch.device) -> torch.Tensor:
-    """As in linear_hopper."""
-    return lasting_zeros(device, MOST_TILES)
+    return lasting_zeros(device, MOST_TILES)  # as in linear_hopper
 
 
 def takes(x_TD: torch.Tensor, weight_FD: Weight) -> bool:
     """Whether `run` supports these tensors, with the tile that `choose` chooses."""
     (tokens, D), (F, _), format = x_TD.shape, weight_FD.shape, weight_FD.format
-    packed = isinstance(format, Grouped) and (format.numbers, format.rows, format.group) == ("int4", 1, 128)
-    if not packed or x_TD.dtype != torch.bfloat16 or x_TD.stride(1) != 1 or D % 128:
+    if not isinstance(format, Grouped) or (format.numbers, format.rows, format.group) != ("int4", 1, 128):
         return False
-    few = 0 < tokens <= (32 if "zero" in weight_FD.tensors else 64)
-    return few and LEAST_OUTPUTS <= F <= 64 * MOST_TILES and weight_FD.tensors["data"].data_ptr() % 16 == 0
+    few, known = 0 < tokens <= (32 if format.zero else 64), format.scale != "uint8" and x_TD.dtype == torch.bfloat16
+    sizes = D % 128 == 0 and D <= 1 << 14 and LEAST_OUTPUTS <= F <= 64 * MOST_TILES
+    return few and known and sizes and x_TD.stride(1) == 1 and weight_FD.tensors["data"].data_ptr() % 16 == 0
 
 
 def choose(tokens: int) -> tuple[int, int]:
-    """Tokens and stages of a program: the fastest for 2048 to 5120 outputs (benchmarks/linear_tiles.py)."""
+    """Tokens and stages of a program, as benchmarks/linear_tiles.py found them at 16 and 64 tokens."""
     rows = min(64, max(16, next_power_of_2(tokens)))
     return rows, 8 if rows == 16 else 4
 

@@ -2,7 +2,7 @@
 
 A row is divided by a power of two so that its largest number is below 256. A number of bf16 has 8 bits: its first part
 has 4 of them, and what is left has at most 4. So the sum of both is the number, unless it is less than 1/512 of the
-largest: then it is off by up to 2⁻¹⁷ of the largest.
+largest: then it is off by up to 2⁻¹⁷ of the largest. What is not finite stays so, in its row.
 """
 
 import torch
@@ -18,8 +18,8 @@ def rounded(x):
     and also stores, ptxas 12.8 converts two back from a register that does not hold them."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # 3 bits after the first, ties to even
-    small = (x + 24576.0) - 24576.0  # below 2⁻⁶: multiples of 2⁻⁹
-    return tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+    nearest = tl.where(tl.abs(x) < 0.015625, x + 24576.0 - 24576.0, bits.to(tl.float32, bitcast=True))  # small: n · 2⁻⁹
+    return tl.where(x == x, nearest, x)  # the bits of a NaN may be all ones
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def split_rows(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     scale_T = torch.empty(tokens, dtype=torch.float32, device=x_TD.device)
     sum_TG = torch.empty(tokens, max(1, D // 128), dtype=torch.float32, device=x_TD.device)
     split_row[(tokens,)](
-        x_TD, x_TD.stride(0), q_T2D, scale_T, sum_TG, D,
-        BLOCK=max(256, next_power_of_2(D)), num_warps=4, **launch_options(x_TD.device),
+        x_TD, x_TD.stride(0), q_T2D, scale_T, sum_TG, D, BLOCK=max(256, next_power_of_2(D)),
+        num_warps=min(16, max(4, next_power_of_2(D) // 1024)), **launch_options(x_TD.device),
     )  # fmt: skip
     return q_T2D, scale_T, sum_TG
