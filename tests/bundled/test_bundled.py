@@ -1,6 +1,8 @@
 """The model that comes with the package: found when none is named, small, quick, and the same tokens everywhere."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +56,14 @@ def test_it_is_small_and_whole() -> None:
     assert {"config.json", "generation_config.json", "model.safetensors", "README.md"} <= set(sizes)
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= set(sizes)
     assert "?" not in (bundled.PLACE / "README.md").read_text().partition("## How good")[0], "a figure is missing"
+
+
+def test_a_first_answer_imports_no_compiler() -> None:
+    """That takes longer than the answer."""
+    code = "from anabranch.llm import LLM; import sys; LLM(show_progress=False).generate(['One day'])"
+    code += "; assert 'torch._dynamo' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_loads_quickly() -> None:

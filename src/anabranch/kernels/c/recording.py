@@ -4,8 +4,6 @@ takes longer than the kernels where a model is small.
 The tensors stay: a replay reads and writes the memory that the recorded calls have read and written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +16,8 @@ HARMLESS = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::detach"
 
 class _Watch(TorchDispatchMode):
     """Keeps the tensors that are made, and notes whether torch computes anything itself."""
+
+    _should_skip_dynamo = classmethod(lambda cls: False)  # its import takes a second
 
     def __init__(self) -> None:
         super().__init__()

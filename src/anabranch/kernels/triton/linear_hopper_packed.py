@@ -27,7 +27,7 @@ from anabranch.kernels.triton.experts_hopper_split import (
     split_descriptor,
     split_operand,
 )
-from anabranch.kernels.triton.launch import cdiv, lasting_zeros, next_power_of_2
+from anabranch.kernels.triton.launch import cdiv, lasting_zeros
 from anabranch.kernels.triton.linear_hopper import add_parts
 from anabranch.kernels.triton.split_rows import split_rows
 from anabranch.ops.weight import Weight
@@ -136,8 +136,7 @@ def takes(x_TD: torch.Tensor, weight_FD: Weight) -> bool:
 
 def choose(tokens: int) -> tuple[int, int]:
     """Tokens and stages of a program, as benchmarks/linear_tiles.py found them at 16 and 64 tokens."""
-    rows = min(64, max(16, next_power_of_2(tokens)))
-    return rows, 8 if rows == 16 else 4
+    return (16, 8) if tokens <= 16 else (32 if tokens <= 32 else 64, 4)
 
 
 def run(
