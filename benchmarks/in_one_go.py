@@ -1,7 +1,7 @@
 """Many benchmarks one after another on one machine, with nobody watching.
 
     python benchmarks/in_one_go.py OUT documents                  a group of STEPS
-    python benchmarks/in_one_go.py OUT documents --only modes start --minutes 20
+    python benchmarks/in_one_go.py OUT documents --only modes_16 start --minutes 20
     python benchmarks/in_one_go.py --list
 
 Each step is a process of its own with a time limit. OUT gets its output (NAME.log) and its figures (NAME.json), and

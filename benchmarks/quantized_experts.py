@@ -31,6 +31,8 @@ from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
 
 MXFP4 = Grouped("fp4", 1, 32, "uint8")
+wrong: list[str] = []
+"""Tiles whose results are; said at the end, when the others have been timed."""
 CACHE = 256 << 20
 """Bytes that the sets of weights have together at least: several times what caches hold."""
 
@@ -170,7 +172,7 @@ def time_tiles(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
     for tiles in tried:
         error = float((kernel.run(call, tiles).float() - expected).norm() / expected.norm())
         if not error < 0.06:
-            print(f"{label(tiles)}: {error:.1%} off, not timed")
+            wrong.append(f"{label(tiles)} at {tokens} tokens: {error:.1%} off, not timed")
             continue
         found[label(tiles)] = microseconds(platform, [partial(kernel.run, one, tiles) for one in sets])
     return found
@@ -222,6 +224,9 @@ def main() -> None:
                 if options.json is not None:
                     about = {"commit": commit(), "machine": platform.describe(), "problem": problem}
                     options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":
