@@ -195,6 +195,8 @@ def test_shapes(shape: str, device: str) -> None:
     for dtype in dtypes(device):
         requests = many if device == "cuda" or shape == "two taps" else few
         judge(draw(requests, dtype, padding=3, **SHAPES[shape]), device)
+        if device == "cuda" and shape == "published":  # known to be several prompts, which has programs of its own
+            judge(draw(requests, dtype, padding=3, max_query=130, **SHAPES[shape]), device)
         decode = [(1, 5), (0, 9), (1, 1), (1, 77), (0, 0)]
         judge(draw(decode, dtype, padding=4, max_query=1, **SHAPES[shape]), device)
 
@@ -375,6 +377,42 @@ def test_a_graph_follows_its_inputs() -> None:
             y_THV.fill_(float("nan"))
             graph.replay()
             assert all(map(same_bits, expected, (y_THV.cpu(), call.conv_PLC.cpu(), call.state_PHKV.cpu())))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_hopper_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as scan_chunks, whatever the columns of a program."""
+    requests = [(200, 200), (63, 100), (1, 9), (64, 64), (0, 3), (129, 190), (3, 3)]
+    call = draw(requests, dtype, **QWEN)
+    found = [compute(on("cuda", call._replace(max_query=max_query))) for max_query in (0, 200)]
+    monkeypatch.setattr(kernel, "gluon_kernels", lambda name, device: None)
+    expected = compute(on("cuda", call))
+    for one in found:
+        assert all(map(same_bits, one, expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", kernel.HOPPER_STAGES)
+def test_hopper_kernel_compiles_ahead_of_time(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from anabranch.kernels.triton import gated_delta_hopper
+
+    monkeypatch.setattr(ahead_of_time.DEPENDENT_LAUNCH, lambda device: True)
+    monkeypatch.setattr(ahead_of_time, "ASTSource", GluonASTSource)
+    monkeypatch.setattr(kernel, "gluon_kernels", lambda name, device: gated_delta_hopper)
+    requests = [(65, 65)] * (kernel.HOPPER_MANY if columns == 64 else 1)
+    with recorded(kernel, *KERNELS), recorded(gated_delta_hopper, "scan_chunks_hopper") as launches:
+        kernel.gated_delta(draw(requests, torch.bfloat16, **QWEN, max_query=65))
+    assert launches[0].kwargs["BV"] == columns
+    compiled = compile_for("sm_90", launches[0])
+    assert compiled.metadata.shared <= ahead_of_time.SHARED["sm_90"]
+    used = resources(compiled)
+    assert used["STACK"] == used["LOCAL"] == 0
+    # The assembler gives up on overlap where it does not see that registers are enough: then a wait follows each.
+    sass = compiled.asm["sass"]
+    assert sass.count("HGMMA") >= 4 * sass.count("WARPGROUP.DEPBAR") > 0
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from anabranch.kernels.triton.gated_delta_drafts import accept_rows, keep_inputs
 from anabranch.kernels.triton.launch import (
     FLOATS,
     cdiv,
+    gluon_kernels,
     lasting_zeros,
     launch_options,
     machine_of,
@@ -34,12 +35,18 @@ CHUNK = 64
 SMALL_CHUNK = 16
 """For small heads, and in fp32 on GPUs. There a product is no instruction: loops are unrolled, which takes a compiler
 minutes for 64."""
+CONVOLVED = 8
+"""Rows that a program of convolve_chunks loads at once."""
 COLUMNS = 32
 """Of the state, for a program of scan_chunks."""
+HOPPER_STAGES = {32: 3, 64: 2}
+"""Chunks that scan_chunks_hopper has in shared memory at a time, by the columns of a program."""
+HOPPER_MANY = 4
+"""Requests from which its programs may have more columns."""
 STEP_COLUMNS = 64
 """Of the state, that a program of step_heads holds at a time where there are more of them than STEP_FEW."""
 STEP_FEW = 256
-ROWS_ELEMENTS = 2048
+ROWS_ELEMENTS = 1024
 """Elements of a program of norm_rows."""
 
 
@@ -115,29 +122,40 @@ def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]
     qk_THN = torch.empty(T, H, chunk, dtype=x_TX.dtype, device=device)
     sum_TH = torch.empty(T, H, dtype=torch.float32, device=device)
     strides = x_TX.stride(0), call.conv_PLC.stride(0)
-    chunks = T // chunk + R + 1
-    sizes = {"N": chunk, "RP": next(bound for bound in MANY_REQUESTS if bound > R)}
-    convolve_chunks[(2 * G + H, chunks)](
+    searched = {"RP": next(bound for bound in MANY_REQUESTS if bound > R)}
+    convolve_chunks[(2 * G + H, T // CONVOLVED + R + 1)](
         x_TX, call.conv_PLC, call.page_R, *requests, call.conv_weight_CW, qk_TGK, y_THV, T, R, *strides,
-        num_warps=8, **sizes, **options,
+        ROWS=CONVOLVED, num_warps=1, **searched, **options,
     )  # fmt: skip
     # Triton 3.6's products by four warps of Hopper read beyond shared memory where rows have less than 128 bytes.
     warps = 4 if fp32 or min(K, V) >= 64 else 2
-    prepare_chunks[(H, chunks)](
-        x_TX, *requests, call.decay_log_H, call.dt_bias_H, *qk_TGK, w_THK, y_THV, qk_THN, sum_TH, T, R, strides[0],
-        LEVELS=chunk.bit_length() - 1, PRECISION=precision(x_TX), num_warps=warps, num_stages=1,
-        **sizes, **without(options, "W"),
+    prepare_chunks[(H, T // chunk + R + 1)](
+        x_TX, call.conv_PLC, call.page_R, *requests, call.decay_log_H, call.dt_bias_H,
+        *qk_TGK, w_THK, y_THV, qk_THN, sum_TH, T, R, *strides,
+        LEVELS=chunk.bit_length() - 1, PRECISION=precision(x_TX), N=chunk, num_warps=warps, num_stages=1,
+        **searched, **options,
     )  # fmt: skip
-    columns = min(COLUMNS, V)
-    scan_chunks[(V // columns, H, R)](
-        x_TX, call.conv_PLC, call.state_PHKV, call.page_R, *requests, *qk_TGK, w_THK, qk_THN, sum_TH, y_THV,
-        R, *strides, call.state_PHKV.stride(0),
-        N=chunk, BV=columns, num_warps=warps, num_stages=1 if fp32 else 2, **options,
-    )  # fmt: skip
+    state_PHKV, options = call.state_PHKV, without(options, "W")
+    hopper = gluon_kernels("gated_delta_hopper", device) if K == 128 and V % 64 == 0 and not fp32 else None
+    if hopper is None:
+        columns = min(COLUMNS, V)
+        scan_chunks[(V // columns, H, R)](
+            state_PHKV, call.page_R, *requests, *qk_TGK, w_THK, qk_THN, sum_TH, y_THV, R, state_PHKV.stride(0),
+            N=chunk, BV=columns, num_warps=warps, num_stages=1 if fp32 else 2, **options,
+        )  # fmt: skip
+    else:
+        # Programs of one long request are few, however many have one token beside it: they have few columns each.
+        columns = 32 if R < HOPPER_MANY or T // (call.max_query or T) < 2 else 64
+        made = (*qk_TGK, K), (w_THK, K), (qk_THN, chunk), (y_THV, columns)
+        hopper.scan_chunks_hopper[(V // columns, H, R)](
+            *(hopper.descriptor(x, width, chunk) for *several, width in made for x in several),
+            state_PHKV, call.page_R, *requests, sum_TH, y_THV, R, state_PHKV.stride(0),
+            N=chunk, BV=columns, STAGES=HOPPER_STAGES[columns], num_warps=4, **options,
+        )  # fmt: skip
     rows = max(1, ROWS_ELEMENTS // V)
     norm_rows[(cdiv(T * H, rows),)](
         x_TX, call.norm_weight_V, y_THV, T * H, x_TX.stride(0), call.conv_PLC.shape[2], call.eps,
-        H=H, V=V, ROWS=rows, num_warps=4, **without(options, "G", "HG", "K", "V", "W"),
+        H=H, V=V, ROWS=rows, num_warps=4, **without(options, "G", "HG", "K", "V"),
     )  # fmt: skip
 
 
@@ -240,7 +258,7 @@ def precision(x_TX: torch.Tensor) -> str:
     """Of the products that invert a matrix: finer than what the result is rounded to."""
     if x_TX.dtype == torch.float32 or torch.version.hip is not None:
         return "ieee"
-    return "tf32" if x_TX.dtype == torch.bfloat16 else "tf32x3"
+    return "fp16" if x_TX.dtype == torch.bfloat16 else "tf32x3"
 
 
 @functools.cache

@@ -14,7 +14,7 @@ inverse of I + A:
 chunk, and `norm_rows` normalises and gates what that has written. Requests with one new token, and padding, are left to
 step_heads, which comes last: until then their rows may hold anything.
 
-The inputs of the convolution that a page keeps are replaced by scan_chunks: convolve_chunks has read them by then.
+The inputs of the convolution that a page keeps are replaced by prepare_chunks: convolve_chunks has read them by then.
 The result is in the place of U, and U in that of the values. Operands of products have the dtype of the inputs, but for
 the inverse.
 """
@@ -29,29 +29,36 @@ from anabranch.kernels.triton.launch import wait_for_predecessor
 
 
 @triton.jit
-def convolve_rows(
-    x, x_stride, conv, weight_CW, channel, channels, first_row, num_rows, used, W: tl.constexpr, N: tl.constexpr
-):
-    """Convolved inputs of a chunk in fp32, rounded to the dtype of the inputs; x is its first row, which is row
-    `first_row` of the request. Inputs before those of the request are in its page, if `used`. Rows after its last are
-    zero."""
-    n = tl.arange(0, N)
-    real = first_row + n < num_rows
-    y = tl.zeros([N, channel.shape[0]], tl.float32)
+def convolve_head(
+    x, x_stride, conv, weight_CW, first_channel, channels, y, y_stride, scale, row, num_rows, used,
+    NORMED: tl.constexpr, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """D channels of ROWS rows of a request from `row` on, to y, maybe normalised to the length `scale`; x, y: the first
+    row of the request. Inputs before those of the request are in its page, if `used`. A row is a vector, so that each
+    input is loaded once."""
+    channel = first_channel + tl.arange(0, D)
+    weights, inputs = (), ()
     for i in tl.static_range(W):
-        source = n + (i - (W - 1))
-        inputs = tl.load(
-            x + source[:, None] * x_stride + channel[None, :],
-            mask=(real & (first_row + source >= 0))[:, None] & (channel >= 0)[None, :], other=0.0,
-        )  # fmt: skip
-        if (first_row == 0) & used:
-            inputs += tl.load(
-                conv + (n + i)[:, None] * channels + channel[None, :],
-                mask=(real & (source < 0))[:, None] & (channel >= 0)[None, :], other=0.0,
-            ).to(inputs.dtype)  # fmt: skip
-        weight = tl.load(weight_CW + channel * W + i).to(tl.float32)
-        y += inputs.to(tl.float32) * weight[None, :]
-    return (y * tl.sigmoid(y)).to(x.dtype.element_ty).to(tl.float32)
+        weights = weights + (tl.load(weight_CW + channel * W + i).to(tl.float32),)
+    for i in tl.static_range(ROWS + W - 1):
+        source = row + (i - (W - 1))
+        if i < W - 1:
+            one = tl.load(x + source.to(tl.int64) * x_stride + channel, mask=(source >= 0) & (channel >= 0), other=0.0)
+            mask = (source < 0) & used & (channel >= 0)
+            one += tl.load(conv + (source + (W - 1)) * channels + channel, mask=mask, other=0.0).to(one.dtype)
+        else:  # rows after the last are computed, but not stored
+            one = tl.load(x + tl.minimum(source, num_rows - 1).to(tl.int64) * x_stride + channel)
+        inputs = inputs + (one.to(tl.float32),)
+    for n in tl.static_range(ROWS):
+        sum_D = inputs[n] * weights[0]
+        for i in tl.static_range(1, W):
+            sum_D += inputs[n + i] * weights[i]
+        y_D = (sum_D * tl.sigmoid(sum_D)).to(x.dtype.element_ty)
+        if NORMED:
+            y_D = y_D.to(tl.float32)
+            y_D *= tl.rsqrt(tl.sum(y_D * y_D, 0) + 1e-6) * scale
+        place = y + (row + n).to(tl.int64) * y_stride + tl.arange(0, D)
+        tl.store(place, y_D.to(y.dtype.element_ty), mask=(row + n < num_rows) & (channel >= 0))
 
 
 @triton.jit
@@ -61,13 +68,21 @@ def invert(a_NN, N: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr)
     From blocks on the diagonal to blocks twice as large: with D two blocks whose inverse is known, and c what is below
     the first and beside the second, (D + c)⁻¹ = D⁻¹ − D⁻¹ c D⁻¹. (A series for all of a would be exact too, but its
     terms are huge where keys are alike.)
+
+    PRECISION is that of products: "fp16" has as many bits as tf32, and a range that is enough here. With keys of length
+    1, β and decays of at most 1, no number is above 1: each is a key times what updates have left of another.
     """
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a_NN, 0.0)
     for level in tl.static_range(1, LEVELS):
         beside = (i // (2 << level) == j // (2 << level)) & (i // (1 << level) != j // (1 << level))
-        c = tl.dot(inverse, tl.where(beside, a_NN, 0.0), input_precision=PRECISION)
-        inverse -= tl.dot(c, inverse, input_precision=PRECISION)
+        c = tl.where(beside, a_NN, 0.0)
+        if PRECISION == "fp16":
+            half = inverse.to(tl.float16)
+            inverse -= tl.dot(tl.dot(half, c.to(tl.float16)).to(tl.float16), half)
+        else:
+            c = tl.dot(inverse, c, input_precision=PRECISION)
+            inverse -= tl.dot(c, inverse, input_precision=PRECISION)
     return inverse
 
 
@@ -76,41 +91,54 @@ def convolve_chunks(
     x_TX, conv_PLC, page_R, query_start_R, context_len_R, conv_weight_CW, qk_TGK, v_THV,
     num_tokens, num_requests, x_stride, conv_stride,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    N: tl.constexpr, RP: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, RP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of a request, and a head: of queries, of keys (both normalised), or of values."""
+    """ROWS rows of a request, and a head: of queries, of keys (both normalised), or of values."""
     H: tl.constexpr = G * HG
     C: tl.constexpr = 2 * G * K + H * V
     head = tl.program_id(0)
+    requests, b = tl.arange(0, RP), tl.program_id(1)
     r, begin, num_rows, _, length, first_row = find_rows(
-        query_start_R, context_len_R, num_requests, num_tokens, 0, tl.arange(0, RP), tl.program_id(1), 1, N, DEPENDENT
+        query_start_R, context_len_R, num_requests, num_tokens, 0, requests, b, 1, ROWS, DEPENDENT
     )
     if (r >= num_requests) | (num_rows < 2) | (first_row >= num_rows) | (length == 0):
         return
-    used = length > num_rows
-    token = (begin + first_row).to(tl.int64)
+    used, token = length > num_rows, begin.to(tl.int64)
     x, conv = x_TX + token * x_stride, conv_PLC + tl.load(page_R + r).to(tl.int64) * conv_stride
-    n = tl.arange(0, N)
-    real = first_row + n < num_rows
     if head < 2 * G:
-        k_K = tl.arange(0, K)
-        k = convolve_rows(x, x_stride, conv, conv_weight_CW, head * K + k_K, C, first_row, num_rows, used, W, N)
-        k *= (tl.rsqrt(tl.sum(k * k, 1) + 1e-6) * tl.where(head < G, K**-0.5, 1.0))[:, None]
-        k_ptr = qk_TGK + (head // G * num_tokens + token + n).to(tl.int64)[:, None] * (G * K) + head % G * K
-        tl.store(k_ptr + k_K[None, :], k.to(qk_TGK.dtype.element_ty), mask=real[:, None] & (k_K >= 0)[None, :])
+        y = qk_TGK + (head // G * num_tokens + token) * (G * K) + head % G * K
+        scale = tl.where(head < G, K**-0.5, 1.0)
+        convolve_head(
+            x, x_stride, conv, conv_weight_CW, head * K, C, y, G * K, scale, first_row, num_rows, used, True, K, W, ROWS
+        )
     else:
-        v_V, h = tl.arange(0, V), head - 2 * G
-        channel = 2 * G * K + h * V + v_V
-        v = convolve_rows(x, x_stride, conv, conv_weight_CW, channel, C, first_row, num_rows, used, W, N)
-        v_ptr = v_THV + (token + n)[:, None] * (H * V) + h * V + v_V[None, :]
-        tl.store(v_ptr, v.to(v_THV.dtype.element_ty), mask=real[:, None] & (v_V >= 0)[None, :])
+        y, first = v_THV + token * (H * V) + (head - 2 * G) * V, 2 * G * K + (head - 2 * G) * V
+        convolve_head(
+            x, x_stride, conv, conv_weight_CW, first, C, y, H * V, 1.0, first_row, num_rows, used, False, V, W, ROWS
+        )
+
+
+@triton.jit
+def keep_last(x, x_stride, conv, channel, channels, num_rows, used, W: tl.constexpr):
+    """Replace the inputs that a page keeps by the last ones of a request; x is its first row."""
+    inputs = ()
+    for i in tl.static_range(W - 1):
+        source = num_rows + (i - (W - 1))
+        new = tl.load(x + source.to(tl.int64) * x_stride + channel, mask=(source >= 0) & (channel >= 0), other=0.0)
+        before = tl.load(
+            conv + (num_rows + i) * channels + channel, mask=(source < 0) & used & (channel >= 0), other=0.0
+        )
+        inputs = inputs + (new + before.to(new.dtype),)
+    tl.debug_barrier()  # rows are read before they are replaced
+    for i in tl.static_range(W - 1):
+        tl.store(conv + i * channels + channel, inputs[i].to(conv.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests"])
 def prepare_chunks(
-    x_TX, query_start_R, context_len_R, decay_log_H, dt_bias_H,
-    q_TGK, k_TGK, w_THK, v_THV, qk_THN, sum_TH, num_tokens, num_requests, x_stride,
-    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    x_TX, conv_PLC, page_R, query_start_R, context_len_R, decay_log_H, dt_bias_H,
+    q_TGK, k_TGK, w_THK, v_THV, qk_THN, sum_TH, num_tokens, num_requests, x_stride, conv_stride,
+    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     N: tl.constexpr, LEVELS: tl.constexpr, RP: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A chunk of a request and a value head. U replaces the values."""
@@ -123,6 +151,13 @@ def prepare_chunks(
     )
     if (r >= num_requests) | (num_rows < 2) | (first_row >= num_rows) | (length == 0):
         return
+    if first_row == 0:
+        x, used = x_TX + begin.to(tl.int64) * x_stride, length > num_rows
+        conv = conv_PLC + tl.load(page_R + r).to(tl.int64) * conv_stride
+        keep_last(x, x_stride, conv, 2 * G * K + h * V + tl.arange(0, V), C, num_rows, used, W)
+        if h % HG == 0:
+            keep_last(x, x_stride, conv, g * K + tl.arange(0, K), C, num_rows, used, W)
+            keep_last(x, x_stride, conv, (G + g) * K + tl.arange(0, K), C, num_rows, used, W)
     dtype = x_TX.dtype.element_ty
     token = (begin + first_row).to(tl.int64)
     n, k_K, v_V = tl.arange(0, N), tl.arange(0, K), tl.arange(0, V)
@@ -154,32 +189,15 @@ def prepare_chunks(
     tl.store(v_ptr, u.to(dtype), mask=is_v)
 
 
-@triton.jit
-def keep_last(x, x_stride, conv, channel, channels, num_rows, used, W: tl.constexpr):
-    """Replace the inputs that a page keeps by the last ones of a request; x is its first row."""
-    inputs = ()
-    for i in tl.static_range(W - 1):
-        source = num_rows + (i - (W - 1))
-        new = tl.load(x + source.to(tl.int64) * x_stride + channel, mask=(source >= 0) & (channel >= 0), other=0.0)
-        before = tl.load(
-            conv + (num_rows + i) * channels + channel, mask=(source < 0) & used & (channel >= 0), other=0.0
-        )
-        inputs = inputs + (new + before.to(new.dtype),)
-    tl.debug_barrier()  # rows are read before they are replaced
-    for i in tl.static_range(W - 1):
-        tl.store(conv + i * channels + channel, inputs[i].to(conv.dtype.element_ty))
-
-
 @triton.jit(do_not_specialize=["num_requests"])
 def scan_chunks(
-    x_TX, conv_PLC, state_PHKV, page_R, query_start_R, context_len_R,
-    q_TGK, k_TGK, w_THK, qk_THN, sum_TH, y_THV, num_requests, x_stride, conv_stride, state_stride,
-    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    state_PHKV, page_R, query_start_R, context_len_R,
+    q_TGK, k_TGK, w_THK, qk_THN, sum_TH, y_THV, num_requests, state_stride,
+    G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     N: tl.constexpr, BV: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BV columns of the state of a request and a value head, from its first chunk to its last. y holds U at first."""
     H: tl.constexpr = G * HG
-    C: tl.constexpr = 2 * G * K + H * V
     s, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = h // HG
     begin, end, length = load_request(query_start_R, context_len_R, r, r < num_requests)
@@ -191,13 +209,6 @@ def scan_chunks(
     dtype = y_THV.dtype.element_ty
     page = tl.load(page_R + r).to(tl.int64)
     n, k_K, v_V = tl.arange(0, N), tl.arange(0, K), s * BV + tl.arange(0, BV)
-    if s == 0:
-        x, conv = x_TX + begin.to(tl.int64) * x_stride, conv_PLC + page * conv_stride
-        keep_last(x, x_stride, conv, 2 * G * K + h * V + tl.arange(0, V), C, num_rows, used, W)
-        if h % HG == 0:
-            keep_last(x, x_stride, conv, g * K + k_K, C, num_rows, used, W)
-            keep_last(x, x_stride, conv, (G + g) * K + k_K, C, num_rows, used, W)
-
     place = state_PHKV + page * state_stride + h * (K * V) + k_K[:, None] * V + v_V[None, :]
     state_KV = tl.load(place, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
     for first_row in range(0, num_rows, N):
