@@ -12,7 +12,8 @@ inverse of I + A:
 
 `convolve_chunks` and `prepare_chunks` do for all chunks at once what does not need S, `scan_chunks` goes from chunk to
 chunk, and `norm_rows` normalises and gates what that has written. Requests with one new token, and padding, are left to
-step_heads, which comes last: until then their rows may hold anything.
+step_heads, which comes last: until then their rows may hold anything. Where a request is cut a chunk ends, so that both
+parts are computed as by two steps.
 
 The inputs of the convolution that a page keeps are replaced by scan_chunks: convolve_chunks has read them by then.
 The result is in the place of U, and U in that of the values. Operands of products have the dtype of the inputs, but for
@@ -23,20 +24,37 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.triton.attention_decode import load_request
-from anabranch.kernels.triton.attention_prefill import find_rows
 from anabranch.kernels.triton.gated_delta_decode import gate, norm_gated
 from anabranch.kernels.triton.launch import wait_for_predecessor
 
 
 @triton.jit
+def find_chunk(query_start_R, context_len_R, cut_R, num_requests, i, b, N: tl.constexpr, DEPENDENT: tl.constexpr):
+    """(request, its first row, number of rows, context length, and of chunk b the first of its rows and the one after
+    its last); i is 0 .. RP. A request has a chunk more than its rows may need, for the cut."""
+    start = tl.load(query_start_R + i, mask=i <= num_requests, other=0, cache_modifier=".cg")
+    r = tl.sum(((i <= num_requests) & (start // N + 2 * i <= b)).to(tl.int32), 0) - 1
+    begin, end, length = load_request(query_start_R, context_len_R, r, r < num_requests)
+    cut = tl.load(cut_R + r, mask=r < num_requests, other=0, cache_modifier=".cg")
+    wait_for_predecessor(DEPENDENT, trigger=0)
+    first, after_cut = (b - 2 * r - begin // N) * N, tl.cdiv(cut, N) * N
+    is_before = first < after_cut
+    num_rows = end - begin
+    return (
+        r, begin, num_rows, length,
+        tl.where(is_before, first, first - after_cut + cut), tl.where(is_before, cut, num_rows),
+    )  # fmt: skip
+
+
+@triton.jit
 def convolve_rows(
-    x, x_stride, conv, weight_CW, channel, channels, first_row, num_rows, used, W: tl.constexpr, N: tl.constexpr
+    x, x_stride, conv, weight_CW, channel, channels, first_row, last_row, used, W: tl.constexpr, N: tl.constexpr
 ):
     """Convolved inputs of a chunk in fp32, rounded to the dtype of the inputs; x is its first row, which is row
-    `first_row` of the request. Inputs before those of the request are in its page, if `used`. Rows after its last are
-    zero."""
+    `first_row` of the request. Inputs before those of the request are in its page, if `used`. Rows from `last_row` on
+    are zero."""
     n = tl.arange(0, N)
-    real = first_row + n < num_rows
+    real = first_row + n < last_row
     y = tl.zeros([N, channel.shape[0]], tl.float32)
     for i in tl.static_range(W):
         source = n + (i - (W - 1))
@@ -44,10 +62,10 @@ def convolve_rows(
             x + source[:, None] * x_stride + channel[None, :],
             mask=(real & (first_row + source >= 0))[:, None] & (channel >= 0)[None, :], other=0.0,
         )  # fmt: skip
-        if (first_row == 0) & used:
+        if (first_row < W - 1) & used:
             inputs += tl.load(
-                conv + (n + i)[:, None] * channels + channel[None, :],
-                mask=(real & (source < 0))[:, None] & (channel >= 0)[None, :], other=0.0,
+                conv + (first_row + n + i)[:, None] * channels + channel[None, :],
+                mask=(real & (first_row + source < 0))[:, None] & (channel >= 0)[None, :], other=0.0,
             ).to(inputs.dtype)  # fmt: skip
         weight = tl.load(weight_CW + channel * W + i).to(tl.float32)
         y += inputs.to(tl.float32) * weight[None, :]
@@ -73,7 +91,7 @@ def invert(a_NN, N: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr)
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests"])
 def convolve_chunks(
-    x_TX, conv_PLC, page_R, query_start_R, context_len_R, conv_weight_CW, qk_TGK, v_THV,
+    x_TX, conv_PLC, page_R, query_start_R, context_len_R, cut_R, conv_weight_CW, qk_TGK, v_THV,
     num_tokens, num_requests, x_stride, conv_stride,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     N: tl.constexpr, RP: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -82,51 +100,51 @@ def convolve_chunks(
     H: tl.constexpr = G * HG
     C: tl.constexpr = 2 * G * K + H * V
     head = tl.program_id(0)
-    r, begin, num_rows, _, length, first_row = find_rows(
-        query_start_R, context_len_R, num_requests, num_tokens, 0, tl.arange(0, RP), tl.program_id(1), 1, N, DEPENDENT
+    r, begin, num_rows, length, first_row, last_row = find_chunk(
+        query_start_R, context_len_R, cut_R, num_requests, tl.arange(0, RP), tl.program_id(1), N, DEPENDENT
     )
-    if (r >= num_requests) | (num_rows < 2) | (first_row >= num_rows) | (length == 0):
+    if (num_rows < 2) | (first_row >= last_row) | (length == 0):
         return
     used = length > num_rows
     token = (begin + first_row).to(tl.int64)
     x, conv = x_TX + token * x_stride, conv_PLC + tl.load(page_R + r).to(tl.int64) * conv_stride
     n = tl.arange(0, N)
-    real = first_row + n < num_rows
+    real = first_row + n < last_row
     if head < 2 * G:
         k_K = tl.arange(0, K)
-        k = convolve_rows(x, x_stride, conv, conv_weight_CW, head * K + k_K, C, first_row, num_rows, used, W, N)
+        k = convolve_rows(x, x_stride, conv, conv_weight_CW, head * K + k_K, C, first_row, last_row, used, W, N)
         k *= (tl.rsqrt(tl.sum(k * k, 1) + 1e-6) * tl.where(head < G, K**-0.5, 1.0))[:, None]
         k_ptr = qk_TGK + (head // G * num_tokens + token + n).to(tl.int64)[:, None] * (G * K) + head % G * K
         tl.store(k_ptr + k_K[None, :], k.to(qk_TGK.dtype.element_ty), mask=real[:, None] & (k_K >= 0)[None, :])
     else:
         v_V, h = tl.arange(0, V), head - 2 * G
         channel = 2 * G * K + h * V + v_V
-        v = convolve_rows(x, x_stride, conv, conv_weight_CW, channel, C, first_row, num_rows, used, W, N)
+        v = convolve_rows(x, x_stride, conv, conv_weight_CW, channel, C, first_row, last_row, used, W, N)
         v_ptr = v_THV + (token + n)[:, None] * (H * V) + h * V + v_V[None, :]
         tl.store(v_ptr, v.to(v_THV.dtype.element_ty), mask=real[:, None] & (v_V >= 0)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+@triton.jit(do_not_specialize=["num_requests"])
 def prepare_chunks(
-    x_TX, query_start_R, context_len_R, decay_log_H, dt_bias_H,
-    q_TGK, k_TGK, w_THK, v_THV, qk_THN, sum_TH, num_tokens, num_requests, x_stride,
+    x_TX, query_start_R, context_len_R, cut_R, decay_log_H, dt_bias_H,
+    q_TGK, k_TGK, w_THK, v_THV, qk_THN, sum_TH, num_requests, x_stride,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     N: tl.constexpr, LEVELS: tl.constexpr, RP: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A chunk of a request and a value head. U replaces the values."""
     H: tl.constexpr = G * HG
     C: tl.constexpr = 2 * G * K + H * V
-    h, b = tl.program_id(0), tl.program_id(1)
+    h = tl.program_id(0)
     g = h // HG
-    r, begin, num_rows, _, length, first_row = find_rows(
-        query_start_R, context_len_R, num_requests, num_tokens, 0, tl.arange(0, RP), b, 1, N, DEPENDENT
+    _, begin, num_rows, length, first_row, last_row = find_chunk(
+        query_start_R, context_len_R, cut_R, num_requests, tl.arange(0, RP), tl.program_id(1), N, DEPENDENT
     )
-    if (r >= num_requests) | (num_rows < 2) | (first_row >= num_rows) | (length == 0):
+    if (num_rows < 2) | (first_row >= last_row) | (length == 0):
         return
     dtype = x_TX.dtype.element_ty
     token = (begin + first_row).to(tl.int64)
     n, k_K, v_V = tl.arange(0, N), tl.arange(0, K), tl.arange(0, V)
-    real = first_row + n < num_rows
+    real = first_row + n < last_row
     head, shared = token * H + h, (token * G + g) * K
     is_k, is_v = real[:, None] & (k_K >= 0)[None, :], real[:, None] & (v_V >= 0)[None, :]
     k = tl.load(k_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
@@ -155,8 +173,8 @@ def prepare_chunks(
 
 
 @triton.jit
-def keep_last(x, x_stride, conv, channel, channels, num_rows, used, W: tl.constexpr):
-    """Replace the inputs that a page keeps by the last ones of a request; x is its first row."""
+def keep_last(x, x_stride, conv, target, channel, channels, num_rows, used, W: tl.constexpr):
+    """Keep the last inputs of a request in the page `target`, which may be its own; x is its first row."""
     inputs = ()
     for i in tl.static_range(W - 1):
         source = num_rows + (i - (W - 1))
@@ -167,12 +185,12 @@ def keep_last(x, x_stride, conv, channel, channels, num_rows, used, W: tl.conste
         inputs = inputs + (new + before.to(new.dtype),)
     tl.debug_barrier()  # rows are read before they are replaced
     for i in tl.static_range(W - 1):
-        tl.store(conv + i * channels + channel, inputs[i].to(conv.dtype.element_ty))
+        tl.store(target + i * channels + channel, inputs[i].to(conv.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["num_requests"])
 def scan_chunks(
-    x_TX, conv_PLC, state_PHKV, page_R, query_start_R, context_len_R,
+    x_TX, conv_PLC, state_PHKV, page_R, query_start_R, context_len_R, cut_R, cut_page_R,
     q_TGK, k_TGK, w_THK, qk_THN, sum_TH, y_THV, num_requests, x_stride, conv_stride, state_stride,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     N: tl.constexpr, BV: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -183,6 +201,7 @@ def scan_chunks(
     s, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = h // HG
     begin, end, length = load_request(query_start_R, context_len_R, r, r < num_requests)
+    cut, cut_page = tl.load(cut_R + r), tl.load(cut_page_R + r).to(tl.int64)
     wait_for_predecessor(DEPENDENT, trigger=0)
     num_rows = end - begin
     if (num_rows < 2) | (length == 0):
@@ -191,37 +210,42 @@ def scan_chunks(
     dtype = y_THV.dtype.element_ty
     page = tl.load(page_R + r).to(tl.int64)
     n, k_K, v_V = tl.arange(0, N), tl.arange(0, K), s * BV + tl.arange(0, BV)
-    if s == 0:
-        x, conv = x_TX + begin.to(tl.int64) * x_stride, conv_PLC + page * conv_stride
-        keep_last(x, x_stride, conv, 2 * G * K + h * V + tl.arange(0, V), C, num_rows, used, W)
-        if h % HG == 0:
-            keep_last(x, x_stride, conv, g * K + k_K, C, num_rows, used, W)
-            keep_last(x, x_stride, conv, (G + g) * K + k_K, C, num_rows, used, W)
-
-    place = state_PHKV + page * state_stride + h * (K * V) + k_K[:, None] * V + v_V[None, :]
-    state_KV = tl.load(place, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
-    for first_row in range(0, num_rows, N):
-        real = first_row + n < num_rows
-        token = (begin + first_row).to(tl.int64)
-        head, shared = token * H + h, (token * G + g) * K
-        is_k, is_v = real[:, None] & (k_K >= 0)[None, :], real[:, None] & (v_V >= 0)[None, :]
-        w = tl.load(w_THK + head * K + n[:, None] * (H * K) + k_K[None, :], mask=is_k, other=0.0)
-        u_ptr = y_THV + head * V + n[:, None] * (H * V) + v_V[None, :]
-        u = tl.load(u_ptr, mask=is_v, other=0.0)
-        q = tl.load(q_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
-        k = tl.load(k_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
-        qk_ptr = qk_THN + head * N + n[:, None] * (H * N) + n[None, :]
-        qk = tl.load(qk_ptr, mask=real[:, None] & (n >= 0)[None, :], other=0.0)
-        sum_N = tl.load(sum_TH + head + n * H, mask=real, other=0.0)
-        last = tl.load(sum_TH + head + tl.minimum(N, num_rows - first_row) * H - H)
-        state_d = state_KV.to(dtype)
-        delta = u.to(tl.float32) - tl.dot(w, state_d, input_precision="ieee")
-        o = tl.dot(q, state_d, input_precision="ieee") * tl.exp(sum_N)[:, None]
-        o = tl.dot(qk, delta.to(dtype), o, input_precision="ieee")
-        tl.store(u_ptr, o.to(dtype), mask=is_v)
-        delta *= tl.exp(last - sum_N)[:, None]
-        state_KV = tl.dot(tl.trans(k), delta.to(dtype), state_KV * tl.exp(last), input_precision="ieee")
-    tl.store(place, state_KV.to(state_PHKV.dtype.element_ty))
+    place = state_PHKV + h * (K * V) + k_K[:, None] * V + v_V[None, :]
+    state_KV = tl.load(place + page * state_stride, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
+    for part in range(tl.where(cut > 0, 0, 1), 2):  # up to the cut, and from there on
+        first, last_row = tl.where(part == 0, 0, cut), tl.where(part == 0, cut, num_rows)
+        target = tl.where(part == 0, cut_page, page)
+        if s == 0:
+            x, conv = x_TX + begin.to(tl.int64) * x_stride, conv_PLC + page * conv_stride
+            kept = conv_PLC + target * conv_stride
+            keep_last(x, x_stride, conv, kept, 2 * G * K + h * V + tl.arange(0, V), C, last_row, used, W)
+            if h % HG == 0:
+                keep_last(x, x_stride, conv, kept, g * K + k_K, C, last_row, used, W)
+                keep_last(x, x_stride, conv, kept, (G + g) * K + k_K, C, last_row, used, W)
+        for first_row in range(first, last_row, N):
+            real = first_row + n < last_row
+            token = (begin + first_row).to(tl.int64)
+            head, shared = token * H + h, (token * G + g) * K
+            is_k, is_v = real[:, None] & (k_K >= 0)[None, :], real[:, None] & (v_V >= 0)[None, :]
+            w = tl.load(w_THK + head * K + n[:, None] * (H * K) + k_K[None, :], mask=is_k, other=0.0)
+            u_ptr = y_THV + head * V + n[:, None] * (H * V) + v_V[None, :]
+            u = tl.load(u_ptr, mask=is_v, other=0.0)
+            q = tl.load(q_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
+            k = tl.load(k_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
+            qk_ptr = qk_THN + head * N + n[:, None] * (H * N) + n[None, :]
+            qk = tl.load(qk_ptr, mask=real[:, None] & (n >= 0)[None, :], other=0.0)
+            sum_N = tl.load(sum_TH + head + n * H, mask=real, other=0.0)
+            last = tl.load(sum_TH + head + tl.minimum(N, last_row - first_row) * H - H)
+            state_d = state_KV.to(dtype)
+            delta = u.to(tl.float32) - tl.dot(w, state_d, input_precision="ieee")
+            o = tl.dot(q, state_d, input_precision="ieee") * tl.exp(sum_N)[:, None]
+            o = tl.dot(qk, delta.to(dtype), o, input_precision="ieee")
+            tl.store(u_ptr, o.to(dtype), mask=is_v)
+            delta *= tl.exp(last - sum_N)[:, None]
+            state_KV = tl.dot(tl.trans(k), delta.to(dtype), state_KV * tl.exp(last), input_precision="ieee")
+        stored = state_KV.to(state_PHKV.dtype.element_ty)
+        tl.store(place + target * state_stride, stored)
+        state_KV = stored.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
