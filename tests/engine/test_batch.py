@@ -182,6 +182,29 @@ def test_a_padded_prompt_is_the_prompt_and_rows_of_nobody() -> None:
     assert nobody.num_tokens is not None and int(nobody.num_tokens) == 0 and nobody.slots[1].tolist() == [-1] * 9
 
 
+@pytest.mark.parametrize("num_requests", [1, 3, 4])
+def test_where_requests_are_cut(num_requests: int) -> None:
+    """After so many rows, with a page in every group with states; also in a padded step."""
+    maker = StepMaker(3, 8, MAX_LENGTH, PAGE_SIZE, torch.device("cpu"), states=[0, 2])
+    shares, pages = [], [[3], [4], [5]]
+    for slot in range(num_requests):
+        request = Request(id=str(slot), prompt_ids=tuple(range(9)), params=SamplingParams())
+        shares.append(Share(sequence := Sequence(request, slot), 1, 4, 0))
+        sequence.slot = slot
+    shares[0].sequence.cut = 3, 7, 9
+    rows = maker.host_step(shares, lambda _: pages)
+    assert rows.cuts == {0: (2, 7, 9)}
+    for step in (maker.unpack_rows(rows), maker.unpack_any(maker.pack_any(rows, 16), num_requests, maker.width)):
+        assert step.cuts is not None and step.query_start_R.tolist() == [3 * i for i in range(num_requests + 1)]
+        assert {group: int(page_R[0]) for group, (_, page_R) in step.cuts.items()} == {0: 7, 2: 9}
+        for values_R in (values_R for cut in step.cuts.values() for values_R in cut):
+            assert values_R.dtype == torch.int32 and values_R.shape == (num_requests,)
+            assert values_R.storage_offset() % 4 == 0, "kernels are compiled for addresses of whole 16 bytes"
+        assert all(row_R.tolist() == [2] + [0] * (num_requests - 1) for row_R, _ in step.cuts.values())
+    nobody = maker.unpack_any(maker.padding_of_one(9), 1, maker.width)
+    assert nobody.cuts is not None and nobody.cuts[0][0].tolist() == [0] and nobody.context_len_R.tolist() == [0]
+
+
 def test_a_dry_run_may_be_longer_than_any_request() -> None:
     """Kernels look into page tables as far as contexts go."""
     maker = StepMaker(2, num_slots=4, max_length=20, page_size=4, device=torch.device("cpu"))

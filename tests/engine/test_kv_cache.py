@@ -54,14 +54,15 @@ class Request:
         self.source: dict[int, int] = {}
         """Per group with states, the checkpoint it starts from, until it has a page of its own."""
         self.stops: list[int] = []
+        self.cut = 0
         self.prompt_end = self.next_state = 0
         self.pending: tuple[int, list[int]] | None = None
         self.in_answer: Entry | None = None
 
 
 class Model:
-    def __init__(self, windows: Sequence[int], num_pages: Sequence[int], size: int) -> None:
-        self.windows, self.num_pages, self.size = windows, num_pages, size
+    def __init__(self, windows: Sequence[int], num_pages: Sequence[int], size: int, cuts: bool) -> None:
+        self.windows, self.num_pages, self.size, self.cuts = windows, num_pages, size, cuts
         self.states = [g for g, window in enumerate(windows) if window == STATE]
         self.state_interval, self.answer_interval = 4 * size, 2 * size
         self.entries: dict[Key, Entry] = {}
@@ -137,15 +138,29 @@ class Model:
         request.next_state = min([num_kept + interval, *request.stops])
 
     def chunk(self, request: Request, count: int) -> int:
-        """How many of the next tokens can be computed before the state has to be copied."""
-        if self.states and request.stops:
+        """How many of the next tokens can be computed before the state has to be copied, or kept for the second
+        time."""
+        stops, due = request.stops, request.next_state
+        if self.cuts and stops and request.num_computed < stops[0] < request.num_computed + count:
+            stops, due = stops[1:], min([stops[0] + self.state_interval, *stops[1:]])
+        if self.states and stops:
             begin = request.num_computed
-            ends = [end for end in range(begin + 1, begin + count + 1) if end <= request.stops[0]]
+            ends = [end for end in range(begin + 1, begin + count + 1) if end <= stops[0]]
             at_page_ends = [end for end in ends if end % self.size == 0]
-            if ends and ends[-1] >= request.next_state and at_page_ends:
+            if ends and ends[-1] >= due and at_page_ends:
                 ends = at_page_ends
             count = ends[-1] - begin if ends else 1
         return count
+
+    def cut(self, request: Request, end: int) -> bool:
+        """Whether a step to `end` keeps the state on its way, with pages that are free then; `request.cut` says
+        where."""
+        request.cut = request.stops[0] if request.stops else 0
+        if not self.cuts or not request.num_computed < request.cut < end:
+            return False
+        request.stops = [stop for stop in request.stops if stop > request.cut]
+        self.plan(request, request.cut)
+        return self.make_room(request)
 
     def touch(self, path: Sequence[Entry]) -> None:
         self.clock += 1
@@ -190,6 +205,9 @@ class Model:
             if all(request.path[-1].pages[g] is not None for g in self.states):
                 self.seen["known"] += 1
                 return False
+        return self.make_room(request)
+
+    def make_room(self, request: Request) -> bool:
         request.pending = None
         if any(len(self.held(g)) == self.num_pages[g] for g in self.states):
             self.seen["no room"] += 1
@@ -303,11 +321,13 @@ class Model:
 class World:
     """Every call goes to both; all that can be seen must agree after each."""
 
-    def __init__(self, windows: Sequence[int], num_pages: Sequence[int], size: int, max_chunk: int) -> None:
-        self.model = Model(windows, num_pages, size)
+    def __init__(
+        self, windows: Sequence[int], num_pages: Sequence[int], size: int, max_chunk: int, cuts: bool = False
+    ) -> None:
+        self.model = Model(windows, num_pages, size, cuts)
         interval = self.model.state_interval
         groups = [group(w) for w in windows]
-        self.kv = KVCache(groups, num_pages, size, max_chunk=max_chunk, state_interval=interval)
+        self.kv = KVCache(groups, num_pages, size, max_chunk=max_chunk, state_interval=interval, cuts=cuts)
         self.kv.answer_interval = self.model.answer_interval
         self.size = size
         self.content: dict[tuple[int, int], Key] = {}
@@ -390,8 +410,22 @@ class World:
         self.copy()
         self.verify()
         if given:
+            self.cut(request, begin + given)
             self.compute(request, begin + given)
         return given > 0
+
+    def cut(self, request: Request, end: int) -> None:
+        model, found = self.model, self.kv.cut(request.id, request.num_computed, end)
+        assert bool(found) == model.cut(request, end)
+        if found:
+            at, *pages = found
+            assert at == request.cut > request.num_computed and at % self.size == 0
+            for g, page in zip(model.states, pages, strict=True):
+                assert page not in model.held(g) | model.cached(g)
+                self.content[g, page] = request.salt, tuple(request.tokens[:at])
+            request.pending = at, pages
+            model.seen["cut"] += 1
+            self.verify()
 
     def copy(self) -> None:
         for g, source, target in self.kv.copies:
@@ -519,13 +553,15 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_random_walk(shape: str, size: int, thorough: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "cuts"), [*((shape, False) for shape in SHAPES), *((shape, True) for shape in SHAPES if "state" in shape)]
+)
+def test_random_walk(shape: str, cuts: bool, size: int, thorough: bool) -> None:
     windows, num_pages = SHAPES[shape]
     if size == 16:
         windows = tuple(5 * window if window > 0 else window for window in windows)
     num_operations = int(os.environ.get("ANABRANCH_TEST_WALK", 8_500 if thorough else 2_500))
-    world = World(windows, num_pages, size, max_chunk=3 * size)
+    world = World(windows, num_pages, size, max_chunk=3 * size, cuts=cuts)
     walk(world, random.Random(f"{shape} {size}"), num_operations, max_pages=10)
     assert world.num_operations >= num_operations
     events = {"refused", "found"} | ({"leaf", "copies", "dead"} if 0 in windows else {"bare"})
@@ -534,6 +570,7 @@ def test_random_walk(shape: str, size: int, thorough: bool) -> None:
     if STATE in windows:
         events |= {"checkpoint", "branch", "pending", "taken", "no room"}
         events |= {"replaced"} if size < 16 else set()  # few answers get that long
+        events |= {"cut"} if cuts else set()
     seen = {event for event, count in world.model.seen.items() if count}
     assert events <= seen <= events | {"replaced", "known"}, "the walk has been everywhere"
 
@@ -854,6 +891,29 @@ def test_where_prompts_part_a_state_is_kept_for_the_third() -> None:
     assert chunks(kv, "b", [*stem, *[60] * 9]) == [0, 12, 20, 21]
     assert chunks(kv, "c", [*stem, *[70] * 9]) == [12, 20, 21]
     assert states(kv) == {12, 20} and kv.num_cached[1] == 4
+
+
+def test_a_chunk_goes_on_where_a_step_can_keep_a_state() -> None:
+    kv = with_states(cuts=True)
+    assert kv.begin("a", range(21)) == 0 and kv.advance("a", range(21), 0, 21) == 21
+    at, page = kv.cut("a", 0, 21)
+    assert at == 20 and page != kv.pages("a")[1][0] and not kv.copies and not states(kv) and not kv.has_stops("a")
+    kv.check()
+    kv.commit("a", range(21), 21)
+    assert states(kv) == {20} and kv.begin("b", range(21)) == 20
+    kv.check()
+    # Where it leaves the others and where it ends: the chunk passes one of them.
+    tokens = [*range(12), *[50] * 9]
+    assert kv.begin("c", tokens) == 0 and kv.advance("c", tokens, 0, 21) == 20 and kv.cut("c", 0, 20)[0] == 12
+    assert kv.has_stops("c") and kv.advance("c", tokens, 20, 1) == 1 and kv.cut("c", 20, 21) == ()
+    assert states(kv) == {12, 20} and kv.num_cached[1] == 3
+
+
+def test_a_step_keeps_no_state_where_there_is_no_page() -> None:
+    kv = with_states(num_states=1, cuts=True)
+    assert kv.begin("a", range(21)) == 0 and kv.advance("a", range(21), 0, 21) == 21
+    assert kv.cut("a", 0, 21) == () and not kv.has_stops("a")
+    kv.check()
 
 
 def test_long_prompts_have_states_in_between_where_chunks_end() -> None:

@@ -37,12 +37,13 @@ class World:
 
     def __init__(
         self, groups=(FULL,), pages=(24,), page_size=4, budget=16, seqs=5, max_len=60, depth=1, ends=True, drafts=0,
-        num_ahead=0,
+        num_ahead=0, cuts=False,
     ):  # fmt: skip
         self.random = random.Random(0)
         self.num_kinds = 12 if ends else EOS  # EOS is the 10th of 12 kinds of token
         self.groups, self.page_size, self.depth = groups, page_size, depth
-        self.kv = KVCache(groups, pages, page_size, max_chunk=budget, state_interval=8, num_ahead=num_ahead)
+        options = {"state_interval": 8, "num_ahead": num_ahead, "cuts": cuts}
+        self.kv = KVCache(groups, pages, page_size, max_chunk=budget, **options)
         self.kv.longest = max_len
         self.kv.answer_interval = 8
         self.drafts, self.max_samples, self.num_accepted = drafts, 2 * seqs, 0
@@ -58,7 +59,7 @@ class World:
         self.launched: list[list[tuple[Share, list[int]]]] = []
         self.sequences: dict[str, Sequence] = {}
         self.finished: dict[str, Sequence] = {}
-        self.num_added = 0
+        self.num_added = self.num_cuts = 0
 
     def add(self, prompt, max_tokens, priority=0, salt="", waits=False) -> Sequence:
         request = Request(
@@ -103,6 +104,12 @@ class World:
             if group is STATE:
                 if share.begin:
                     assert self.device[g, table[0], 0] == (salt, self.history(sequence, share.begin - 1)), sequence.id
+                if sequence.cut and share.end - share.begin > 1:
+                    at, page = sequence.cut  # there is one group with states
+                    assert share.begin < at < share.end and at % self.page_size == 0 and share.num_samples < 2
+                    assert page != table[0]
+                    self.device[g, page, 0] = salt, self.history(sequence, at - 1)
+                    self.num_cuts += 1
                 if share.num_samples < 2:  # else once it is known which drafts count
                     self.device[g, table[0], 0] = salt, self.history(sequence, share.end - 1)
                 continue
@@ -176,6 +183,17 @@ WORLDS = {
     "few states": {"groups": (FULL, STATE), "pages": (24, 4)},
     "state, full and sliding": {"groups": (STATE, FULL, SLIDING), "pages": (8, 24, 16), "depth": 0},
     "tight, with states": {"groups": (FULL, STATE), "pages": (16, 9), "seqs": 8, "budget": 6},
+    "full and state, cuts": {"groups": (FULL, STATE), "pages": (24, 7), "cuts": True},
+    "few states, cuts": {"groups": (FULL, STATE), "pages": (24, 4), "cuts": True},
+    "state, full and sliding, cuts": {
+        "groups": (STATE, FULL, SLIDING),
+        "pages": (8, 24, 16),
+        "depth": 0,
+        "cuts": True,
+        "budget": 30,
+    },
+    "tight, with states, cuts": {"groups": (FULL, STATE), "pages": (16, 9), "seqs": 8, "budget": 6, "cuts": True},
+    "page of 1, cuts": {"groups": (FULL, STATE), "page_size": 1, "pages": (80, 9), "cuts": True},
     "synchronous": {"depth": 0},
     "page of 1": {"page_size": 1, "pages": (80,)},
     "tight": {"pages": (16,), "seqs": 8, "budget": 6},
@@ -185,6 +203,13 @@ WORLDS = {
     "drafts longer than a page, sliding": {"drafts": 7, "groups": (SLIDING,), "pages": (18,), "seqs": 8, "depth": 0},
     "drafts, full and state": {"drafts": 4, "groups": (FULL, STATE), "pages": (24, 7), "depth": 0},
     "drafts, tight, with states": {"drafts": 3, "groups": (FULL, STATE), "pages": (16, 9), "seqs": 8, "depth": 0},
+    "drafts, full and state, cuts": {
+        "drafts": 4,
+        "groups": (FULL, STATE),
+        "pages": (24, 7),
+        "depth": 0,
+        "cuts": True,
+    },
     "drafts, ahead": {"drafts": 3, "num_ahead": 2, "groups": (FULL, STATE), "pages": (24, 7), "depth": 0},
     "drafts, ahead, tight": {"drafts": 4, "num_ahead": 6, "pages": (16,), "seqs": 8, "budget": 6},
     "drafts, tight": {"drafts": 3, "pages": (16,), "seqs": 8, "budget": 6},
@@ -222,6 +247,7 @@ def test_random_walk(name: str, thorough: bool) -> None:
         assert world.kv.num_hits > 0
     assert "tight" not in name or world.scheduler.num_preemptions > 0
     assert (world.num_accepted > 100) == ("drafts" in name)
+    assert (world.num_cuts > 100) == ("cuts" in name)
 
 
 def test_eight_times_more_than_the_pool_holds() -> None:
@@ -304,8 +330,32 @@ def test_siblings_start_from_the_state_of_their_prompt() -> None:
         assert sequence.tokens == world.alone(sequence)
 
 
-def test_a_preempted_sequence_resumes_from_a_state() -> None:
-    world = World(groups=(FULL, STATE), pages=(16, 6), seqs=4, budget=64, ends=False)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_a_prompt_that_is_cut_takes_one_step(max_tokens: int, depth: int) -> None:
+    """And is found where it would have been found after two. A sibling waits for it, and needs a step more."""
+    world = World(groups=(FULL, STATE), pages=(60, 12), budget=64, depth=depth, ends=False, cuts=True)
+    first, second = (world.add([3] * 19, max_tokens) for _ in range(2))
+    world.step()
+    assert (first.num_computed, first.cut[0], second.num_computed) == (19, 16, 0)
+    world.step()
+    assert (second.num_computed, second.num_cached, second.cut) == (19, 16, ())
+    world.drain()
+    parted = world.add([3] * 13 + [4] * 10, max_tokens)  # leaves after 12 tokens, and has a state at 20
+    world.step()
+    assert (parted.num_cached, parted.num_computed, parted.cut[0]) == (0, 20, 12)
+    world.drain()
+    third = world.add([3] * 13 + [5] * 10, max_tokens)
+    world.step()
+    assert (third.num_cached, third.num_computed, third.cut[0]) == (12, 23, 20)
+    world.drain()
+    for sequence in (first, second, parted, third):
+        assert sequence.tokens == world.alone(sequence)
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_preempted_sequence_resumes_from_a_state(cuts: bool) -> None:
+    world = World(groups=(FULL, STATE), pages=(16, 6), seqs=4, budget=64, ends=False, cuts=cuts)
     sequences = [world.add([i] * 12, 30) for i in range(3)]
     world.drain()
     assert world.scheduler.num_preemptions > 0 and world.kv.num_hits > 0

@@ -15,6 +15,7 @@ import torch
 from anabranch import platforms
 from anabranch.config import EngineConfig
 from anabranch.engine.engine import Engine, make_engine
+from anabranch.layers.config import GatedDeltaConfig
 from anabranch.platforms.fake import FakePlatform
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
@@ -172,6 +173,38 @@ def test_answers_to_one_prompt_share_its_state(engine) -> None:
     (alone,) = run(engine(prefix_cache=False), [prompt])
     for updates in found:
         assert [token for token, _ in answer(updates)] == [token for token, _ in answer(alone)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"deterministic": True}, {"speculative": "ngram"}, {"graphs": "full"}], ids=str
+)
+def test_a_new_prompt_takes_one_step(engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """As many as without the prefix cache; and what begins like it is found where steps that end there have left it."""
+    rng = random.Random(5)
+    stem = draw(rng, 50)
+    prompts = [stem, stem, stem[:37] + draw(rng, 20), stem[:37] + draw(rng, 9), stem[:37] + draw(rng, 20), draw(rng, 3)]
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1, ignore_eos=True)
+
+    def numbers(**more: Any) -> list[tuple[int, int]]:
+        """Steps of each prompt, and its tokens that were found. The answers are the same."""
+        one, found = engine(**(options | more)), []
+        for prompt in prompts:
+            before = one.stats()["steps"]
+            (updates,) = run(one, [prompt], params)
+            found.append((one.stats()["steps"] - before, updates[-1].num_cached))
+            answers.setdefault(prompt, set()).add(answer(updates)[0][0])
+        return found
+
+    if options == {"graphs": "full"}:
+        monkeypatch.setattr(platforms, "current", FakePlatform)
+    answers: dict[tuple[int, ...], set[int]] = {}
+    assert numbers(prefix_cache=False) == [(1, 0)] * len(prompts)
+    # The third leaves the first after 36 tokens and ends after 56: a step keeps one of the two states on its way.
+    cached = [0, 48, 0, 36, 36, 0]
+    assert numbers() == list(zip([1, 1, 2, 1, 1, 1], cached, strict=True))
+    monkeypatch.setattr(GatedDeltaConfig, "keeps_cuts", False)
+    assert numbers() == list(zip([2, 1, 3, 2, 2, 1], cached, strict=True))
+    assert all(len(tokens) == 1 for tokens in answers.values())
 
 
 def test_graphs_leave_checkpoints_as_they_are(engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,8 @@ class HostStep(NamedTuple):
     """The most rows of a request."""
     tried: list[int] | None = None
     """Of each request, its rows if there are drafts among them, else 0; None: there are none."""
+    cuts: dict[int, tuple[int, ...]] = {}
+    """By request: after how many of its rows its states are kept too, and the page for it in each group with states."""
 
     def separate(self) -> HostStep:
         """The same step, each row as a request of its own; where every row samples. Rows are written into pages before
@@ -92,6 +94,8 @@ class StepMaker:
         page tables, so that kernels find these pages one after another. `num_ahead`: as in KVCache."""
         self.page_size = page_size
         self.states = states
+        self.num_parts = 2 + len(states) if states else 1
+        """Of what `pack_any` gives of requests: starts; where there are states, cuts and their pages."""
         self.num_ahead = num_ahead
         self.max_length = max_length
         self.device = device
@@ -141,6 +145,7 @@ class StepMaker:
         changed = [s for s, begin in zip(sequences, begins) if not begin % page_size or s.slot in joined]
         for sequence in sequences if self.num_ahead else changed:
             self._write_tables(sequence.slot, pages_of(sequence.id))
+        cuts: dict[int, tuple[int, ...]] = {}
         for sequence, begin, end, _ in several:
             count = end - begin
             slots += [sequence.slot] * count
@@ -148,6 +153,8 @@ class StepMaker:
             if end > len(sequence.tokens):  # drafts; else the last one is still on the device
                 tokens += sequence.drafts or [-1]
             ends += range(begin + 1, end + 1)
+            if sequence.cut:
+                cuts[len(starts) - 1] = sequence.cut[0] - begin, *sequence.cut[1:]
             starts.append(len(slots))
             self._write_tables(sequence.slot, pages_of(sequence.id))
         self.update_tables()
@@ -162,7 +169,7 @@ class StepMaker:
         if any(share.num_samples > 1 for share in several):
             tried = [end - begin if num_samples > 1 else 0 for _, begin, end, num_samples in shares]
         max_query = max((end - begin for _, begin, end, _ in several), default=1)
-        return HostStep(slots, tokens, ends, starts, logit_rows, max_query, tried)
+        return HostStep(slots, tokens, ends, starts, logit_rows, max_query, tried, cuts)
 
     def pack(self, rows: HostStep, num_rows: int) -> torch.Tensor:
         """packed_3R of ops.decode_inputs, in host memory, padded to `num_rows`; where every share is of one token."""
@@ -170,10 +177,14 @@ class StepMaker:
         return self._host(array("i", rows.padded(num_rows))).view(3, -1)
 
     def pack_any(self, rows: HostStep, num_rows: int) -> torch.Tensor:
-        """The first row of every request, then packed_3T, in host memory; requests of any number of tokens."""
+        """The first row of every request, cuts, then packed_3T, in host memory; requests of any number of tokens."""
         # One copy. Kernels are compiled apart for addresses that are not multiples of 16 bytes.
-        gap = [0] * (-len(rows.starts) % 4)
-        return self._host(array("i", rows.starts + gap + rows.padded(num_rows)))
+        width = -(-len(rows.starts) // 4) * 4
+        flat = [0] * (width * self.num_parts)
+        flat[: len(rows.starts)] = rows.starts
+        for r, cut in rows.cuts.items():
+            flat[width + r :: width] = cut
+        return self._host(array("i", flat + rows.padded(num_rows)))
 
     # -- on the device -------------------------------------------------------------------------------------------------
 
@@ -200,8 +211,9 @@ class StepMaker:
 
     def unpack_any(self, flat: torch.Tensor, num_requests: int, columns: int) -> Step:
         """The Step of what `pack_any` gave, on the device; all requests sample. Can be captured."""
-        num_starts = num_requests + 1
-        query_start_R, packed_3T = flat[:num_starts], flat[num_starts + -num_starts % 4 :].view(3, -1)
+        width = -(-(num_requests + 1) // 4) * 4
+        query_start_R, packed_3T = flat[: num_requests + 1], flat[width * self.num_parts :].view(3, -1)
+        rows_R, *pages = (flat[i * width :][:num_requests] for i in range(1, max(2, self.num_parts)))
         last_row_R = query_start_R[1:] - 1
         step = self.unpack(packed_3T.index_select(1, last_row_R), columns, padded=False)
         token_T, position_T, _, _, num_tokens = ops.decode_inputs(packed_3T, self.last_token_S)
@@ -214,6 +226,7 @@ class StepMaker:
             logit_row=last_row_R,
             max_query=packed_3T.shape[1],
             num_tokens=num_tokens,
+            cuts={group: (rows_R, page_R) for group, page_R in zip(self.states, pages)} or None,
         )
 
     def unpack(self, packed_3R: torch.Tensor, columns: int, *, padded: bool, drafts: bool = False) -> Step:
@@ -245,7 +258,7 @@ class StepMaker:
 
     def padding_of_one(self, num_rows: int) -> torch.Tensor:
         """What `pack_any` gives, on the device, of one request whose only row is padding, and padding."""
-        start = torch.tensor([0, 1, 0, 0], dtype=torch.int32, device=self.device)
+        start = torch.tensor([0, 1, 0, 0] + [0] * 4 * (self.num_parts - 1), dtype=torch.int32, device=self.device)
         return torch.cat((start, self.padding(num_rows).flatten()))
 
     def keep_tokens(self, slots: list[int], token_R: torch.Tensor) -> None:

@@ -73,6 +73,7 @@ class Engine:
             max_chunk=config.page_size,  # where groups that slide are short of pages, chunks shrink to this
             state_interval=config.state_interval,
             num_ahead=config.num_ahead,
+            cuts=all(getattr(layer.mixer, "keeps_cuts", layer.mixer.cache.policy.per_token) for layer in model.layers),
         )
         self.kv.longest = longest = self._longest(config.max_model_len)
         if longest < config.max_model_len:

@@ -11,9 +11,10 @@ After 10 tokens the next query, at position 10, sees 5 .. 10: slide gives back t
 
 States change with every token, so requests share copies of them, checkpoints in the tree: where a prompt's last whole
 page ends, where it leaves what others have computed, every `state_interval` tokens of a long one, and one in an answer.
-These are ends of pages, and chunks end there (`largest_chunk`): a state can be copied between two steps only. `copies`
-lists what is to be copied before the next step, in this order. A request that starts from a checkpoint gets a copy of
-it, or the page itself if there is no other. Checkpoints take pages that no request wants, and evict older ones.
+These are ends of pages, and chunks end there (`largest_chunk`): a state can be copied between two steps only. Where
+steps can store a state on their way (`cuts`), a chunk goes on beyond one such place (`cut`). `copies` lists what is to
+be copied before the next step, in this order. A request that starts from a checkpoint gets a copy of it, or the page
+itself if there is no other. Checkpoints take pages that no request wants, and evict older ones.
 """
 
 from collections import Counter
@@ -74,10 +75,11 @@ class KVCache:
         max_chunk: int,
         state_interval: int = NEVER,
         num_ahead: int = 0,
+        cuts: bool = False,
     ) -> None:
         """`num_pages` has one number a group; `max_chunk` is the most tokens of one request computed in one step;
         `state_interval`: tokens of a prompt after which a checkpoint is made where a chunk ends; `num_ahead`: further
-        tokens for which a request has pages, as far as it may become `longest`."""
+        tokens for which a request has pages, as far as it may become `longest`; `cuts`: see `cut`."""
         assert len(groups) == len(num_pages) > 0 and page_size > 0 and max_chunk > 0
         self.page_size = page_size
         self.policies = [group.policy for group in groups]
@@ -85,6 +87,7 @@ class KVCache:
         self.max_chunk = max_chunk
         self.state_interval = state_interval
         self.num_ahead = num_ahead
+        self.cuts = cuts
         self.longest = NEVER
         """Tokens that a request may have."""
         self.answer_interval = ANSWER_INTERVAL
@@ -203,7 +206,7 @@ class KVCache:
 
     def largest_chunk(self, id: str, num_computed: int, count: int) -> int:
         """How many of the next `count` tokens the groups that slide have pages for, at least 1, up to where a
-        checkpoint is to be made.
+        checkpoint is to be made; with `cuts`, up to where the second one is.
 
         A chunk longer than the window needs more pages at once than the request needs later: better a shorter chunk
         than to wait for pages that only the chunk needs. Other groups keep what they get, so there is nothing to gain.
@@ -213,11 +216,27 @@ class KVCache:
             for group, _ in self.tree.sliding:
                 count = min(count, capacity + free[group] * self.page_size - num_computed)
         if self.tree.states and (stops := self._requests[id].stops):
-            end = min(num_computed + count, stops[-1])
-            if end >= self._requests[id].next_state and (page_end := end - end % self.page_size) > num_computed:
-                end = page_end
+            end, due = num_computed + count, self._requests[id].next_state
+            if self.cuts and num_computed < stops[-1] < end:
+                *stops, cut = stops
+                due = cut + self.state_interval
+            if stops:
+                end = min(end, stops[-1])
+                if end >= min(due, stops[-1]) and (page_end := end - end % self.page_size) > num_computed:
+                    end = page_end
             count = end - num_computed
         return max(1, count)
+
+    def cut(self, id: str, begin: int, end: int) -> tuple[int, ...]:
+        """Of a chunk that has its pages, tokens [begin, end): the length at which the step is to store its states on
+        its way, and in each group with states the page for it. (): nowhere, or there are no pages. To be called when
+        all that the step computes has its pages, and before that is committed."""
+        request = self._requests[id]
+        if not request.stops or not self.cuts or not begin < request.stops[-1] < end:
+            return ()
+        at = request.stops[-1]
+        self._plan_state(request, at)
+        return (at, *pages) if (pages := self._take_states(request, at)) else ()
 
     def commit(self, id: str, tokens: Sequence[int], num_computed: int) -> None:
         """tokens[:num_computed] are known and computed: their whole pages may be shared from now on."""
@@ -232,28 +251,37 @@ class KVCache:
 
     def _keep_states(self, request: _Tables, num_computed: int) -> None:
         """Copy its states into a checkpoint, if it needs one there and there are pages."""
-        while request.stops and request.stops[-1] <= num_computed:
-            request.stops.pop()
         self._plan_state(request, num_computed)
         node, states = request.node, self.tree.states
         assert node is not None
         if node.alive and node.depth * self.page_size == num_computed:
             if all(node.pages[group] is not None for group in states):
                 return
+        if pages := self._take_states(request, num_computed):
+            self.copies += ((group, request.tables[group][0], page) for group, page in zip(states, pages))
+            self._add_states(request)
+
+    def _take_states(self, request: _Tables, num_tokens: int) -> list[int]:
+        """Pages for a checkpoint of this many tokens, which is pending then; none if there are none."""
         self._drop_pending(request)
-        if not all(self.num_free[group] for group in states):
-            return
+        if not all(self.num_free[group] for group in self.tree.states):
+            return []
         pages = []
-        for group in states:
+        for group in self.tree.states:
             if not self.pools[group].num_free:
                 self.tree.evict(group)
             pages += self.pools[group].allocate(1)
-            self.copies.append((group, request.tables[group][0], pages[-1]))
-        request.pending = num_computed, pages
-        self._add_states(request)
+        request.pending = num_tokens, pages
+        return pages
+
+    def has_stops(self, id: str) -> bool:
+        """Whether checkpoints of its prompt are still to be made."""
+        return bool(self._requests[id].stops)
 
     def _plan_state(self, request: _Tables, num_kept: int) -> None:
         """When its next checkpoint is due, the last having been made after `num_kept` tokens."""
+        while request.stops and request.stops[-1] <= num_kept:
+            request.stops.pop()
         request.next_state = num_kept + (self.state_interval if request.stops else self.answer_interval)
         if request.stops:
             request.next_state = min(request.next_state, request.stops[-1])

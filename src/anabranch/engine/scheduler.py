@@ -51,6 +51,8 @@ class Sequence:
     """The length at which it ends."""
     drafts: list[int] = field(default_factory=list)
     """Guesses of the tokens after `tokens`, which the launched step verifies."""
+    cut: tuple[int, ...] = ()
+    """Where the launched step keeps its states on its way; see KVCache.cut."""
     num_computed: int = 0
     """Tokens whose keys and values are in pages once all launched steps have run."""
     num_cached: int = 0
@@ -142,6 +144,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.admitted: list[Sequence] = []
         """By the last `schedule`."""
+        self.cut: list[Sequence] = []
+        """Those that the last `schedule` has cut."""
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -185,6 +189,9 @@ class Scheduler:
         Running sequences come first, those that miss a single token before those that miss many, so that a long prompt
         never delays the others' next tokens; then waiting ones by rank.
         """
+        for sequence in self.cut:
+            if sequence.slot >= 0:  # the step that keeps its states is launched: others may start from them
+                self.kv.commit(sequence.id, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
         budget = self.max_num_batched_tokens
         shares: list[Share] = []
         long: list[Sequence] = []
@@ -218,6 +225,11 @@ class Scheduler:
         if self.num_preemptions == preempted:
             shares += self._admit(budget)
         shares[num_single:] = sorted(shares[num_single:], key=lambda share: share.end - share.begin)
+        self.cut = []
+        if self.kv.shares_states:
+            for sequence, begin, end, _ in shares[num_single:]:
+                sequence.cut = self.kv.cut(sequence.id, begin, end)
+                self.cut += [sequence] if sequence.cut else []
         return shares
 
     def _missing(self, sequence: Sequence) -> int:
@@ -292,7 +304,7 @@ class Scheduler:
         """Whether one with the same prompt computes it now: this one can soon start from its states."""
         prompt, salt = sequence.request.prompt_ids, sequence.request.cache_salt
         return any(
-            s.num_computed < s.num_prompt and s.request.prompt_ids == prompt and s.request.cache_salt == salt
+            s.request.prompt_ids == prompt and s.request.cache_salt == salt and self.kv.has_stops(s.id)
             for s in self.running
         )
 

@@ -234,6 +234,8 @@ class GatedDeltaConfig:
     rope: ClassVar[None] = None
     verifies_drafts: ClassVar[bool] = True
     """The mixer has `draft_states`."""
+    keeps_cuts: ClassVar[bool] = True
+    """The mixer heeds `Step.cuts`."""
 
     @property
     def channels(self) -> int:

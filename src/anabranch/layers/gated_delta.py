@@ -68,6 +68,8 @@ class GatedDelta(nn.Module):
                 return y_THV
             context_len_R = drafts.other_len_R
         rest: tuple[Any, ...] = page_R, step.query_start_R, context_len_R, *parameters, step.max_query
+        if step.cuts is not None:
+            rest = *rest, *step.cuts[self.cache_group]
         others_THV = ops.gated_delta(ops.GatedDeltaCall(written, cache[0], cache[1], *rest))
         return others_THV if y_THV is None else others_THV + y_THV
 

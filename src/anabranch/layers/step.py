@@ -63,3 +63,6 @@ class Step:
     """A device scalar; rows from there on are padding. None: no padding."""
     drafts: Drafts | None = None
     """In models with states, if there are drafts."""
+    cuts: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+    """By cache group with states, where the step stores states on its way too, as checkpoints: after how many of each
+    request's rows (0: nowhere), and in which page; int32 both. None: nowhere."""

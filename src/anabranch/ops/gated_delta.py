@@ -13,6 +13,7 @@ T tokens of all requests one after another, R requests, G key heads of K numbers
 numbers, C = 2 · G · K + H · V convolved channels, L inputs that the convolution keeps (its width is L + 1), P pages.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -45,22 +46,29 @@ class GatedDeltaCall(NamedTuple):
     num_key_heads: int
     max_query: int = 0
     """At least the most rows of a request; 0: not known."""
+    cut_R: torch.Tensor | None = None
+    """int32: after how many of its rows a request's state is also stored in another page, as where a step ends; 0:
+    nowhere. None: of no request."""
+    cut_page_R: torch.Tensor | None = None
+    """int32: these pages."""
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
-    # Each request: (tokens in this step, context length after it).
+    # Each request: (tokens in this step, context length after it, and perhaps where it is cut).
     for label, requests, key_heads, heads, K, V, kept in (
         ("one prefill", [(7, 7)], 2, 4, 16, 16, 3),
         ("decode", [(1, 5), (1, 1), (1, 16)], 1, 2, 16, 32, 3),
         ("mixed, chunked", [(3, 9), (1, 12), (6, 6), (2, 3), (1, 1)], 2, 2, 32, 16, 3),
         ("long", [(130, 130), (70, 200)], 1, 2, 16, 16, 3),
+        ("cut", [(9, 9, 4), (1, 3), (5, 7, 2), (4, 4), (80, 90, 70)], 1, 2, 16, 16, 3),
         ("padding rows and an empty request", [(2, 6), (0, 0), (1, 1)], 1, 1, 16, 16, 1),
         ("a padded decode step, fp32 inputs kept", [(1, 5), (1, 1), (1, 0), (1, 0)], 2, 4, 16, 16, 3),
     ):
+        cuts = [cut for _, _, *cut in requests]
         start = [0]
-        for n, _ in requests:
+        for n, *_ in requests:
             start.append(start[-1] + n)
-        tokens, pages = start[-1] + (3 if label.startswith("padding") else 0), len(requests) + 2
+        tokens, pages = start[-1] + (3 if label.startswith("padding") else 0), len(requests) * (1 + any(cuts)) + 2
         channels = 2 * key_heads * K + heads * V
 
         def draw(*shape: int) -> torch.Tensor:
@@ -69,8 +77,9 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         state_PHKV, conv_PLC = draw(pages, heads, K, V) * 0.3, draw(pages, kept, channels).to(dtype)
         if "fp32" in label:
             conv_PLC = conv_PLC.float()
-        page_R = (1 + torch.randperm(pages - 1, generator=generator)[: len(requests)]).int()
-        for r, (n, length) in enumerate(requests):
+        order = (1 + torch.randperm(pages - 1, generator=generator)).int()
+        page_R = order[: len(requests)].clone()
+        for r, (n, length, *_) in enumerate(requests):
             if 0 < n == length:  # what a page holds before the first token does not count
                 state_PHKV[page_R[r]] = conv_PLC[page_R[r]] = float("nan")
         call = GatedDeltaCall(
@@ -79,14 +88,16 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
             state_PHKV=state_PHKV,
             page_R=page_R,
             query_start_R=torch.tensor(start, dtype=torch.int32),
-            context_len_R=torch.tensor([length for _, length in requests], dtype=torch.int32),
+            context_len_R=torch.tensor([length for _, length, *_ in requests], dtype=torch.int32),
             conv_weight_CW=(draw(channels, kept + 1) * 0.5).to(dtype),
             decay_log_H=draw(heads) * 0.5,
             dt_bias_H=draw(heads),
             norm_weight_V=(1 + 0.1 * draw(V)).to(dtype),
             eps=1e-6,
             num_key_heads=key_heads,
-            max_query=0 if "chunked" in label else max(n for n, _ in requests),
+            max_query=0 if "chunked" in label else max(n for n, *_ in requests),
+            cut_R=torch.tensor([sum(cut) for cut in cuts], dtype=torch.int32) if any(cuts) else None,
+            cut_page_R=order[-len(requests) :].clone() if any(cuts) else None,
         )
         yield label, {"call": call}
 
@@ -123,6 +134,23 @@ def gated_norm(call: GatedDeltaCall, o_THV: torch.Tensor, z_THV: torch.Tensor) -
     return y_THV.to(z_THV.dtype)
 
 
+def request_rows(call: GatedDeltaCall) -> Iterator[tuple[int, slice, int, int]]:
+    """(request, its rows, its page, tokens before these rows) of the requests that have rows. One that is cut comes
+    twice, with its rows up to there and those after; meanwhile its state is copied."""
+    starts, lengths = call.query_start_R.tolist(), call.context_len_R.tolist()
+    cuts = [0] * len(lengths) if call.cut_R is None else call.cut_R.tolist()
+    for r, page in enumerate(call.page_R.tolist()):
+        begin, end = starts[r : r + 2]
+        if begin < end and lengths[r]:
+            before = lengths[r] - (end - begin)
+            if cuts[r]:
+                assert call.cut_page_R is not None
+                yield r, slice(begin, begin + cuts[r]), page, before
+                for states in (call.conv_PLC, call.state_PHKV):
+                    states[call.cut_page_R[r]] = states[page]
+            yield r, slice(begin + cuts[r], end), page, before + cuts[r]
+
+
 def convolve(call: GatedDeltaCall, x_TC: torch.Tensor, page: int, first: bool) -> torch.Tensor:
     """silu of the convolution of one request's rows; its last inputs are kept."""
     kept = call.conv_PLC.shape[1]
@@ -140,19 +168,14 @@ def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
     without context, are padding: they touch no page, and their result is zero."""
     heads, V = call.state_PHKV.shape[1], call.state_PHKV.shape[3]
     y_THV = call.x_TX.new_zeros(call.x_TX.shape[0], heads, V)
-    start, lengths = call.query_start_R.tolist(), call.context_len_R.tolist()
-    for r, page in enumerate(call.page_R.tolist()):
-        rows = slice(start[r], start[r + 1])
-        num_rows = start[r + 1] - start[r]
-        if not num_rows or not lengths[r]:
-            continue
-        first = lengths[r] == num_rows
+    for _, rows, page, before in request_rows(call):
+        first = before == 0
         x_TC, z_THV, b_TH, a_TH = split_row(call, call.x_TX[rows])
         q, k, v = split_channels(call, convolve(call, x_TC, page, first))
         g_TH, beta_TH = gates(call, b_TH, a_TH)
         state_HKV = torch.zeros_like(call.state_PHKV[page]).float() if first else call.state_PHKV[page].float()
         o_THV = torch.empty_like(v)
-        for t in range(num_rows):
+        for t in range(len(v)):
             state_HKV = state_HKV * g_TH[t].exp()[:, None, None]
             delta_HV = (v[t] - (state_HKV * k[t, :, :, None]).sum(1)) * beta_TH[t, :, None]
             state_HKV = state_HKV + k[t, :, :, None] * delta_HV[:, None, :]

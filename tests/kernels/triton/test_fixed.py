@@ -268,6 +268,30 @@ def test_rows_of_gated_delta(device: str, dtype: torch.dtype) -> None:
             assert torch.equal(one, other), ends
 
 
+@in_any_dtype
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("cut", [1, 2, 7])
+def test_a_cut_of_gated_delta(device: str, dtype: torch.dtype, before: int, cut: int) -> None:
+    """What the page of the cut holds is what a step to there leaves, and the rest as without it."""
+    G, H, W, (K, V, length) = 1, 2, 4, (16, 16, 9) if device == "cpu" else (128, 128, 150)
+    C = 2 * G * K + H * V
+    x_TX = normal(length, C + H * V + 2 * H, device=device, dtype=dtype)
+    parameters = [normal(*shape, device=device) for shape in ((C, W), (H,), (H,), (V,))]
+    kept = normal(3, W - 1, C, device=device), normal(3, H, K, V, device=device)
+
+    def compute(end: int, cut: int = 0) -> tuple[torch.Tensor, ...]:
+        conv_PLC, state_PHKV = (x.clone() for x in kept)
+        integers = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([1], [0, end], [before + end])]
+        cuts = [torch.tensor([x], dtype=torch.int32, device=device) for x in (cut, 2)] if cut else [None, None]
+        call = GatedDeltaCall(x_TX[:end], conv_PLC, state_PHKV, *integers, *parameters, 1e-6, G, 0, *cuts)
+        return gated_delta.gated_delta(call), conv_PLC, state_PHKV
+
+    whole, part, found = compute(length), compute(cut), compute(length, cut)
+    assert torch.equal(found[0], whole[0])
+    for one, other, to_the_cut in zip(found[1:], whole[1:], part[1:], strict=True):
+        assert torch.equal(one[:2], other[:2]) and torch.equal(one[2], to_the_cut[1])
+
+
 @pytest.mark.parametrize("machine", ["any", "hopper", "hopper without Gluon"])
 def test_tiles_of_experts_use_one_matrix_unit(machine: str) -> None:
     """Hopper's wide one, with 64 rows of tokens or of weights, or never. Elsewhere there is one tile."""

@@ -285,6 +285,74 @@ def test_in_several_steps(steps: list[int], device: str) -> None:
             assert distance(found, wanted) <= allowed
 
 
+def cut(call: GatedDeltaCall, cuts: list[int]) -> GatedDeltaCall:
+    """With pages for the cuts, after those of the call."""
+    pages = call.conv_PLC.shape[0]
+    conv_PLC, state_PHKV = (
+        torch.full((pages + len(cuts), *x.shape[1:]), float("nan"), dtype=x.dtype)
+        for x in (call.conv_PLC, call.state_PHKV)
+    )
+    conv_PLC[:pages], state_PHKV[:pages] = call.conv_PLC, call.state_PHKV
+    cut_R, cut_page_R = torch.tensor(cuts, dtype=torch.int32), pages + torch.randperm(len(cuts)).int()
+    return call._replace(conv_PLC=conv_PLC, state_PHKV=state_PHKV, cut_R=cut_R, cut_page_R=cut_page_R)
+
+
+CUTS = [
+    ([(70, 70)], [16]),
+    ([(70, 75)], [64]),
+    ([(150, 150), (1, 9), (67, 69)], [130, 0, 2]),
+    ([(0, 0), (64, 70), (20, 20), (5, 0), (3, 5)], [0, 62, 0, 0, 2]),
+    ([(65, 66), (2, 4)], [1, 1]),
+]
+
+
+@everywhere
+@pytest.mark.parametrize("state", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("requests", "cuts"), CUTS)
+def test_a_cut_is_the_end_of_a_step(
+    requests: list[tuple[int, int]], cuts: list[int], state: torch.dtype, device: str
+) -> None:
+    """Results, states, and what the page of the cut holds: to the bit those of two steps with a copy between them, but
+    where a step has one token. And the reference's."""
+    for dtype in dtypes(device):
+        call = on(device, cut(draw(requests, dtype, key_heads=2, heads=4, state=state, padding=2), cuts))
+        y_THV, conv_PLC, state_PHKV = compute(call)
+        exact: GatedDeltaCall = copy({"call": call}, torch.device("cpu"))["call"]
+        exact = GatedDeltaCall(*(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in exact))
+        expected_THV = ops.gated_delta.reference(exact)
+        tolerance = 1e-2 if state == torch.float16 else ops.gated_delta.tolerance[dtype]
+        assert distance(y_THV, expected_THV) <= tolerance
+        given: GatedDeltaCall = copy({"call": call})["call"]
+        used: set[int] = set()
+        for r, ((n, length), first) in enumerate(zip(requests, cuts)):
+            begin, page, kept = int(call.query_start_R[r]), int(call.page_R[r]), int(call.cut_page_R[r])
+            for start, end in ((0, first), (first, n)) if n and length else ():
+                if start == end:
+                    continue
+                step = given._replace(
+                    x_TX=call.x_TX[begin + start : begin + end],
+                    page_R=call.page_R[r : r + 1],
+                    query_start_R=torch.tensor([0, end - start], dtype=torch.int32, device=device),
+                    context_len_R=torch.tensor([length - n + end], dtype=torch.int32, device=device),
+                    cut_R=None,
+                    cut_page_R=None,
+                )
+                found_THV, where = kernel.gated_delta(step).cpu(), page if end == n else kept
+                used.add(where)
+                if end < n:
+                    given.conv_PLC[kept], given.state_PHKV[kept] = given.conv_PLC[page], given.state_PHKV[page]
+                assert same_bits(conv_PLC[where], given.conv_PLC[where].cpu())
+                pairs = (y_THV[begin + start : begin + end], found_THV), (state_PHKV[where], given.state_PHKV[where])
+                for one, other in pairs:
+                    if min(first or n, n - first) > 1 or n == 1:
+                        assert same_bits(one, other.cpu())
+                    assert distance(one, other.cpu()) <= 2 * tolerance
+                assert distance(state_PHKV[where], exact.state_PHKV[where]) <= 2 * tolerance
+        for page in set(range(len(conv_PLC))) - used:
+            assert same_bits(conv_PLC[page], call.conv_PLC[page].cpu())
+            assert same_bits(state_PHKV[page], call.state_PHKV[page].cpu())
+
+
 @everywhere
 def test_keys_that_are_all_alike(device: str) -> None:
     """The matrix that is inverted is then as bad as it can be: all ones below the diagonal, with β = 1 and no decay.

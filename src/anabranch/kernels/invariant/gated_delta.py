@@ -6,7 +6,7 @@ import torch
 
 from anabranch import ops
 from anabranch.kernels.invariant.blocks import threads
-from anabranch.ops.gated_delta import DeltaAcceptCall, DeltaDraftsCall, GatedDeltaCall
+from anabranch.ops.gated_delta import DeltaAcceptCall, DeltaDraftsCall, GatedDeltaCall, request_rows
 
 ONE_ROW = torch.tensor([0, 1])
 PAGE = torch.tensor([0])
@@ -27,13 +27,10 @@ def _rows(
 @ops.gated_delta.kernel("invariant", on=("cpu", "fake"))
 def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
     y_THV = call.x_TX.new_zeros(call.x_TX.shape[0], *call.state_PHKV.shape[1::2])
-    starts, lengths = call.query_start_R.tolist(), call.context_len_R.tolist()
     with threads(1):
-        for r, page in enumerate(call.page_R.tolist()):
-            rows, before = slice(starts[r], starts[r + 1]), lengths[r] - starts[r + 1] + starts[r]
-            if rows.start < rows.stop and lengths[r]:
-                states = call.conv_PLC[page], call.state_PHKV[page]
-                y_THV[rows] = _rows(call.x_TX[rows], *states, before, *call[6:12])
+        for _, rows, page, before in request_rows(call):
+            states = call.conv_PLC[page], call.state_PHKV[page]
+            y_THV[rows] = _rows(call.x_TX[rows], *states, before, *call[6:12])
     return y_THV
 
 

@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as functional
 
 from anabranch import ops
-from anabranch.ops.gated_delta import GatedDeltaCall, convolve, gated_norm, gates, split_channels, split_row
+from anabranch.ops.gated_delta import (
+    GatedDeltaCall,
+    convolve,
+    gated_norm,
+    gates,
+    request_rows,
+    split_channels,
+    split_row,
+)
 
 CHUNK = 64
 
@@ -20,15 +28,14 @@ CHUNK = 64
 @ops.gated_delta.kernel("torch", on=("cpu", "fake"))
 def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
     y_THV = call.x_TX.new_zeros(call.x_TX.shape[0], *call.state_PHKV.shape[1::2])
-    starts, lengths, pages = call.query_start_R.tolist(), call.context_len_R.tolist(), call.page_R.tolist()
-    single = []
-    for r, (page, begin, end, length) in enumerate(zip(pages, starts, starts[1:], lengths)):
-        if length and end - begin == 1:
-            single.append(r)
-        elif length and end > begin:
-            y_THV[begin:end] = _prefill(call, slice(begin, end), page, length == end - begin)
+    counts, single = call.query_start_R.diff().tolist(), {}
+    for r, rows, page, before in request_rows(call):
+        if counts[r] == 1:
+            single[r] = rows.start
+        else:
+            y_THV[rows] = _prefill(call, rows, page, before == 0)
     if single:
-        y_THV[[starts[r] for r in single]] = _decode(call, single, [starts[r] for r in single])
+        y_THV[list(single.values())] = _decode(call, list(single), list(single.values()))
     return y_THV
 
 

@@ -53,7 +53,7 @@ ROWS_ELEMENTS = 1024
 def accepts(call: GatedDeltaCall) -> bool:
     x_TX, conv_PLC, state_PHKV = call.x_TX, call.conv_PLC, call.state_PHKV
     parameters = call.conv_weight_CW, call.decay_log_H, call.dt_bias_H, call.norm_weight_V
-    integers = call.page_R, call.query_start_R, call.context_len_R
+    integers = call.page_R, call.query_start_R, call.context_len_R, *cuts_of(call)
     H, K, V = state_PHKV.shape[1:]
     return (
         x_TX.dtype in FLOATS
@@ -107,8 +107,13 @@ def do_rows(call: GatedDeltaCall) -> torch.Tensor:
     states, weights = (call.conv_PLC, call.state_PHKV), (call.conv_weight_CW, call.decay_log_H, call.dt_bias_H)
     x_TX, norm_weight_V, num_key_heads = call.x_TX, call.norm_weight_V, call.num_key_heads
     rows = DeltaDraftsCall(x_TX, x_TX, *states, *requests, *weights, norm_weight_V, call.eps, num_key_heads)
-    y_THV = launch_rows(rows, store=True)
-    launch_inputs(x_TX[None], call.conv_PLC[None], requests, call.state_PHKV.shape[1:], num_key_heads)
+    cut_R, cut_page_R = cuts_of(call)
+    y_THV = launch_rows(rows, True, cut_R, cut_page_R)
+    sizes = call.state_PHKV.shape[1:], num_key_heads
+    if call.cut_R is not None:
+        cut = call.page_R, starts_R[:-1], torch.minimum(cut_R, count_R), requests[3]
+        launch_inputs(x_TX[None], call.conv_PLC[None], cut, cut_page_R, *sizes)
+    launch_inputs(x_TX[None], call.conv_PLC[None], requests, call.page_R, *sizes)
     return y_THV
 
 
@@ -116,7 +121,7 @@ def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]
     x_TX, (T, H, V), K, G = call.x_TX, y_THV.shape, options["K"], options["G"]
     R, device, fp32 = call.page_R.shape[0], x_TX.device, x_TX.dtype == torch.float32
     chunk = SMALL_CHUNK if device.type != "cpu" and (fp32 or min(K, V) < 64) else CHUNK
-    requests = call.query_start_R, call.context_len_R
+    cuts, requests = cuts_of(call), (call.query_start_R, call.context_len_R)
     qk_TGK = torch.empty(2, T, G, K, dtype=x_TX.dtype, device=device)
     w_THK = torch.empty(T, H, K, dtype=x_TX.dtype, device=device)
     qk_THN = torch.empty(T, H, chunk, dtype=x_TX.dtype, device=device)
@@ -129,9 +134,9 @@ def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]
     )  # fmt: skip
     # Triton 3.6's products by four warps of Hopper read beyond shared memory where rows have less than 128 bytes.
     warps = 4 if fp32 or min(K, V) >= 64 else 2
-    prepare_chunks[(H, T // chunk + R + 1)](
-        x_TX, call.conv_PLC, call.page_R, *requests, call.decay_log_H, call.dt_bias_H,
-        *qk_TGK, w_THK, y_THV, qk_THN, sum_TH, T, R, *strides,
+    prepare_chunks[(H, T // chunk + 2 * R)](
+        x_TX, call.conv_PLC, call.page_R, *requests, *cuts, call.decay_log_H, call.dt_bias_H,
+        *qk_TGK, w_THK, y_THV, qk_THN, sum_TH, R, *strides,
         LEVELS=chunk.bit_length() - 1, PRECISION=precision(x_TX), N=chunk, num_warps=warps, num_stages=1,
         **searched, **options,
     )  # fmt: skip
@@ -140,7 +145,7 @@ def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]
     if hopper is None:
         columns = min(COLUMNS, V)
         scan_chunks[(V // columns, H, R)](
-            state_PHKV, call.page_R, *requests, *qk_TGK, w_THK, qk_THN, sum_TH, y_THV, R, state_PHKV.stride(0),
+            state_PHKV, call.page_R, *requests, *cuts, *qk_TGK, w_THK, qk_THN, sum_TH, y_THV, R, state_PHKV.stride(0),
             N=chunk, BV=columns, num_warps=warps, num_stages=1 if fp32 else 2, **options,
         )  # fmt: skip
     else:
@@ -149,7 +154,7 @@ def do_chunks(call: GatedDeltaCall, y_THV: torch.Tensor, options: dict[str, Any]
         made = (*qk_TGK, K), (w_THK, K), (qk_THN, chunk), (y_THV, columns)
         hopper.scan_chunks_hopper[(V // columns, H, R)](
             *(hopper.descriptor(x, width, chunk) for *several, width in made for x in several),
-            state_PHKV, call.page_R, *requests, sum_TH, y_THV, R, state_PHKV.stride(0),
+            state_PHKV, call.page_R, *requests, *cuts, sum_TH, y_THV, R, state_PHKV.stride(0),
             N=chunk, BV=columns, STAGES=HOPPER_STAGES[columns], num_warps=4, **options,
         )  # fmt: skip
     rows = max(1, ROWS_ELEMENTS // V)
@@ -178,16 +183,16 @@ def accepts_drafts(call: DeltaDraftsCall) -> bool:
 
 @ops.gated_delta_drafts.kernel("triton", on=("cuda", "hip", "xpu"), accepts=accepts_drafts)
 def gated_delta_drafts(call: DeltaDraftsCall) -> torch.Tensor:
-    return launch_rows(call, store=False)
+    return launch_rows(call, False, call.page_R, call.page_R)
 
 
-def launch_rows(call: DeltaDraftsCall, store: bool) -> torch.Tensor:
+def launch_rows(call: DeltaDraftsCall, store: bool, cut_R: torch.Tensor, cut_page_R: torch.Tensor) -> torch.Tensor:
     x_TX, (H, K, V), G = call.x_TX, call.state_PHKV.shape[1:], call.num_key_heads
     y_THV = x_TX.new_zeros(x_TX.shape[0], H, V)
     W = call.conv_weight_CW.shape[1]
     if call.page_R.shape[0]:
         try_rows[(H, call.page_R.shape[0])](
-            *call[:12], y_THV,
+            *call[:12], y_THV, cut_R, cut_page_R,
             x_TX.stride(0), call.kept_NX.stride(0), call.conv_PLC.stride(0), call.state_PHKV.stride(0), call.eps,
             G=G, HG=H // G, K=K, V=V, W=W, WP=next_power_of_2(W), STORE=store,
             num_warps=max(1, K * V // 2048), **launch_options(x_TX.device),
@@ -199,13 +204,14 @@ def launch_inputs(
     kept_MNX: torch.Tensor,
     conv_MPLC: torch.Tensor,
     requests: tuple[torch.Tensor, ...],
+    target_R: torch.Tensor,
     heads: tuple[int, ...],
     num_key_heads: int,
 ) -> None:
     (H, K, V), G, W = heads, num_key_heads, conv_MPLC.shape[2] + 1
     strides = *kept_MNX.stride()[:2], *conv_MPLC.stride()[:2]
     keep_inputs[(2 * G + H, requests[0].shape[0], conv_MPLC.shape[0])](
-        kept_MNX, conv_MPLC, *requests, *strides,
+        kept_MNX, conv_MPLC, *requests, target_R, *strides,
         G=G, HG=H // G, K=K, V=V, W=W, num_warps=1, **launch_options(kept_MNX.device),
     )  # fmt: skip
 
@@ -239,7 +245,7 @@ def gated_delta_accept(call: DeltaAcceptCall) -> None:
         for m in range(M):
             layer = kept_MNX[m], kept_MNX[m], conv_MPLC[m], state_MPHKV[m]
             weights = call.conv_weight_MCW[m], call.decay_log_MH[m], call.dt_bias_MH[m], one_V
-            launch_rows(DeltaDraftsCall(*layer, *requests, *weights, 1e-6, G), store=True)
+            launch_rows(DeltaDraftsCall(*layer, *requests, *weights, 1e-6, G), True, no_cuts(one_V.device), call.page_R)
     else:
         strides = *kept_MNX.stride()[:2], *conv_MPLC.stride()[:2], *state_MPHKV.stride()[:2]
         accept_rows[(H, R, M)](
@@ -247,7 +253,7 @@ def gated_delta_accept(call: DeltaAcceptCall) -> None:
             G=G, HG=H // G, K=K, V=V, W=W, WP=next_power_of_2(W),
             num_warps=max(1, K * V // 2048), **launch_options(kept_MNX.device),
         )  # fmt: skip
-    launch_inputs(kept_MNX, conv_MPLC, requests, (H, K, V), G)
+    launch_inputs(kept_MNX, conv_MPLC, requests, call.page_R, (H, K, V), G)
 
 
 def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -259,6 +265,18 @@ def precision(x_TX: torch.Tensor) -> str:
     if x_TX.dtype == torch.float32 or torch.version.hip is not None:
         return "ieee"
     return "fp16" if x_TX.dtype == torch.bfloat16 else "tf32x3"
+
+
+def cuts_of(call: GatedDeltaCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where requests are cut, and the pages for it: tensors in any case, so that kernels have one version."""
+    if call.cut_R is None or call.cut_page_R is None:
+        return no_cuts(call.x_TX.device), call.page_R
+    return call.cut_R, call.cut_page_R
+
+
+@functools.cache
+def no_cuts(device: torch.device) -> torch.Tensor:
+    return lasting_zeros(device, MANY_REQUESTS[-1])
 
 
 @functools.cache

@@ -12,7 +12,8 @@ inverse of I + A:
 
 `convolve_chunks` and `prepare_chunks` do for all chunks at once what does not need S, `scan_chunks` goes from chunk to
 chunk, and `norm_rows` normalises and gates what that has written. Requests with one new token, and padding, are left to
-step_heads, which comes last: until then their rows may hold anything.
+step_heads, which comes last: until then their rows may hold anything. Where a request is cut a chunk ends, so that both
+parts are computed as by two steps.
 
 The inputs of the convolution that a page keeps are replaced by prepare_chunks: convolve_chunks has read them by then.
 The result is in the place of U, and U in that of the values. Operands of products have the dtype of the inputs, but for
@@ -26,6 +27,24 @@ from anabranch.kernels.triton.attention_decode import load_request
 from anabranch.kernels.triton.attention_prefill import find_rows
 from anabranch.kernels.triton.gated_delta_decode import gate, norm_gated
 from anabranch.kernels.triton.launch import wait_for_predecessor
+
+
+@triton.jit
+def find_chunk(query_start_R, context_len_R, cut_R, num_requests, i, b, N: tl.constexpr, DEPENDENT: tl.constexpr):
+    """(request, its first row, number of rows, context length, and of chunk b the first of its rows and the one after
+    its last); i is 0 .. RP. A request has a chunk more than its rows may need, for the cut."""
+    start = tl.load(query_start_R + i, mask=i <= num_requests, other=0, cache_modifier=".cg")
+    r = tl.sum(((i <= num_requests) & (start // N + 2 * i <= b)).to(tl.int32), 0) - 1
+    begin, end, length = load_request(query_start_R, context_len_R, r, r < num_requests)
+    cut = tl.load(cut_R + r, mask=r < num_requests, other=0, cache_modifier=".cg")
+    wait_for_predecessor(DEPENDENT, trigger=0)
+    first, after_cut = (b - 2 * r - begin // N) * N, tl.cdiv(cut, N) * N
+    is_before = first < after_cut
+    num_rows = end - begin
+    return (
+        r, begin, num_rows, length,
+        tl.where(is_before, first, first - after_cut + cut), tl.where(is_before, cut, num_rows),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -119,8 +138,8 @@ def convolve_chunks(
 
 
 @triton.jit
-def keep_last(x, x_stride, conv, channel, channels, num_rows, used, W: tl.constexpr):
-    """Replace the inputs that a page keeps by the last ones of a request; x is its first row."""
+def keep_last(x, x_stride, conv, target, channel, channels, num_rows, used, W: tl.constexpr):
+    """Keep the last inputs of a request in the page `target`, which may be its own; x is its first row."""
     inputs = ()
     for i in tl.static_range(W - 1):
         source = num_rows + (i - (W - 1))
@@ -131,37 +150,40 @@ def keep_last(x, x_stride, conv, channel, channels, num_rows, used, W: tl.conste
         inputs = inputs + (new + before.to(new.dtype),)
     tl.debug_barrier()  # rows are read before they are replaced
     for i in tl.static_range(W - 1):
-        tl.store(conv + i * channels + channel, inputs[i].to(conv.dtype.element_ty))
+        tl.store(target + i * channels + channel, inputs[i].to(conv.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+@triton.jit(do_not_specialize=["num_requests"])
 def prepare_chunks(
-    x_TX, conv_PLC, page_R, query_start_R, context_len_R, decay_log_H, dt_bias_H,
-    q_TGK, k_TGK, w_THK, v_THV, qk_THN, sum_TH, num_tokens, num_requests, x_stride, conv_stride,
+    x_TX, conv_PLC, page_R, query_start_R, context_len_R, cut_R, cut_page_R, decay_log_H, dt_bias_H,
+    q_TGK, k_TGK, w_THK, v_THV, qk_THN, sum_TH, num_requests, x_stride, conv_stride,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     N: tl.constexpr, LEVELS: tl.constexpr, RP: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A chunk of a request and a value head. U replaces the values."""
     H: tl.constexpr = G * HG
     C: tl.constexpr = 2 * G * K + H * V
-    h, b = tl.program_id(0), tl.program_id(1)
+    h = tl.program_id(0)
     g = h // HG
-    r, begin, num_rows, _, length, first_row = find_rows(
-        query_start_R, context_len_R, num_requests, num_tokens, 0, tl.arange(0, RP), b, 1, N, DEPENDENT
+    r, begin, num_rows, length, first_row, last_row = find_chunk(
+        query_start_R, context_len_R, cut_R, num_requests, tl.arange(0, RP), tl.program_id(1), N, DEPENDENT
     )
-    if (r >= num_requests) | (num_rows < 2) | (first_row >= num_rows) | (length == 0):
+    if (num_rows < 2) | (first_row >= last_row) | (length == 0):
         return
     if first_row == 0:
-        x, used = x_TX + begin.to(tl.int64) * x_stride, length > num_rows
-        conv = conv_PLC + tl.load(page_R + r).to(tl.int64) * conv_stride
-        keep_last(x, x_stride, conv, 2 * G * K + h * V + tl.arange(0, V), C, num_rows, used, W)
-        if h % HG == 0:
-            keep_last(x, x_stride, conv, g * K + tl.arange(0, K), C, num_rows, used, W)
-            keep_last(x, x_stride, conv, (G + g) * K + tl.arange(0, K), C, num_rows, used, W)
+        x, used, page = x_TX + begin.to(tl.int64) * x_stride, length > num_rows, tl.load(page_R + r)
+        conv = conv_PLC + page.to(tl.int64) * conv_stride
+        for part in range(tl.where(last_row < num_rows, 0, 1), 2):  # at the cut, and at the end
+            target = tl.where(part == 0, tl.load(cut_page_R + r), page).to(tl.int64)
+            kept, end = conv_PLC + target * conv_stride, tl.where(part == 0, last_row, num_rows)
+            keep_last(x, x_stride, conv, kept, 2 * G * K + h * V + tl.arange(0, V), C, end, used, W)
+            if h % HG == 0:
+                keep_last(x, x_stride, conv, kept, g * K + tl.arange(0, K), C, end, used, W)
+                keep_last(x, x_stride, conv, kept, (G + g) * K + tl.arange(0, K), C, end, used, W)
     dtype = x_TX.dtype.element_ty
     token = (begin + first_row).to(tl.int64)
     n, k_K, v_V = tl.arange(0, N), tl.arange(0, K), tl.arange(0, V)
-    real = first_row + n < num_rows
+    real = first_row + n < last_row
     head, shared = token * H + h, (token * G + g) * K
     is_k, is_v = real[:, None] & (k_K >= 0)[None, :], real[:, None] & (v_V >= 0)[None, :]
     k = tl.load(k_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
@@ -191,7 +213,7 @@ def prepare_chunks(
 
 @triton.jit(do_not_specialize=["num_requests"])
 def scan_chunks(
-    state_PHKV, page_R, query_start_R, context_len_R,
+    state_PHKV, page_R, query_start_R, context_len_R, cut_R, cut_page_R,
     q_TGK, k_TGK, w_THK, qk_THN, sum_TH, y_THV, num_requests, state_stride,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     N: tl.constexpr, BV: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -201,6 +223,7 @@ def scan_chunks(
     s, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = h // HG
     begin, end, length = load_request(query_start_R, context_len_R, r, r < num_requests)
+    cut, cut_page = tl.load(cut_R + r), tl.load(cut_page_R + r).to(tl.int64)
     wait_for_predecessor(DEPENDENT, trigger=0)
     num_rows = end - begin
     if (num_rows < 2) | (length == 0):
@@ -209,30 +232,35 @@ def scan_chunks(
     dtype = y_THV.dtype.element_ty
     page = tl.load(page_R + r).to(tl.int64)
     n, k_K, v_V = tl.arange(0, N), tl.arange(0, K), s * BV + tl.arange(0, BV)
-    place = state_PHKV + page * state_stride + h * (K * V) + k_K[:, None] * V + v_V[None, :]
-    state_KV = tl.load(place, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
-    for first_row in range(0, num_rows, N):
-        real = first_row + n < num_rows
-        token = (begin + first_row).to(tl.int64)
-        head, shared = token * H + h, (token * G + g) * K
-        is_k, is_v = real[:, None] & (k_K >= 0)[None, :], real[:, None] & (v_V >= 0)[None, :]
-        w = tl.load(w_THK + head * K + n[:, None] * (H * K) + k_K[None, :], mask=is_k, other=0.0)
-        u_ptr = y_THV + head * V + n[:, None] * (H * V) + v_V[None, :]
-        u = tl.load(u_ptr, mask=is_v, other=0.0)
-        q = tl.load(q_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
-        k = tl.load(k_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
-        qk_ptr = qk_THN + head * N + n[:, None] * (H * N) + n[None, :]
-        qk = tl.load(qk_ptr, mask=real[:, None] & (n >= 0)[None, :], other=0.0)
-        sum_N = tl.load(sum_TH + head + n * H, mask=real, other=0.0)
-        last = tl.load(sum_TH + head + tl.minimum(N, num_rows - first_row) * H - H)
-        state_d = state_KV.to(dtype)
-        delta = u.to(tl.float32) - tl.dot(w, state_d, input_precision="ieee")
-        o = tl.dot(q, state_d, input_precision="ieee") * tl.exp(sum_N)[:, None]
-        o = tl.dot(qk, delta.to(dtype), o, input_precision="ieee")
-        tl.store(u_ptr, o.to(dtype), mask=is_v)
-        delta *= tl.exp(last - sum_N)[:, None]
-        state_KV = tl.dot(tl.trans(k), delta.to(dtype), state_KV * tl.exp(last), input_precision="ieee")
-    tl.store(place, state_KV.to(state_PHKV.dtype.element_ty))
+    place = state_PHKV + h * (K * V) + k_K[:, None] * V + v_V[None, :]
+    state_KV = tl.load(place + page * state_stride, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
+    for part in range(tl.where(cut > 0, 0, 1), 2):  # up to the cut, and from there on
+        first, last_row = tl.where(part == 0, 0, cut), tl.where(part == 0, cut, num_rows)
+        target = tl.where(part == 0, cut_page, page)
+        for first_row in range(first, last_row, N):
+            real = first_row + n < last_row
+            token = (begin + first_row).to(tl.int64)
+            head, shared = token * H + h, (token * G + g) * K
+            is_k, is_v = real[:, None] & (k_K >= 0)[None, :], real[:, None] & (v_V >= 0)[None, :]
+            w = tl.load(w_THK + head * K + n[:, None] * (H * K) + k_K[None, :], mask=is_k, other=0.0)
+            u_ptr = y_THV + head * V + n[:, None] * (H * V) + v_V[None, :]
+            u = tl.load(u_ptr, mask=is_v, other=0.0)
+            q = tl.load(q_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
+            k = tl.load(k_TGK + shared + n[:, None] * (G * K) + k_K[None, :], mask=is_k, other=0.0)
+            qk_ptr = qk_THN + head * N + n[:, None] * (H * N) + n[None, :]
+            qk = tl.load(qk_ptr, mask=real[:, None] & (n >= 0)[None, :], other=0.0)
+            sum_N = tl.load(sum_TH + head + n * H, mask=real, other=0.0)
+            last = tl.load(sum_TH + head + tl.minimum(N, last_row - first_row) * H - H)
+            state_d = state_KV.to(dtype)
+            delta = u.to(tl.float32) - tl.dot(w, state_d, input_precision="ieee")
+            o = tl.dot(q, state_d, input_precision="ieee") * tl.exp(sum_N)[:, None]
+            o = tl.dot(qk, delta.to(dtype), o, input_precision="ieee")
+            tl.store(u_ptr, o.to(dtype), mask=is_v)
+            delta *= tl.exp(last - sum_N)[:, None]
+            state_KV = tl.dot(tl.trans(k), delta.to(dtype), state_KV * tl.exp(last), input_precision="ieee")
+        stored = state_KV.to(state_PHKV.dtype.element_ty)
+        tl.store(place + target * state_stride, stored)
+        state_KV = stored.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])

@@ -31,12 +31,12 @@ def load_row(x, x_stride, conv, channel, channels, n, used, W: tl.constexpr, WP:
 @triton.jit
 def try_rows(
     x_TX, kept_NX, conv_PLC, state_PHKV, page_R, row_R, count_R, start_R,
-    conv_weight_CW, decay_log_H, dt_bias_H, norm_weight_V, y_THV,
+    conv_weight_CW, decay_log_H, dt_bias_H, norm_weight_V, y_THV, cut_R, cut_page_R,
     x_stride, kept_stride, conv_stride, state_stride, eps,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     WP: tl.constexpr, STORE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """STORE: the rows count, so the state is stored, and no inputs are kept."""
+    """STORE: the rows count, so the state is stored, also where a request is cut, and no inputs are kept."""
     H: tl.constexpr = G * HG
     C: tl.constexpr = 2 * G * K + H * V
     h, r = tl.program_id(0), tl.program_id(1)
@@ -54,8 +54,8 @@ def try_rows(
         return
     used, page, row = tl.load(start_R + r) > 0, tl.load(page_R + r).to(tl.int64), tl.load(row_R + r).to(tl.int64)
     x, conv = x_TX + row * x_stride, conv_PLC + page * conv_stride
-    place = state_PHKV + page * state_stride + h * (K * V) + k_K[:, None] * V + v_V[None, :]
-    state_KV = tl.load(place, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
+    place = state_PHKV + h * (K * V) + k_K[:, None] * V + v_V[None, :]
+    state_KV = tl.load(place + page * state_stride, mask=used & (k_K >= 0)[:, None], other=0.0).to(tl.float32)
     for n in range(count):
         x_n, kept = x + n * x_stride, kept_NX + (row + n) * kept_stride
         a, b = tl.load(x_n + C + H * V + H + h), tl.load(x_n + C + H * V + h)
@@ -79,8 +79,12 @@ def try_rows(
         state_KV += k[:, None] * delta[None, :]
         y = norm_gated(o[None, :], z[None, :], norm_weight, eps, y_THV.dtype.element_ty)
         tl.store(y_THV + ((row + n) * H + h) * V + v_V[None, :], y)
+        if STORE:
+            if n + 1 == tl.load(cut_R + r):
+                cut_page = tl.load(cut_page_R + r).to(tl.int64)
+                tl.store(place + cut_page * state_stride, state_KV.to(state_PHKV.dtype.element_ty))
     if STORE:
-        tl.store(place, state_KV.to(state_PHKV.dtype.element_ty))
+        tl.store(place + page * state_stride, state_KV.to(state_PHKV.dtype.element_ty))
 
 
 @triton.jit
@@ -122,10 +126,10 @@ def accept_rows(
 
 @triton.jit
 def keep_inputs(
-    kept_MNX, conv_MPLC, page_R, row_R, count_R, start_R, kept_stride, row_stride, convs_stride, conv_stride,
+    kept_MNX, conv_MPLC, page_R, row_R, count_R, start_R, target_R, kept_stride, row_stride, convs_stride, conv_stride,
     G: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A head of queries, of keys or of values, a request, a layer."""
+    """A head of queries, of keys or of values, a request, a layer. Inputs go to the pages `target_R`."""
     C: tl.constexpr = 2 * G * K + G * HG * V
     head, r, m = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_predecessor(DEPENDENT)
@@ -134,7 +138,8 @@ def keep_inputs(
         return
     used, page, row = tl.load(start_R + r) > 0, tl.load(page_R + r).to(tl.int64), tl.load(row_R + r).to(tl.int64)
     x, conv = kept_MNX + m * kept_stride + row * row_stride, conv_MPLC + m * convs_stride + page * conv_stride
+    target = conv_MPLC + m * convs_stride + tl.load(target_R + r).to(tl.int64) * conv_stride
     if head < 2 * G:
-        keep_last(x, row_stride, conv, head * K + tl.arange(0, K), C, count, used, W)
+        keep_last(x, row_stride, conv, target, head * K + tl.arange(0, K), C, count, used, W)
     else:
-        keep_last(x, row_stride, conv, 2 * G * K + (head - 2 * G) * V + tl.arange(0, V), C, count, used, W)
+        keep_last(x, row_stride, conv, target, 2 * G * K + (head - 2 * G) * V + tl.arange(0, V), C, count, used, W)
