@@ -13,6 +13,7 @@ from anabranch.loader import names
 from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
 from anabranch.loader.load import build, load_model
 from anabranch.models.config import read_config
+from anabranch.models.decoder import Decoder
 from tests.models import tiny
 
 BY_NAME = {case.name: case for case in tiny.CASES}
@@ -104,7 +105,7 @@ def test_wrong_shape(folder: Path) -> None:
 
 def test_refusals_come_before_memory_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change_tensors(folder, lambda tensors: tensors.pop(an_expert_tensor(folder)))
-    monkeypatch.setattr(torch.nn.Module, "to_empty", lambda *_, **__: pytest.fail("took memory before refusing"))
+    monkeypatch.setattr(Decoder, "to_empty", lambda *_, **__: pytest.fail("took memory before refusing"))
     with pytest.raises(CheckpointError):
         load_model(folder)
 

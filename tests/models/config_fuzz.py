@@ -449,11 +449,21 @@ Verdict = Literal["equal", "refused", "transformers fails", "different", "wrong 
 
 
 @dataclass(frozen=True, slots=True)
+class Theirs:
+    logits: torch.Tensor
+    weights: dict[str, torch.Tensor]
+    digest: bytes
+    """Of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """What was computed before, of variants that say the same in other words."""
 
     verdicts: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
     """By the text of config.json."""
+    theirs: dict[str, "Theirs"] = field(default_factory=dict)
+    """By all that transformers keeps of config.json, which its model is a function of."""
     logits: dict[tuple[ModelConfig, bytes], torch.Tensor] = field(default_factory=dict)
     """Ours, by all that they depend on: what was read of config.json, and a digest of the weights."""
 
@@ -479,18 +489,31 @@ def judge(variant: Variant, folder: Path, known: Known | None = None) -> tuple[V
 
 def compare(family: str, folder: Path, model_config: ModelConfig, known: Known) -> tuple[Verdict, str]:
     try:
-        expected, weights = by_transformers(family, folder)
+        with quiet():
+            config = transformers.AutoConfig.from_pretrained(folder)
+            if (kept := repr(state(config))) not in known.theirs:
+                known.theirs[kept] = by_transformers(family, config)
     except Exception as error:  # of any kind: what transformers cannot run is not compared
         return "transformers fails", repr(error)
-    key = model_config, digest(weights)
+    theirs = known.theirs[kept]
+    key = model_config, theirs.digest
     if key not in known.logits:
-        save_file(weights, folder / "model.safetensors")
+        save_file(theirs.weights, folder / "model.safetensors")
         try:
             known.logits[key] = by_ours(folder)
         except ValueError as error:  # tensors that do not fit what we read: said aloud, though late
             return "wrong refusal", str(error)
-    difference = (known.logits[key] - expected).abs().amax().item()
+    difference = (known.logits[key] - theirs.logits).abs().amax().item()
     return ("equal" if difference <= TOLERANCE else "different"), f"{difference:.1e}"
+
+
+def state(value: Any) -> Any:
+    """Every attribute of a config, private ones too, in an order that does not depend on the file's."""
+    if isinstance(value, transformers.PreTrainedConfig):
+        return type(value).__name__, state(vars(value))
+    if isinstance(value, dict):
+        return sorted(((repr(key), state(item)) for key, item in value.items()), key=lambda pair: pair[0])
+    return [state(item) for item in value] if isinstance(value, list) else value
 
 
 def digest(weights: dict[str, torch.Tensor]) -> bytes:
@@ -511,24 +534,23 @@ def tokens() -> list[int]:
 
 
 @torch.no_grad()
-def by_transformers(family: str, folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits and weights of transformers' model of config.json."""
-    with quiet():
-        config = transformers.AutoConfig.from_pretrained(folder)
-        config._attn_implementation = "eager"
-        config._experts_implementation = "eager"
-        _, model_class = tiny.ARCHITECTURES[family]
-        with no_init_weights():  # `randomise` sets them all
-            model = model_class(config).float().eval()
-        model.tie_weights()  # a part of the initialisation
-        tiny.randomise(model, seed=3)
-        logits = model(input_ids=torch.tensor([tokens()]), use_cache=False)[0][0].float()
+def by_transformers(family: str, config: transformers.PreTrainedConfig) -> Theirs:
+    """Logits and weights of transformers' model."""
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    _, model_class = tiny.ARCHITECTURES[family]
+    with no_init_weights():  # `randomise` sets them all
+        model = model_class(config).float().eval()
+    model.tie_weights()  # a part of the initialisation
+    tiny.randomise(model, seed=3)
+    logits = model(input_ids=torch.tensor([tokens()]), use_cache=False)[0][0].float()
     if not logits.isfinite().all():
         raise ValueError("logits are not finite")
     weights = model.state_dict()
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         del weights["lm_head.weight"]
-    return logits, {name: tensor.contiguous() for name, tensor in weights.items()}
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    return Theirs(logits, weights, digest(weights))
 
 
 def by_ours(folder: Path) -> torch.Tensor:

@@ -1,11 +1,8 @@
 """Ranks with requests of their own, among which experts are divided, give the answers of one process."""
 
-import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +13,13 @@ import torch
 
 from anabranch.llm import LLM, SamplingParams
 from anabranch.moe.dispatch import ExchangingDispatcher
+from anabranch.platforms.fake import FakePlatform
 from anabranch.ranks.data_parallel import DataParallelEngine
 from anabranch.request import Request
 from anabranch.sampling_params import Grammar
 from tests.models import tiny
-from tests.parallel.ranks import forked  # noqa: F401
-from tests.ranks.test_engine import CASES, DRAWN, GREEDY, HYBRID, KINDS, PENALTY, PROMPTS, gone
+from tests.parallel.ranks import fake, forked  # noqa: F401
+from tests.ranks.test_engine import CASES, DRAWN, GREEDY, HYBRID, PENALTY, PROMPTS, THREE, gone
 
 MANY = [[(5 * i + j * j + i * j) % tiny.VOCAB_SIZE for j in range(40)] for i in range(30)]
 """More rows than go to all ranks."""
@@ -231,9 +229,8 @@ def test_each_rank_of_two_engines(folders: dict[str, Path], rank: int, sent: sig
     psutil = pytest.importorskip("psutil")
     with engine(folders["qwen3_moe_published"], 2, tensor_parallel_size=2) as four:
         first, second = (follower.process.pid for follower in four.engine.runner.followers)  # type: ignore[attr-defined]
-        (third,) = (
-            child.pid for child in psutil.Process(second).children() if "spawn_main" in " ".join(child.cmdline())
-        )
+        siblings = psutil.Process(second).parent().children()
+        (third,) = (one.pid for one in siblings if one.pid not in (first, second) and not gone(one.pid))
         four.generate(PROMPTS[:2], GREEDY)
         os.kill((first, second, third)[rank - 1], sent)
         began = time.monotonic()
@@ -269,24 +266,14 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
         LLM(str(folder), data_parallel_size=2, expert_parallel=True)
 
 
-CAPTURED = f"""{KINDS}    for options in json.loads(sys.argv[3]):
-        with LLM(sys.argv[1], dtype="float32", max_num_seqs=8, **options) as llm:
-            before = str(llm.stats()["expert_ranks"])
-            batches = [prompts, prompts[:1], prompts[:3]]
-            found = [[output.token_ids for output in llm.generate(some, params[:len(some)])] for some in batches]
-            replayed = "replay" in llm.engine.runner.platform.log
-            moved = str(llm.stats()["expert_ranks"]) != before
-            print(json.dumps([llm.engine.config.graphs, replayed, moved, found]), flush=True)
-"""
-
-
 @pytest.mark.slow
-def test_captured_steps_contain_the_exchange(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_captured_steps_contain_the_exchange(
+    folders: dict[str, Path],
+    fake: FakePlatform,  # noqa: F811
+) -> None:
     """And experts move beneath them."""
-    script = tmp_path / "captured.py"
-    script.write_text(CAPTURED)
     moving = {"expert_parallel": True, "expert_copies": 1, "rebalance_interval": 3, "expert_load_interval": 1}
-    options = [
+    every: list[dict[str, Any]] = [
         {},
         {"data_parallel_size": 2, "expert_parallel": True},
         {"data_parallel_size": 2, **moving},
@@ -294,21 +281,19 @@ def test_captured_steps_contain_the_exchange(folders: dict[str, Path], tmp_path:
         {"data_parallel_size": 2, "tensor_parallel_size": 2, **moving},
         {"tensor_parallel_size": 2, "graphs": "traced", "max_num_batched_tokens": 64, **moving},
     ]
-    given = str(script), str(folders["qwen3_moe_published"]), json.dumps(PROMPTS), json.dumps(options)
-    environment = os.environ | {"ANABRANCH_PLATFORM": "fake"}
-    done = subprocess.run(
-        [sys.executable, *given],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=True,
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [graphs for graphs, *_ in found] == ["full", "decode", "decode", "full", "decode", "traced"]
-    assert all(replayed for _, replayed, *_ in found)
-    assert [moved for _, _, moved, _ in found] == [False, False, True, True, True, True]
-    assert all(tokens == found[0][3] for *_, tokens in found)
+    found, moved, graphs = [], [], []
+    for options in every:
+        fake.log.clear()
+        with LLM(str(folders["qwen3_moe_published"]), dtype="float32", max_num_seqs=8, **options) as llm:
+            before = str(placements(llm))
+            batches = [PROMPTS, PROMPTS[:1], PROMPTS[:3]]
+            found.append([[one.token_ids for one in llm.generate(some, THREE[: len(some)])] for some in batches])
+            assert "replay" in fake.log
+            moved.append(str(placements(llm)) != before)
+            graphs.append(llm.engine.config.graphs)
+    assert graphs == ["full", "decode", "decode", "full", "decode", "traced"]
+    assert moved == [False, False, True, True, True, True]
+    assert all(tokens == found[0] for tokens in found)
 
 
 @pytest.mark.slow

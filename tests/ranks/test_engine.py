@@ -18,11 +18,12 @@ import torch
 from anabranch.engine import engine as engine_module
 from anabranch.llm import LLM, SamplingParams
 from anabranch.parallel.group import BUFFER_VARIABLE
+from anabranch.platforms.fake import FakePlatform
 from anabranch.ranks.runner import RanksRunner
 from tests.engine.test_speculation import Guesses
 from tests.models import tiny
 from tests.parallel import largest
-from tests.parallel.ranks import forked  # noqa: F401
+from tests.parallel.ranks import fake, forked  # noqa: F401
 
 CASES = {case.name: case for case in tiny.CASES}
 HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "rms_norm_eps": 0.1}
@@ -165,43 +166,37 @@ def test_what_cannot_be_divided_is_refused(folders: dict[str, Path]) -> None:
         LLM(str(folders["qwen3_moe_published"]), tensor_parallel_size=0)
 
 
-KINDS = """
-import json, sys
-from anabranch.llm import LLM, SamplingParams
-if __name__ == "__main__":
-    prompts = json.loads(sys.argv[2])
-    more = [{}, {"temperature": 1.0, "seed": 3}, {"frequency_penalty": 0.5, "prompt_logprobs": 1}]
-    usual = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-    params = [SamplingParams(**usual | more[i % 3]) for i in range(6)]
-"""
-"""The beginning of a program: prompts, and parameters of three kinds for them."""
-CAPTURED = f"""import os
-{KINDS}    for num_ranks, environment in ((1, {{}}), (2, {{}}), (2, {{"{BUFFER_VARIABLE}": "0"}})):
-        os.environ.update(environment)
-        options = dict(tensor_parallel_size=num_ranks, max_num_seqs=8, graphs=sys.argv[3])
-        with LLM(sys.argv[1], dtype="float32", **options) as llm:
-            found = [[output.token_ids for output in llm.generate(prompts, params)] for _ in range(2)]
-            runner = llm.engine.runner
-            one_shot = getattr(runner.model.group, "one_shot", None)
-            calls = (one_shot.num_calls, one_shot.buffer.nbytes) if one_shot else None
-            made = [len(one.made) for one in (runner.forward.decodes, runner.forward.prefills) if one is not None]
-            print(json.dumps([runner.platform.name, found, made, calls]), flush=True)
-"""
+THREE = [GREEDY, replace(GREEDY, temperature=1.0, seed=3), replace(PENALTY, prompt_logprobs=1)] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", ["full", "pieces", "traced", "compiled"])
-def test_captured_steps_contain_collectives(folders: dict[str, Path], tmp_path: Path, graphs: str) -> None:
+def test_captured_steps_contain_collectives(
+    folders: dict[str, Path],
+    fake: FakePlatform,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    graphs: str,
+) -> None:
     """Also those that are traced, and compiled; with sums through the buffer and without."""
-    script = tmp_path / "captured.py"
-    script.write_text(CAPTURED)
-    command = [sys.executable, str(script), str(folders["qwen3_moe_published"]), json.dumps(PROMPTS), graphs]
-    environment = os.environ | {"ANABRANCH_PLATFORM": "fake"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=300, check=True)
-    one, with_buffer, without = map(json.loads, done.stdout.splitlines())
-    assert one[:3] == with_buffer[:3] == without[:3] and one[0] == "fake" and all(one[2])
-    assert one[3] is None and without[3] is None
-    num_calls, num_bytes = with_buffer[3]
+    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path / "cache"))
+    every = []
+    for num_ranks, environment in ((1, {}), (2, {}), (2, {BUFFER_VARIABLE: "0"})):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with engine(folders["qwen3_moe_published"], num_ranks, max_num_seqs=8, graphs=graphs) as llm:
+            found = [[output.token_ids for output in llm.generate(PROMPTS, THREE)] for _ in range(2)]
+            runner: Any = llm.engine.runner
+            one_shot = getattr(runner.model.group, "one_shot", None)
+            calls = (one_shot.num_calls, one_shot.buffer.nbytes) if one_shot else None
+            made = [len(one.made) for one in (runner.forward.decodes, runner.forward.prefills) if one is not None]
+            assert runner.platform is fake
+            every.append((found, made, calls))
+    one, with_buffer, without = every
+    assert one[:2] == with_buffer[:2] == without[:2] and all(one[1])
+    assert one[2] is None and without[2] is None
+    assert with_buffer[2] is not None
+    num_calls, num_bytes = with_buffer[2]
     assert num_calls > 0 and num_bytes % (32 * 4) == 0  # rows of its hidden size
 
 

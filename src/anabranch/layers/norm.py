@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
     def start_from_one(self) -> None:
         """Before it has memory: its checkpoints keep the weight less 1. Here it is whole, in fp32, because 1 + w has
         more digits than a w in bf16."""
-        self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=torch.float32), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(self.weight.size(), dtype=torch.float32), requires_grad=False)
         self.from_one = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
