@@ -180,8 +180,7 @@ class StepMaker:
         """The first row of every request, cuts, then packed_3T, in host memory; requests of any number of tokens."""
         # One copy. Kernels are compiled apart for addresses that are not multiples of 16 bytes.
         width = -(-len(rows.starts) // 4) * 4
-        flat = [0] * (width * self.num_parts)
-        flat[: len(rows.starts)] = rows.starts
+        flat = rows.starts + [0] * (width * self.num_parts - len(rows.starts))
         for r, cut in rows.cuts.items():
             flat[width + r :: width] = cut
         return self._host(array("i", flat + rows.padded(num_rows)))
