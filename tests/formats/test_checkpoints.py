@@ -381,7 +381,7 @@ def test_what_headers_show_is_refused_before_memory_is_taken(tmp_path: Path, mon
     tensors = load_file(file)
     remove(tensors, next(name for name in tensors if name.endswith("weight_scale_inv")))
     save_file(tensors, file)
-    monkeypatch.setattr(Decoder, "to_empty", lambda *_, **__: pytest.fail("memory was taken"))
+    monkeypatch.setattr(Decoder, "_apply", lambda *_, **__: pytest.fail("memory was taken"))
     with pytest.raises(CheckpointError, match="_scale_inv' is missing"):
         load_model(quantized, dtype="float32")
 

@@ -105,7 +105,7 @@ def test_wrong_shape(folder: Path) -> None:
 
 def test_refusals_come_before_memory_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change_tensors(folder, lambda tensors: tensors.pop(an_expert_tensor(folder)))
-    monkeypatch.setattr(Decoder, "to_empty", lambda *_, **__: pytest.fail("took memory before refusing"))
+    monkeypatch.setattr(Decoder, "_apply", lambda *_, **__: pytest.fail("took memory before refusing"))
     with pytest.raises(CheckpointError):
         load_model(folder)
 

@@ -92,7 +92,8 @@ def load_model(
             cache_scales.read(decoder, checkpoint)
             check_order(checkpoint, config.sources)
     with stage("weights"):
-        decoder.to_empty(device=platform.device)
+        # Not to_empty: `empty_like` of a meta tensor makes torch import SymPy, for longer than a small model loads.
+        decoder._apply(lambda x: torch.empty(x.size(), dtype=x.dtype, device=platform.device))
         for layer in decoder.modules():
             if isinstance(layer, RoutedExperts) and layer.slots is not None:
                 layer.slots.place(layer.slots.placement, platform.device)

@@ -4,7 +4,7 @@ T token rows, D hidden width, V vocabulary.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -136,10 +136,6 @@ class Decoder(nn.Module):
             if family.norms_from_one and isinstance(module, RMSNorm):
                 module.start_from_one()
         self.requires_grad_(False)
-
-    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
-        """torch's own asks for `empty_like` of a meta tensor, and so imports SymPy: longer than a small model loads."""
-        return self._apply(lambda x: torch.empty(x.size(), dtype=x.dtype, device=device), recurse=recurse)
 
     def forward(self, step: Step, caches: Sequence[Cache]) -> torch.Tensor:
         """Hidden rows x_TD after the last norm. The mixers leave what later steps need in `caches`, one a layer; with
