@@ -56,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4-26b-a4b, odd": {"max_num_batched_tokens": 333, "max_num_seqs": 17},
     "gemma4-26b-a4b, as on a GPU": ON_A_GPU,
     "qwen3.6-35b-a3b": {},
+    "qwen3.6-35b-a3b, small steps": {"max_num_batched_tokens": 40},
+    "qwen3.6-35b-a3b, few": {"max_num_batched_tokens": 8, "max_num_seqs": 8},
     "deepseek-v2-lite": {},
     "deepseek-v2-lite, uncaptured": {"graphs": "none"},
     "gpt-oss-20b": {},

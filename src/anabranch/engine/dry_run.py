@@ -60,9 +60,9 @@ def dry_run(runner: Any) -> None:
     for size in reversed([] if forward.prompts is None else forward.prompts.sizes):
         if size > captured:
             launch(steps.dry_run(size, padded=True))
-    for num_requests in {min(MIXED_REQUESTS, config.max_num_seqs), config.max_num_seqs}:
+    for num_requests in {min(number, config.max_num_seqs, largest - 1) for number in (MIXED_REQUESTS, largest)}:
         for size in (largest, num_requests + 1):
-            if num_requests < size <= largest:
+            if 0 < num_requests < size <= largest:
                 launch(steps.dry_run(size, num_requests, padded=size <= captured))
     for size in reversed(decode_sizes(config.max_samples)):
         if forward.decodes is not None:

@@ -47,8 +47,8 @@ class GatedDeltaCall(NamedTuple):
     max_query: int = 0
     """At least the most rows of a request; 0: not known."""
     cut_R: torch.Tensor | None = None
-    """int32: after how many of its rows a request's state is also stored in another page, as where a step ends; 0:
-    nowhere. None: of no request."""
+    """int32: after how many of its rows, fewer than all, a request's state is also stored in another page, as where a
+    step ends; 0: nowhere. None: of no request."""
     cut_page_R: torch.Tensor | None = None
     """int32: these pages."""
 

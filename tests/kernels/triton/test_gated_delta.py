@@ -559,13 +559,23 @@ def test_hopper_kernel_with_torch_in_the_place_of_gluon(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_hopper_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits as scan_chunks, whatever the columns of a program."""
-    requests = [(200, 200), (63, 100), (1, 9), (64, 64), (0, 3), (129, 190), (3, 3)]
-    call = draw(requests, dtype, **QWEN)
-    found = [compute(on("cuda", call._replace(max_query=max_query))) for max_query in (0, 200)]
-    monkeypatch.setattr(kernel, "gluon_kernels", lambda name, device: None)
-    expected = compute(on("cuda", call))
-    for one in found:
-        assert all(map(same_bits, one, expected))
+    requests = [(700, 700), (63, 100), (1, 9), (64, 64), (0, 3), (129, 190), (3, 3)]
+    call = draw(requests * 2, dtype, **QWEN)
+    half = 1 + len(requests)  # its pages are for cuts
+    start = call.query_start_R[:half]
+    call = call._replace(
+        x_TX=call.x_TX[: start[-1]], query_start_R=start, context_len_R=call.context_len_R[: half - 1],
+        page_R=call.page_R[: half - 1], cut_page_R=call.page_R[half - 1 :].clone(),
+    )  # fmt: skip
+    cuts = torch.tensor([390, 0, 0, 1, 0, 128, 2], dtype=torch.int32)  # chunks before and after fill the ring again
+    for cut_R in (None, cuts):
+        given = call._replace(cut_R=cut_R)
+        found = [compute(on("cuda", given._replace(max_query=max_query))) for max_query in (0, 400)]
+        with monkeypatch.context() as patched:
+            patched.setattr(kernel, "gluon_kernels", lambda name, device: None)
+            expected = compute(on("cuda", given))
+        for one in found:
+            assert all(map(same_bits, one, expected))
 
 
 @pytest.mark.slow

@@ -261,7 +261,7 @@ def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def precision(x_TX: torch.Tensor) -> str:
-    """Of the products that invert a matrix: finer than what the result is rounded to."""
+    """Of the products that invert a matrix: about as fine as what the result is rounded to, or finer."""
     if x_TX.dtype == torch.float32 or torch.version.hip is not None:
         return "ieee"
     return "fp16" if x_TX.dtype == torch.bfloat16 else "tf32x3"
