@@ -197,6 +197,63 @@ def test_two_terms_of_a_sum_have_one_order(num_ranks: int, tmp_path: Path) -> No
         assert all(found["ordered", 200])
 
 
+TWO = ("mixtral", "qwen3_5_moe", "qwen3_moe")
+"""Families of two experts a token."""
+FEW = 3
+"""Rows of an expert from which on those of its products do not depend on their number: one alone has another kernel."""
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Experts whose rows are whole vectors: results do not depend on a row's place."""
+    made = {}
+    for name in TWO:
+        width = {"intermediate_size" if name == "mixtral" else "moe_intermediate_size": 32}
+        sized = replace(CASES[name], settings=CASES[name].settings | settings(name) | width)
+        made[name] = tiny.save(sized, tmp_path_factory.mktemp(name) / "model")
+    return made
+
+
+def _long(number: int) -> list[int]:
+    return [(7 * i * i + 5 * i + 3 + 11 * number * i) % tiny.VOCAB_SIZE for i in range(200 - 3 * number)]
+
+
+def long_logits(group: Group, folders: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
+    """Of a prompt of its own, with rows that go to all ranks and with rows that go to some."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for dispatch.ALL_TO_ALL_ROWS in (512, 0):
+        for name, folder in folders.items():
+            exchange = dispatch.Exchange(group)
+            exchange.most = len(_long(0))
+            options: dict[str, Any] = {"dtype": "float32", "moe_combine": "ordered"}
+            model = load_model(folder, **options, expert_parallel=True, exchange=exchange)
+            found.setdefault(name, []).append(SingleSequence(model, 256).forward(_long(group.rank)))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_prompts_of_their_own_to_the_bit(vectors: dict[str, Path], num_ranks: int) -> None:
+    """Whole models, two experts a token. An expert multiplies the rows of all ranks at once, so it is true only where
+    kernels are not chosen by the number of rows: each expert must have some of every prompt."""
+    x, weight = torch.randn(2, 500, 32, generator=torch.Generator().manual_seed(0))
+    if any(not torch.equal(x[:some] @ weight[:64].T, (x @ weight[:64].T)[:some]) for some in range(FEW, 500)):
+        pytest.skip("here a row of a product depends on the number of rows")
+    expected: dict[tuple[str, int], torch.Tensor] = {}
+    for name, folder in vectors.items():
+        model = load_model(folder, dtype="float32", moe_combine="ordered")
+        routed: list[torch.Tensor] = []
+        for layer in model.modules():
+            if isinstance(layer, RoutedExperts):
+                layer.on_route = routed.append
+        for number in range(num_ranks):
+            expected[name, number] = SingleSequence(model, 256).forward(_long(number))
+        counts = [expert_TK.flatten().bincount() for expert_TK in routed]
+        assert counts and all(count[count > 0].min() >= FEW for count in counts), name
+    for rank, found in enumerate(run(num_ranks, long_logits, vectors)):
+        for name, both in found.items():
+            assert len(both) == 2 and all(torch.equal(one, expected[name, rank]) for one in both), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_experts_are_divided_unequally(uneven: dict[str, Path], num_ranks: int) -> None:
