@@ -24,6 +24,8 @@ from tests.ranks.test_engine import CASES, DRAWN, GREEDY, HYBRID, PENALTY, PROMP
 
 MANY = [[(5 * i + j * j + i * j) % tiny.VOCAB_SIZE for j in range(40)] for i in range(30)]
 """More rows than go to all ranks."""
+GROWING = [prompt[:27] for prompt in MANY[:4]]
+"""Two have room in the pages of a rank that has few, until they have grown."""
 SHORT = replace(GREEDY, max_tokens=2)
 
 pytestmark = pytest.mark.usefixtures("forked")  # those of a server: test_watch
@@ -48,10 +50,9 @@ def answers(llm: LLM, **options: Any) -> list[Any]:
     prefixes are cached."""
     params, again = rounds(options)
     batches = [llm.generate(prompts, params[: len(prompts)]) for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:4])]
-    batches += [llm.generate(PROMPTS, again), llm.generate(MANY, SHORT)]
+    batches += [llm.generate(PROMPTS, again), llm.generate(GROWING, GREEDY), llm.generate(MANY, SHORT)]
     llm.engine.scheduler.check()
-    for stats in stats_of_ranks(llm):
-        check_stats(stats, options)
+    check_stats(options, *stats_of_ranks(llm))
     return [[output.token_ids for output in outputs] for outputs in batches]
 
 
