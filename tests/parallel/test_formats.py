@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,9 +65,14 @@ def logits(group: Group, folders: dict[str, Path]) -> dict[tuple[str, bool], tor
 def num_read(folder: Path, group: Group, expert_parallel: bool) -> int:
     """Bytes of weights that one rank reads."""
     found: list[int] = []
+    read = load.read_weights
+
+    def counted(*args: Any) -> int:
+        found.append(read(*args))
+        return found[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        read = load.read_weights
-        patch.setattr(load, "read_weights", lambda *args: found.append(read(*args)) or found[-1])
+        patch.setattr(load, "read_weights", counted)
         load_model(folder, dtype="float32", group=group, expert_parallel=expert_parallel)
     (count,) = found
     return count
