@@ -10,6 +10,7 @@ import torch
 
 from anabranch import platforms
 from anabranch.engine.single import SingleSequence
+from anabranch.kernels.c.library import MAX_ROWS
 from anabranch.loader import names
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.load import load_model
@@ -169,32 +170,95 @@ def test_ranks_with_prompts_of_their_own(folders: dict[str, Path], num_ranks: in
                 assert (one - expected[name, number]).abs().max() < 1e-5, name
 
 
-def sums(group: Group, folder: Path) -> dict[tuple[str, int], list[bool]]:
-    """By combine and number of tokens, of each layer: whether its experts' sums are those of one rank, to the bit."""
-    found: dict[tuple[str, int], list[bool]] = {}
+def sums(group: Group, folder: Path) -> dict[str, list[tuple[int, bool]]]:
+    """By combine, of each layer and number of tokens: the fewest rows that a rank's experts have, and whether the
+    experts' sums are those of one rank, to the bit."""
+    found: dict[str, list[tuple[int, bool]]] = {}
     for combine in ("ordered", "fused"):
         options: dict[str, Any] = {"dtype": "float32", "moe_combine": combine}
         models = load_model(folder, **options), load_model(folder, **options, group=group, expert_parallel=True)
         layers = ([one for one in model.modules() if isinstance(one, RoutedExperts)] for model in models)
         for whole, part in zip(*layers, strict=True):
-            for num_tokens in (3, 200):
+            for num_tokens in (3, 40, 80, 200):
                 x_TD = torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(0))
+                routed: list[torch.Tensor] = []
+                whole.on_route = routed.append
                 ours, theirs = part(x_TD), whole(x_TD)
                 assert (ours - theirs).abs().max() < 1e-5
-                found.setdefault((combine, num_tokens), []).append(torch.equal(ours, theirs))
+                rows = routed[0].flatten().bincount(minlength=8).view(group.size, -1).sum(1)
+                found.setdefault(combine, []).append((int(rows.min()), torch.equal(ours, theirs)))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_two_terms_of_a_sum_have_one_order(num_ranks: int, tmp_path: Path) -> None:
-    """Whole experts are summed by rank and then over ranks: with two a token, as one rank sums them. Not with
-    few on a CPU, whose kernel for them adds products without rounding these first."""
+    """Whole experts are summed by rank and then over ranks: with two a token, as one rank sums them. Not where a rank
+    has few rows, for which a CPU has other kernels (of activations, and of experts: these add products without rounding
+    them first)."""
     case = CASES["qwen3_moe"]
     # Rows of whole vectors: results do not depend on a row's place.
     sized = replace(case, settings=case.settings | settings("qwen3_moe") | {"moe_intermediate_size": 32})
     for found in run(num_ranks, sums, tiny.save(sized, tmp_path / "model")):
-        assert all(found["ordered", 200])
+        many = [same for rows, same in found["ordered"] if rows > MAX_ROWS]
+        assert len(many) >= 4 and all(many)
+
+
+TWO = ("mixtral", "qwen3_5_moe", "qwen3_moe")
+"""Families of two experts a token."""
+FEW = 3
+"""Rows of an expert from which on those of its products do not depend on their number: one alone has another kernel."""
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Experts whose rows are whole vectors: results do not depend on a row's place."""
+    made = {}
+    for name in TWO:
+        width = {"intermediate_size" if name == "mixtral" else "moe_intermediate_size": 32}
+        sized = replace(CASES[name], settings=CASES[name].settings | settings(name) | width)
+        made[name] = tiny.save(sized, tmp_path_factory.mktemp(name) / "model")
+    return made
+
+
+def _long(number: int) -> list[int]:
+    return [(7 * i * i + 5 * i + 3 + 11 * number * i) % tiny.VOCAB_SIZE for i in range(200 - 3 * number)]
+
+
+def long_logits(group: Group, folders: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
+    """Of a prompt of its own, with rows that go to all ranks and with rows that go to some."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for dispatch.ALL_TO_ALL_ROWS in (512, 0):
+        for name, folder in folders.items():
+            exchange = dispatch.Exchange(group)
+            exchange.most = len(_long(0))
+            options: dict[str, Any] = {"dtype": "float32", "moe_combine": "ordered"}
+            model = load_model(folder, **options, expert_parallel=True, exchange=exchange)
+            found.setdefault(name, []).append(SingleSequence(model, 256).forward(_long(group.rank)))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_prompts_of_their_own_to_the_bit(vectors: dict[str, Path], num_ranks: int) -> None:
+    """Whole models, two experts a token. An expert multiplies the rows of all ranks at once, so it is true only where
+    kernels are not chosen by the number of rows: each expert must have some of every prompt."""
+    x, weight = torch.randn(2, 500, 32, generator=torch.Generator().manual_seed(0))
+    if any(not torch.equal(x[:some] @ weight[:64].T, (x @ weight[:64].T)[:some]) for some in range(FEW, 500)):
+        pytest.skip("here a row of a product depends on the number of rows")
+    expected: dict[tuple[str, int], torch.Tensor] = {}
+    for name, folder in vectors.items():
+        model = load_model(folder, dtype="float32", moe_combine="ordered")
+        routed: list[torch.Tensor] = []
+        for layer in model.modules():
+            if isinstance(layer, RoutedExperts):
+                layer.on_route = routed.append
+        for number in range(num_ranks):
+            expected[name, number] = SingleSequence(model, 256).forward(_long(number))
+        counts = [expert_TK.flatten().bincount() for expert_TK in routed]
+        assert counts and all(count[count > 0].min() >= FEW for count in counts), name
+    for rank, found in enumerate(run(num_ranks, long_logits, vectors)):
+        for name, both in found.items():
+            assert len(both) == 2 and all(torch.equal(one, expected[name, rank]) for one in both), name
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from anabranch.engine.engine import Engine
 from anabranch.llm import LLM, SamplingParams
 from anabranch.moe.dispatch import ExchangingDispatcher
 from anabranch.platforms.fake import FakePlatform
@@ -19,10 +20,12 @@ from anabranch.request import Request
 from anabranch.sampling_params import Grammar
 from tests.models import tiny
 from tests.parallel.ranks import fake, forked  # noqa: F401
-from tests.ranks.test_engine import CASES, DRAWN, GREEDY, HYBRID, PENALTY, PROMPTS, THREE, gone
+from tests.ranks.test_engine import CASES, DRAWN, GREEDY, HYBRID, PENALTY, PROMPTS, THREE, check_stats, gone, rounds
 
 MANY = [[(5 * i + j * j + i * j) % tiny.VOCAB_SIZE for j in range(40)] for i in range(30)]
 """More rows than go to all ranks."""
+GROWING = [prompt[:27] for prompt in MANY[:4]]
+"""Two have room in the pages of a rank that has few, until they have grown."""
 SHORT = replace(GREEDY, max_tokens=2)
 
 pytestmark = pytest.mark.usefixtures("forked")  # those of a server: test_watch
@@ -42,16 +45,24 @@ def engine(folder: Path, num_ranks: int, **options: Any) -> LLM:
     return LLM(str(folder), dtype="float32", **options)
 
 
-def answers(llm: LLM) -> list[Any]:
+def answers(llm: LLM, **options: Any) -> list[Any]:
     """Of batches that are divided equally and not; of one request, for which other ranks have none; and once more, when
     prefixes are cached."""
-    params = [GREEDY, DRAWN, PENALTY] * 2
-    batches = [
-        llm.generate(prompts, params[: len(prompts)]) for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:4], PROMPTS)
-    ]
-    batches.append(llm.generate(MANY, SHORT))
+    params, again = rounds(options)
+    batches = [llm.generate(prompts, params[: len(prompts)]) for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:4])]
+    batches += [llm.generate(PROMPTS, again), llm.generate(GROWING, GREEDY), llm.generate(MANY, SHORT)]
     llm.engine.scheduler.check()
+    check_stats(options, *stats_of_ranks(llm))
     return [[output.token_ids for output in outputs] for outputs in batches]
+
+
+def stats_of_ranks(llm: LLM) -> list[dict[str, Any]]:
+    """Of each engine."""
+    engine = llm.engine
+    if not isinstance(engine, DataParallelEngine):
+        return [engine.stats()]
+    engine.runner.tell("stats")
+    return [Engine.stats(engine), *engine.runner.replies()]
 
 
 def test_two_ranks_answer_as_one(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +206,7 @@ def test_a_rank_that_hangs_or_fails_is_named(folders: dict[str, Path]) -> None:
 )
 def test_other_engines(folders: dict[str, Path], name: str, num_ranks: int, options: dict[str, Any]) -> None:
     with engine(folders[name], 1, **options) as one, engine(folders[name], num_ranks, **options) as several:
-        assert answers(several) == answers(one)
-        assert ("num_pages" in options) == (several.stats()["preemptions"] > 0)
+        assert answers(several, **options) == answers(one, **options)
 
 
 @pytest.mark.slow
@@ -212,9 +222,9 @@ def test_other_engines(folders: dict[str, Path], name: str, num_ranks: int, opti
 def test_engines_of_two_ranks_each(folders: dict[str, Path], name: str, options: dict[str, Any]) -> None:
     """Data and tensor parallelism together: four ranks."""
     with engine(folders[name], 1, **options) as one:
-        expected = answers(one)
+        expected = answers(one, **options)
     with engine(folders[name], 2, tensor_parallel_size=2, **options) as four:
-        assert answers(four) == expected
+        assert answers(four, **options) == expected
         assert four.engine.config.num_ranks == 4
         counts = [[len(experts) for experts in layer] for layer in placements(four)]
         assert all(sum(layer) == sum(counts[0]) and len(layer) == 4 for layer in counts)

@@ -50,14 +50,32 @@ def engine(folder: Path, num_ranks: int, **options: Any) -> Iterator[LLM]:
         yield llm
 
 
-def answers(folder: Path, num_ranks: int, **options: Any) -> list[Any]:
-    """Twice: the second time prefixes are cached."""
+def rounds(options: dict[str, Any]) -> list[list[SamplingParams]]:
+    """Parameters of PROMPTS: twice, because then prefixes are cached, which are not looked for where a prompt's log
+    probabilities are asked for. With three tokens to choose from answers repeat themselves, so that n-grams draft, and
+    some are right."""
     params = [GREEDY, DRAWN, PENALTY] * 2
+    if "speculative" in options:
+        params = [replace(one, allowed_token_ids=(5, 6, 7), max_tokens=24) for one in params]
+    return [params, [replace(one, prompt_logprobs=None) for one in params]]
+
+
+def check_stats(options: dict[str, Any], *every: dict[str, Any]) -> None:
+    """Each engine has done what the options are about; of several, one at least has found prefixes."""
+    preempted, drafting = "num_pages" in options, "speculative" in options
+    assert preempted or any(stats["prefix_hits"] > 0 for stats in every)
+    for stats in every:
+        assert preempted == (stats["preemptions"] > 0)
+        assert drafting == (stats["spec_decode_drafts"] > 0)
+        assert not drafting or 0 < stats["spec_decode_accepted_tokens"] < stats["spec_decode_draft_tokens"]
+
+
+def answers(folder: Path, num_ranks: int, **options: Any) -> list[Any]:
     with engine(folder, num_ranks, **options) as llm:
-        found = [[output.token_ids for output in llm.generate(PROMPTS, params)] for _ in range(2)]
+        found = [[output.token_ids for output in llm.generate(PROMPTS, params)] for params in rounds(options)]
         llm.engine.scheduler.check()
         assert llm.engine.kv.usage() == 0
-        assert ("num_pages" in options) == (llm.engine.scheduler.num_preemptions > 0)
+        check_stats(options, llm.stats())
         return found
 
 
@@ -92,8 +110,8 @@ def test_drafts_with_states(folders: dict[str, Path], monkeypatch: pytest.Monkey
     known = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected[0], strict=True)]
     monkeypatch.setattr(engine_module, "NgramDrafter", Guesses(known))
     with engine(folder, 2, speculative="ngram") as llm:
-        found = [[output.token_ids for output in llm.generate(PROMPTS, [GREEDY, DRAWN, PENALTY] * 2)] for _ in range(2)]
-        assert 0 < llm.engine.metrics.accepted_tokens < llm.engine.metrics.draft_tokens
+        found = [[output.token_ids for output in llm.generate(PROMPTS, params)] for params in rounds({})]
+        check_stats({"speculative": "ngram"}, llm.stats())
     assert found == expected
 
 
@@ -138,16 +156,23 @@ DRIVER = """
 import json, sys
 from anabranch.llm import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM(sys.argv[1], dtype="float32", tensor_parallel_size=2)
+    llm = LLM(sys.argv[1], dtype="float32", **json.loads(sys.argv[2]))
     print(json.dumps([follower.process.pid for follower in llm.engine.runner.followers]), flush=True)
     sys.stdin.read()
 """
 
 
-def test_ranks_end_with_their_driver(folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"tensor_parallel_size": 2}, id="tensor"),
+        pytest.param({"data_parallel_size": 2, "expert_parallel": True}, id="data", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_end_with_their_driver(folders: dict[str, Path], tmp_path: Path, options: dict[str, Any]) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
-    command = [sys.executable, str(script), str(folders["qwen3_moe_published"])]
+    command = [sys.executable, str(script), str(folders["qwen3_moe_published"]), json.dumps(options)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         pids = json.loads(driver.stdout.readline())

@@ -157,32 +157,59 @@ def test_each_follower_of_four(folder: Path, rank: int, sent: signal.Signals) ->
 )
 @pytest.mark.parametrize("generating", [False, True])
 def test_an_engine_of_a_server(folder: Path, num_ranks: int, rank: int, sent: signal.Signals, generating: bool) -> None:
+    ends(folder, {"tensor_parallel_size": num_ranks}, rank, sent, generating)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(
+    "sizes, rank, sent, generating",
+    [
+        pytest.param((2, 1), 0, signal.SIGKILL, True, id="first of two"),
+        pytest.param((2, 1), 0, signal.SIGKILL, False, id="first of two, idle"),
+        pytest.param((2, 2), 0, signal.SIGKILL, True, id="first of two engines of two"),
+        pytest.param((2, 1), 1, signal.SIGKILL, True, id="second of two"),
+    ],
+)
+def test_ranks_of_a_server_with_requests_of_their_own(
+    folder: Path, sizes: tuple[int, int], rank: int, sent: signal.Signals, generating: bool
+) -> None:
+    names = ("data_parallel_size", "tensor_parallel_size")
+    ends(folder, dict(zip(names, sizes, strict=True)) | {"expert_parallel": True}, rank, sent, generating)
+
+
+def ends(folder: Path, options: dict[str, Any], rank: int, sent: signal.Signals, generating: bool) -> None:
+    """Of a server's engine, one rank is ended or stopped: then all end, and requests are told which it was."""
+
     async def test() -> None:
-        config = EngineConfig(model=str(folder), dtype="float32", tensor_parallel_size=num_ranks)
+        config = EngineConfig(model=str(folder), dtype="float32", **options)
+        num_ranks = config.num_ranks
         client = await EngineClient.start(config, timeout=60)
         pids = followers_of(client.pid)
         assert len(pids) == num_ranks - 1
 
-        async def generate() -> None:
-            for number in range(1000):
-                request = Request(id=f"{number}", prompt_ids=tuple(PROMPTS[1]), params=GREEDY)
-                async for update in client.generate(request):
-                    if update.error:
-                        assert "rank 1 of the model" in update.error
-                        return
+        async def generate(who: str) -> str:
+            """What it is told at the end."""
+            try:
+                for number in range(10_000):
+                    request = Request(id=f"{who}-{number}", prompt_ids=tuple(PROMPTS[1]), params=GREEDY)
+                    async for update in client.generate(request):
+                        if update.error:
+                            return update.error
+            except EngineDead as error:
+                return error.reason
+            return ""
 
-        answers = asyncio.create_task(generate()) if generating else None
+        answers = [asyncio.create_task(generate(who)) for who in ("one", "other")] if generating else []
         await asyncio.sleep(0.5)
         began = time.monotonic()
         os.kill([client.pid, *pids][rank], sent)
         reason = await asyncio.wait_for(client.wait(), SECONDS)
         assert time.monotonic() - began < SECONDS
-        assert (SAID[sent].format(rank) if rank else "killed by SIGKILL") in reason
-        if answers is not None:
-            try:
-                await answers
-            except EngineDead as error:
-                assert error.reason == reason
+        said = SAID[sent].format(rank) if rank else "the engine's process was killed by SIGKILL"
+        assert said in reason
+        for told in await asyncio.gather(*answers):
+            assert said in told
         while any(map(psutil.pid_exists, pids)):
             assert time.monotonic() - began < SECONDS
             await asyncio.sleep(0.05)
