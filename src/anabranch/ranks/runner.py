@@ -380,9 +380,12 @@ def follow_ranks(place: nodes.Place, environments: dict[int, list[Environment]])
             with contextlib.suppress(EOFError, OSError):
                 links.append(nodes.connect(place, pipe.recv(), rank, "node"))
     ready = wait([*ends, *links])
-    have_followers = any(more for _, *more in environments.values())  # of their own, which they have to end first
-    if have_followers or not any(says_end(link) for link in links if link in ready):
-        time.sleep(VERDICT_SECONDS)  # the others have the same reason to end
+    deadline = time.monotonic() + VERDICT_SECONDS
+    if any(more for _, *more in environments.values()):  # followers of their own, which they have to end first
+        time.sleep(VERDICT_SECONDS)
+    elif not any(says_end(link) for link in links if link in ready):
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))  # the others have the same reason to end
     for process in ranks:
         process.kill()
         process.join()
