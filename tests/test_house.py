@@ -48,7 +48,7 @@ WITHOUT_TORCH = ("models.config", "loader.checkpoint", "loader.locate", "engine.
 YARDSTICK, LIMIT = 600, 800
 """Lines of a source file: above the first a warning, above the second a failure."""
 CORE = ("engine", "moe", "models", "layers", "ops", "compile", "platforms", "loader", "parallel")
-CORE_LINES, PACKAGE_LINES = 15_199, 48_466
+CORE_LINES, PACKAGE_LINES = 15_199, 48_467
 """Ceilings: lines of all .py files of the core rooms, and of the whole package, docstrings and blank lines included.
 Quantised weights took 3,000 of the package's: formats, kernels, FP8 by FP8 on Hopper, the FP8 cache, `quantize`.
 Hybrid models took 1,300, of which 800 of the core's: the gated delta net, its kernels, three families, checkpoints of

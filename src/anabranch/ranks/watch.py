@@ -92,6 +92,7 @@ class Follower:
     pipe: Connection
     """Orders to it, replies from it."""
     beats: Connection
+    """Heartbeats, from both sides."""
     node: Connection | None = None
     """With the process that has started it, if that is on another node."""
     num_told: int = 0
