@@ -83,6 +83,8 @@ class Heartbeat(Message):
     num_steps: int
     step_for: float | None
     """Seconds that the running step has taken; None between steps."""
+    patience: float | None = None
+    """See processes.patience."""
 
 
 class Ended(Message):

@@ -8,9 +8,15 @@ import threading
 import time
 
 import pytest
+import torch
 
+from anabranch.config import EngineConfig
+from anabranch.engine.engine import Engine, make_engine
+from anabranch.engine.runner import Progress
 from anabranch.llm import LLM, SamplingParams
+from anabranch.parallel.group import TorchGroup
 from anabranch.ranks.runner import RanksRunner
+from anabranch.ranks.watch import HANG_SECONDS
 from tests.models import tiny
 
 PROMPTS = [[(7 * i + j * j) % tiny.VOCAB_SIZE for j in range(length)] for i, length in enumerate((5, 33, 1, 18))]
@@ -47,3 +53,21 @@ def fails_soon(llm: LLM, sent: signal.Signals, rank: int, generating: bool) -> N
         process.join(1)
         assert process.exitcode is not None
     assert time.monotonic() - began < SECONDS
+
+
+def make_busy_engine(config: EngineConfig, progress: Progress | None) -> Engine:
+    """The real one, but its process computes in a step, before a collective in which others wait, for longer than it
+    may be silent."""
+    engine = make_engine(config, progress)
+    all_reduce, num_calls = TorchGroup.all_reduce, 0
+
+    def compute(self: TorchGroup, x: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        end = time.monotonic() + (HANG_SECONDS + 2 if num_calls == 4 else 0)
+        while time.monotonic() < end:
+            pass
+        return all_reduce(self, x)
+
+    TorchGroup.all_reduce = compute  # type: ignore[method-assign]
+    return engine

@@ -145,6 +145,21 @@ def test_a_rank_of_another_node_that_is_stopped_in_a_step(folder: Path, tmp_path
     assert not psutil.pid_exists(rank)
 
 
+@pytest.mark.slow
+def test_a_driver_that_is_stopped_ends_other_nodes(folder: Path, tmp_path: Path, start: Start) -> None:
+    psutil = pytest.importorskip("psutil")
+    both = start_both(start, folder, tmp_path, {"tensor_parallel_size": 2}, False, "forever")
+    assert both[0].stdout is not None and both[0].stdout.readline().startswith("ANSWERS")
+    (rank,) = ranks_of(psutil, both[1].pid)
+    time.sleep(2)  # it says that it is warm
+    began = time.monotonic()
+    os.kill(both[0].pid, signal.SIGSTOP)
+    _, error = both[1].communicate(timeout=20)
+    assert time.monotonic() - began < 10
+    assert both[1].returncode == 1 and "rank 0 of the model hangs: no heartbeat for 7 s: all ranks are ended" in error
+    assert not psutil.pid_exists(rank) and both[0].poll() is None
+
+
 def ranks_of(psutil: object, pid: int) -> list[int]:
     children = psutil.Process(pid).children()  # type: ignore[attr-defined]
     return [process.pid for process in children if "spawn_main" in " ".join(process.cmdline())]

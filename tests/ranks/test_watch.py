@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,21 @@ import torch.distributed as dist
 pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
 psutil = pytest.importorskip("psutil")
+pytest.importorskip("httpx")
 
+from anabranch import processes
 from anabranch.config import EngineConfig
 from anabranch.engine.client import EngineClient, EngineDead
 from anabranch.llm import LLM
 from anabranch.parallel.group import Presence, TorchGroup
+from anabranch.processes import DOUBT
 from anabranch.ranks.runner import RanksRunner
-from anabranch.ranks.watch import HANG_SECONDS, Beat, Follower, Watch, is_compiling
+from anabranch.ranks.watch import HANG_SECONDS, START_SECONDS, Beat, Follower, Pulse, Watch, is_compiling
 from anabranch.request import Request
 from tests.models import tiny
 from tests.parallel.ranks import forked  # noqa: F401
 from tests.ranks.ending import GREEDY, PROMPTS, SAID, SECONDS, fails_soon
+from tests.server.serving import gone, running
 
 pytestmark = pytest.mark.usefixtures("forked")  # those of test_an_engine_of_a_server are processes of their own
 
@@ -79,6 +84,8 @@ def is_rank(process: Any) -> bool:
 
 
 BOTH = [signal.SIGKILL, signal.SIGSTOP]
+SAID_SECONDS = 2.0
+"""For the driver to tell everybody that it is warm, and will not be silent for 60 s."""
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -152,9 +159,8 @@ def test_each_follower_of_four(folder: Path, rank: int, sent: signal.Signals) ->
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_left")
-@pytest.mark.parametrize(  # a driver that hangs is the server's to end: --step-timeout
-    "num_ranks, rank, sent", [(2, 0, signal.SIGKILL), (4, 0, signal.SIGKILL), *((2, 1, sent) for sent in BOTH)]
-)
+@pytest.mark.parametrize("sent", BOTH)
+@pytest.mark.parametrize("num_ranks, rank", [(2, 0), (4, 0), (2, 1)])
 @pytest.mark.parametrize("generating", [False, True])
 def test_an_engine_of_a_server(folder: Path, num_ranks: int, rank: int, sent: signal.Signals, generating: bool) -> None:
     ends(folder, {"tensor_parallel_size": num_ranks}, rank, sent, generating)
@@ -169,6 +175,7 @@ def test_an_engine_of_a_server(folder: Path, num_ranks: int, rank: int, sent: si
         pytest.param((2, 1), 0, signal.SIGKILL, False, id="first of two, idle"),
         pytest.param((2, 2), 0, signal.SIGKILL, True, id="first of two engines of two"),
         pytest.param((2, 1), 1, signal.SIGKILL, True, id="second of two"),
+        pytest.param((2, 1), 0, signal.SIGSTOP, True, id="first of two, stopped"),
     ],
 )
 def test_ranks_of_a_server_with_requests_of_their_own(
@@ -201,12 +208,13 @@ def ends(folder: Path, options: dict[str, Any], rank: int, sent: signal.Signals,
             return ""
 
         answers = [asyncio.create_task(generate(who)) for who in ("one", "other")] if generating else []
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5 if rank else SAID_SECONDS)
         began = time.monotonic()
         os.kill([client.pid, *pids][rank], sent)
         reason = await asyncio.wait_for(client.wait(), SECONDS)
         assert time.monotonic() - began < SECONDS
-        said = SAID[sent].format(rank) if rank else "the engine's process was killed by SIGKILL"
+        named = rank or sent == signal.SIGSTOP
+        said = SAID[sent].format(rank) if named else "the engine's process was killed by SIGKILL"
         assert said in reason
         for told in await asyncio.gather(*answers):
             assert said in told
@@ -240,6 +248,32 @@ def test_an_engine_that_is_stopped_as_a_whole_goes_on(folder: Path, tmp_path: Pa
         driver.stdin.close()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_driver_that_is_stopped_is_left_to_its_owner(folder: Path, tmp_path: Path) -> None:
+    """Its followers end; when it goes on, it says why."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command, pipe = [sys.executable, str(script), str(folder)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as driver:
+        assert driver.stdout is not None and driver.stdin is not None and driver.stderr is not None
+        assert driver.stdout.readline()
+        (rank,) = followers_of(driver.pid)
+        time.sleep(SAID_SECONDS)
+        began = time.monotonic()
+        os.kill(driver.pid, signal.SIGSTOP)
+        said = SAID[signal.SIGSTOP].format(0)
+        assert driver.stderr.readline() == f"{said}: all ranks are ended\n"
+        while psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() - began < SECONDS
+            time.sleep(0.05)
+        assert psutil.Process(driver.pid).status() == psutil.STATUS_STOPPED
+        os.kill(driver.pid, signal.SIGCONT)
+        time.sleep(1)
+        _, error = driver.communicate("\n", timeout=20)
+        assert driver.returncode == 1 and f"RuntimeError: {said} before a step" in error.splitlines()[-1]
+
+
 PROGRAM = """
 import sys
 from anabranch.llm import LLM, SamplingParams
@@ -250,6 +284,62 @@ if __name__ == "__main__":
             if not sys.stdin.readline():
                 break
 """
+
+
+SERVE_TWO = ("--dtype", "float32", "--tensor-parallel-size", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_server_whose_driver_is_stopped_ends() -> None:
+    with running(None, *SERVE_TWO) as server, ThreadPoolExecutor(1) as pool:
+        family = [server.engine.pid, *followers_of(server.engine.pid)]
+        assert len(family) == 2
+        time.sleep(SAID_SECONDS)
+        body = {"prompt": "A river", "max_tokens": 1500, "ignore_eos": True}
+        answer = pool.submit(server.post, "/v1/completions", body)
+        server.until(lambda: server.stats()["running"] == 1)
+        began = time.monotonic()
+        os.kill(family[0], signal.SIGSTOP)
+        error = answer.result().json()["error"]
+        assert time.monotonic() - began < SECONDS
+        said = SAID[signal.SIGSTOP].format(0)
+        assert error["code"] == "server_dead" and said in error["message"], error
+        assert server.process.wait(SECONDS) == 1
+        assert f"the engine failed: {said}; ending with exit code 1" in server.log()
+        assert all(map(gone, family))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_server_that_is_stopped_itself_goes_on(whole: bool) -> None:
+    """With all its processes or without them, for longer than any may be silent."""
+    with running(None, *SERVE_TWO) as server:
+        expected, engine = server.complete(), server.engine.pid
+        pids = [server.process.pid, *([engine, *followers_of(engine)] if whole else [])]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(HANG_SECONDS + 2)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(DOUBT + 1)
+        assert server.complete() == expected and server.engine.pid == engine
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_driver_that_computes_for_long_goes_on(folder: Path) -> None:
+    async def test() -> None:
+        config = EngineConfig(model=str(folder), dtype="float32", tensor_parallel_size=2)
+        async with await EngineClient.start(config, "tests.ranks.ending:make_busy_engine", timeout=60) as client:
+            began = time.monotonic()
+            async for update in client.generate(Request(id="a", prompt_ids=(1, 2, 3), params=GREEDY)):
+                last = update
+            assert last.finish_reason == "length" and client.alive
+            assert time.monotonic() - began > HANG_SECONDS + 2
+
+    asyncio.run(test())
 
 
 class Nap:
@@ -372,6 +462,43 @@ def test_who_hangs(driver: Beat, others: list[Beat], rank: int) -> None:
     found = watch._hanging(time.monotonic(), driver)
     assert found.startswith(f"rank {rank} of the model hangs: others have waited") if rank else not found
     watch.close()
+
+
+def test_when_a_driver_is_silent() -> None:
+    driver, follower = multiprocessing.Pipe()
+    pulse = Pulse(follower)
+    assert not pulse._is_driver_silent(1000.0), "ranks are still coming"
+    driver.send(60.0)
+    driver.send(7.0)
+    assert not pulse._is_driver_silent(1001.0)
+    assert not pulse._is_driver_silent(1008.0) and pulse._is_driver_silent(1008.1)
+    driver.send(60.0)
+    assert not pulse._is_driver_silent(1009.0) and not pulse._is_driver_silent(1060.0), "it compiles"
+    driver.close()
+    assert not pulse._is_driver_silent(1100.0), "it has ended"
+
+
+def test_for_how_long_a_driver_may_be_silent() -> None:
+    driver, follower = multiprocessing.Pipe()
+    watch = Watch([])
+
+    def said(own: Beat) -> float:
+        watch._beat(own, [driver])
+        found = float(follower.recv())
+        assert processes.patience == found
+        return found
+
+    compiler: dict[str, Any] = {"__name__": "triton.compiler.compiler", "said": said}
+    exec("def compile(own):\n    return said(own)", compiler)
+    assert said(Beat()) == START_SECONDS
+    watch.warm = True
+    assert said(Beat(seconds=100)) == HANG_SECONDS
+    assert compiler["compile"](Beat(seconds=2)) == START_SECONDS
+    assert compiler["compile"](Beat(inside=True, seconds=2)) == HANG_SECONDS
+    follower.close()
+    watch._beat(Beat(), [driver])
+    watch.close()
+    assert processes.patience is None
 
 
 def test_a_step_is_the_first_of_its_size_once() -> None:

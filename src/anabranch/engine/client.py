@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from anabranch import messages
 from anabranch.config import EngineConfig
 from anabranch.engine.process import FLUSH_SECONDS, EngineProcess
 from anabranch.engine.worker import HEARTBEAT, address
+from anabranch.processes import Silence, exit_text
 from anabranch.request import Request, Update
 
 log = logging.getLogger(__name__)
@@ -41,20 +41,6 @@ class EngineDead(RuntimeError):
 
 class EngineBusy(RuntimeError):
     """Too many messages are waiting for the engine: try again later."""
-
-
-def exit_text(exit_code: int | None) -> str:
-    """How the engine's process ended, in words."""
-    if exit_code is None:
-        return "the engine's process ended"
-    if exit_code >= 0:
-        return f"the engine's process ended with exit code {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-exit_code}"
-    hint = " (by an operator, or by the system because memory ran out)" if -exit_code == signal.SIGKILL else ""
-    return f"the engine's process was killed by {name}{hint}"
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +93,7 @@ class EngineClient:
         self._num_sent = self._num_read = self._num_tickets = 0
         self._connecting = {"main", "pulse"}  # threads of the worker that have not sent anything yet
         self._step_began: float | None = None
+        self._silence = Silence(self._loop, self._on_silence)
         self.ready_stats: dict[str, Any] = {}
         """The engine's stats at the start, max_model_len among them."""
         self.last_heartbeat: float | None = None
@@ -325,6 +312,7 @@ class EngineClient:
             self._step_began = None if message.step_for is None else now - message.step_for
             self._num_read = max(self._num_read, message.num_received)
             self.num_steps = message.num_steps
+            self._silence.broken(message.patience)
             self._connected("pulse")
         elif isinstance(message, messages.Stats):
             future = self._tickets.get(message.ticket)
@@ -386,6 +374,12 @@ class EngineClient:
                 future.set_exception(self._error())
         if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # read once, or asyncio logs it after a timeout; it is in dead_reason
+
+    def _on_silence(self, reason: str) -> None:
+        if self.alive:
+            log.error("%s: killing process %d", reason, self.pid)
+            self._ended = messages.Ended(reason)
+            self._process.kill()
 
     async def _kill(self) -> None:
         """Kill the process if it still runs."""

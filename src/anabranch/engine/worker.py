@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from anabranch import logs, messages
+from anabranch import logs, messages, processes
 from anabranch.kernels.compiling import compile_server
 from anabranch.request import Request, Update
 from anabranch.stages import Stages
@@ -71,7 +71,7 @@ class Pulse(threading.Thread):
         while True:
             began = self.step_began
             step_for = None if began is None else time.monotonic() - began
-            beat = messages.Heartbeat(num_received=self.num_received, num_steps=self.num_steps, step_for=step_for)
+            beat = messages.Heartbeat(self.num_received, self.num_steps, step_for, processes.patience)
             with contextlib.suppress(zmq.Again):  # the client has not read the last ones
                 socket.send(messages.encode(beat), zmq.NOBLOCK)
             if self.ending.wait(HEARTBEAT):

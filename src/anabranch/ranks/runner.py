@@ -18,6 +18,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -77,7 +78,7 @@ class RanksRunner(RankRunner):
         """Of rank 0; of another, with the store of all ranks and what gives their devices to those it starts."""
         self.followers: list[Follower] = []
         self.store = Store() if rank == 0 else None
-        self.watch = Watch(self.followers)
+        self.watch = Watch(self.followers, rank)
         self.num_steps = 0
         size, tensor, here = config.num_ranks, config.tensor_parallel_size, nodes.place(config)
         far: dict[int, tuple[Connection, Connection, Connection]] = {}
@@ -214,6 +215,7 @@ class RanksRunner(RankRunner):
 
     def _tell(self, followers: list[Follower], name: str, *args: Any) -> None:
         PRESENCE.begin()
+        self.watch.thread = threading.get_ident()
         message = pickle.dumps((name, args), protocol=5) if followers else b""
         for follower in followers:
             follower.num_told += 1
@@ -304,7 +306,7 @@ def start(
 ) -> Follower:
     """A rank on this machine; without a store it is the one of several nodes."""
     ours, theirs = multiprocessing.Pipe()
-    beats, their_beats = multiprocessing.Pipe(duplex=False)
+    beats, their_beats = multiprocessing.Pipe()
     arguments = rank, config, store, theirs, their_beats, environments[1:]
     process = spawn(follow, arguments, f"rank {rank}", environments[0])
     theirs.close()
@@ -378,9 +380,12 @@ def follow_ranks(place: nodes.Place, environments: dict[int, list[Environment]])
             with contextlib.suppress(EOFError, OSError):
                 links.append(nodes.connect(place, pipe.recv(), rank, "node"))
     ready = wait([*ends, *links])
-    have_followers = any(more for _, *more in environments.values())  # of their own, which they have to end first
-    if have_followers or not any(says_end(link) for link in links if link in ready):
-        time.sleep(VERDICT_SECONDS)  # the others have the same reason to end
+    deadline = time.monotonic() + VERDICT_SECONDS
+    if any(more for _, *more in environments.values()):  # followers of their own, which they have to end first
+        time.sleep(VERDICT_SECONDS)
+    elif not any(says_end(link) for link in links if link in ready):
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))  # the others have the same reason to end
     for process in ranks:
         process.kill()
         process.join()
@@ -414,7 +419,7 @@ def follow(
 ) -> None:
     """The life of a follower: load, then do what the driver says until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends the others
-    pulse = Pulse(beats)
+    pulse = Pulse(beats, speaks=rank == 1 or rank % (config.num_ranks // config.nodes) == 0)
     pulse.start()
 
     def reply(work: Callable[[], Any]) -> bool:

@@ -14,6 +14,10 @@ START_SECONDS, and the rule does not hold until all ranks are warm. Where ranks 
 a prompt and the others no rows: until it has made one step of that size, it has START_SECONDS to compute what comes
 before the first collective, if its CPU is busy.
 
+The driver's thread sends heartbeats too, with the seconds for which it may be silent. When it is for longer, because it
+was stopped, its followers end, and one of each node names it. A server hears the driver by heartbeats of its own, with
+the same patience, and kills it (engine.client). A driver whose heart beats is left to the server's limit of a step.
+
 The driver may wait for that follower inside a collective. All followers are killed, which closes their connections and
 ends the wait with an error; collectives of a device are aborted, and small sums there released.
 """
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -33,6 +38,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
+from anabranch import processes
 from anabranch.parallel.collective_ops import GROUPS
 from anabranch.parallel.group import PRESENCE, abort
 from anabranch.ranks.nodes import hang_up
@@ -86,6 +92,7 @@ class Follower:
     pipe: Connection
     """Orders to it, replies from it."""
     beats: Connection
+    """Heartbeats, from both sides."""
     node: Connection | None = None
     """With the process that has started it, if that is on another node."""
     num_told: int = 0
@@ -118,9 +125,12 @@ class Follower:
 class Watch(threading.Thread):
     """The driver's thread. `failure` is the line that names a rank; then all followers have been killed."""
 
-    def __init__(self, followers: Sequence[Follower]) -> None:
+    def __init__(self, followers: Sequence[Follower], rank: int = 0) -> None:
+        """`rank`: of this process. Only rank 0 sends heartbeats: if another has followers, rank 0 watches both."""
         super().__init__(name="watch-ranks", daemon=True)
-        self.followers = followers
+        self.followers, self.rank = followers, rank
+        self.thread = threading.get_ident()
+        """Which tells the others what to do."""
         self.settle_seconds = SETTLE_SECONDS
         self.warm = False
         """Whether ranks compile and capture nothing more, but by chance."""
@@ -130,7 +140,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         beats = {follower.beats: follower for follower in self.followers}
-        clock = Clock()
+        clock, sent = Clock(), 0.0
         while not self.failure:
             near = [follower.process for follower in self.followers if follower.process is not None]
             sentinels = [process.sentinel for process in near if process.exitcode is None]
@@ -144,14 +154,17 @@ class Watch(threading.Thread):
             for pipe in [pipe for pipe in beats if pipe in ready]:
                 if not _listen(beats[pipe], now):
                     del beats[pipe]
+            inside, since = PRESENCE.now
+            own = Beat(inside=inside, seconds=clock.seconds(since, now), longest=PRESENCE.longest)
+            if self.rank == 0 and now - sent >= BEAT:
+                sent = now
+                self._beat(own, list(beats))
             if self._killed() or self._ended():
                 time.sleep(self.settle_seconds)
                 for follower in beats.values():
                     _listen(follower, now)
                 self.failure = self._killed() or self._ended()
             else:
-                inside, since = PRESENCE.now
-                own = Beat(inside=inside, seconds=clock.seconds(since, now), longest=PRESENCE.longest)
                 self.failure = self._hanging(now, own)
         log.error("%s: all ranks are ended", self.failure)
         for follower in self.followers:
@@ -174,6 +187,14 @@ class Watch(threading.Thread):
             self.join(HANG_SECONDS)
         self.ending.close()
         self.end.close()
+        processes.patience = None
+
+    def _beat(self, own: Beat, pipes: list[Connection]) -> None:
+        compiling = not own.inside and own.seconds > 2 * BEAT and is_compiling(self.thread)
+        processes.patience = patience = HANG_SECONDS if self.warm and not compiling else START_SECONDS
+        for pipe in pipes:
+            with contextlib.suppress(OSError):  # it has ended: it will be named
+                pipe.send(patience)
 
     def _killed(self) -> str:
         for follower in self.followers:
@@ -204,7 +225,7 @@ class Watch(threading.Thread):
             patience = HANG_SECONDS if self.warm and not beat.compiling else START_SECONDS
             hangs = f"rank {follower.rank} of the model hangs:"
             if now - follower.heard > patience:
-                return f"{hangs} no heartbeat for {patience:g} s"
+                return processes.silent(follower.rank, patience)
             patience = START_SECONDS if beat.first else patience
             if beat.num_done < follower.target and now - follower.since > patience:
                 return f"{hangs} {patience:g} s behind rank 0"
@@ -250,11 +271,15 @@ class Clock:
 
 
 class Pulse(threading.Thread):
-    """A follower's thread: heartbeats, and an end for this process when the driver has ended, whatever the main thread
-    waits for."""
+    """A follower's thread: heartbeats, and an end for this process when the driver has ended or is silent, whatever the
+    main thread waits for."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Connection, speaks: bool = True) -> None:
+        """`speaks`: of a driver that is silent. One is enough."""
         super().__init__(name="pulse", daemon=True)
+        self.speaks = speaks
+        self.heard, self.patience = 0.0, math.inf
+        """Of the driver: when, and how long from then on. The first heartbeat comes when all ranks have."""
         self.pipe, self.lock = pipe, threading.Lock()
         self.thread = threading.get_ident()
         """Which carries out orders."""
@@ -264,12 +289,31 @@ class Pulse(threading.Thread):
         clock = Clock()
         while True:
             (inside, since), now = PRESENCE.now, time.monotonic()
-            clock.was_stopped(now)
+            if clock.was_stopped(now):
+                self.heard = now
+            if self._is_driver_silent(now):
+                self._end_without_driver()
             seconds = clock.seconds(since, now)
             compiling = self.busy and not inside and seconds > 2 * BEAT and is_compiling(self.thread)
             first = self.busy and PRESENCE.is_first(seconds)
             self.send(Beat(self.num_done, self.busy, inside, seconds, PRESENCE.longest, compiling, first))
             time.sleep(BEAT)
+
+    def _is_driver_silent(self, now: float) -> bool:
+        try:
+            while self.pipe.poll():
+                self.patience, self.heard = self.pipe.recv(), now
+        except (EOFError, OSError):  # it has ended: `send` ends this process
+            return False
+        return now - self.heard > self.patience
+
+    def _end_without_driver(self) -> None:
+        reason = processes.silent(0, self.patience)
+        if self.speaks:
+            log.error("%s: all ranks are ended", reason)
+        self.fail(RuntimeError(reason))  # for a driver that goes on later
+        time.sleep(1.5 * BEAT)  # the others notice it too before collectives with this one fail
+        os._exit(1)
 
     def begin(self) -> None:
         """An order has come."""
