@@ -16,7 +16,7 @@ AXE := .cache/axe/node_modules/axe-core/axe.min.js
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # One thread per worker: two workers with a torch thread pool each would fight for the same cores.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 LINUX := $(filter Linux,$(shell uname -s))
 
 .PHONY: help setup serve demo quick test test-interpreter test-all test-gpu test-mlx test-npu test-clients docs lint \
@@ -61,8 +61,6 @@ test: lint  ## lint, types and the tests that need neither a GPU nor much time, 
 test-interpreter: $(INSTALLED)  ## the Triton kernels' tests that run on the CPU, in Triton's interpreter
 	$(if $(LINUX),TRITON_INTERPRET=1 $(PYTEST) tests/kernels/triton,@echo "Triton is for Linux: its tests are left out")
 
-# These tests often wait: for processes, clusters, clocks. One worker more than two cores have leaves none idle.
-test-all: WORKERS := 3
 test-all: lint system-tools tritons $(VENV)/.smollm2 $(LLAMA_CPP)/.fetched $(LM_EVAL_VENV)/.installed $(AXE)  ## everything but the GPU tests; what is missing is installed or fails
 	ANABRANCH_TEST_ALL=1 $(PYTEST)
 	ANABRANCH_TEST_ALL=1 $(MAKE) test-interpreter
