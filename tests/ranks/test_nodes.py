@@ -129,13 +129,19 @@ def test_a_node_that_ends_ends_the_other(folder: Path, tmp_path: Path, start: St
     assert not any(map(psutil.pid_exists, ranks))
 
 
+def answering(start: Start, folder: Path, tmp_path: Path) -> tuple[list[subprocess.Popen[str]], int]:
+    """Two nodes of a rank each that answer for ever, and the process of rank 1."""
+    both = start_both(start, folder, tmp_path, {"tensor_parallel_size": 2}, False, "forever")
+    assert both[0].stdout is not None and both[0].stdout.readline().startswith("ANSWERS")
+    (rank,) = ranks_of(pytest.importorskip("psutil"), both[1].pid)
+    return both, rank
+
+
 @pytest.mark.slow
 def test_a_rank_of_another_node_that_is_stopped_in_a_step(folder: Path, tmp_path: Path, start: Start) -> None:
     """Its own node ends it, which ends the collective in which rank 0 waits."""
     psutil = pytest.importorskip("psutil")
-    both = start_both(start, folder, tmp_path, {"tensor_parallel_size": 2}, False, "forever")
-    assert both[0].stdout is not None and both[0].stdout.readline().startswith("ANSWERS")
-    (rank,) = ranks_of(psutil, both[1].pid)
+    both, rank = answering(start, folder, tmp_path)
     began = time.monotonic()
     os.kill(rank, signal.SIGSTOP)
     _, error = both[0].communicate(timeout=20)
@@ -148,9 +154,7 @@ def test_a_rank_of_another_node_that_is_stopped_in_a_step(folder: Path, tmp_path
 @pytest.mark.slow
 def test_a_driver_that_is_stopped_ends_other_nodes(folder: Path, tmp_path: Path, start: Start) -> None:
     psutil = pytest.importorskip("psutil")
-    both = start_both(start, folder, tmp_path, {"tensor_parallel_size": 2}, False, "forever")
-    assert both[0].stdout is not None and both[0].stdout.readline().startswith("ANSWERS")
-    (rank,) = ranks_of(psutil, both[1].pid)
+    both, rank = answering(start, folder, tmp_path)
     time.sleep(2)  # it says that it is warm
     began = time.monotonic()
     os.kill(both[0].pid, signal.SIGSTOP)

@@ -53,7 +53,7 @@ ROWS_ELEMENTS = 1024
 def accepts(call: GatedDeltaCall) -> bool:
     x_TX, conv_PLC, state_PHKV = call.x_TX, call.conv_PLC, call.state_PHKV
     parameters = call.conv_weight_CW, call.decay_log_H, call.dt_bias_H, call.norm_weight_V
-    integers = call.page_R, call.query_start_R, call.context_len_R, *cuts_of(call)
+    integers = [x for x in (*call[3:6], call.cut_R, call.cut_page_R) if isinstance(x, torch.Tensor)]
     H, K, V = state_PHKV.shape[1:]
     return (
         x_TX.dtype in FLOATS
