@@ -25,9 +25,9 @@ log = logging.getLogger("anabranch.server")
 Decoded = TypeVar("Decoded", bound=Body)
 
 LONGEST = 100  # characters of an unknown name that an error repeats
+DEEPEST = 100  # levels of known fields; Python's own limit differs with what else the process runs
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
-_logged: set[str] = set()
-"""Fields whose being ignored was logged."""
+_logged: set[str] = set()  # fields whose being ignored was logged
 
 
 class ClientGone(Exception):
@@ -105,8 +105,8 @@ def _decode(body: bytes | bytearray, schema: type[Decoded]) -> Decoded:
         raise bad_request(f"the body is not valid JSON: {reason}", code="invalid_json") from None
     raw = {name: value for name, value in raw.items() if value is not None}
     for name in (raw.keys() & schema.IGNORED) - _logged:
-        _logged.add(name)
         log.warning("requests come with %r, which has no effect here (logged once)", name)
+    _logged.update(raw.keys() & schema.IGNORED)
     try:
         try:
             return msgspec.convert(raw, schema, strict=True)
@@ -133,6 +133,8 @@ _type_info = cache(inspect.type_info)
 def _check_fields(value: Any, known: inspect.Type, path: str) -> None:
     """400 for the first unknown field, wherever it is; msgspec would not say which field was meant. Removes unknown
     fields that are null: null means not given."""
+    if path.count(".") > DEEPEST:
+        raise RecursionError
     match known:
         case inspect.UnionType(types=types):
             for one in types:
