@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from anabranch import platforms
 from anabranch.formats.scaled import Scaled
 from anabranch.loader import names, read
-from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
+from anabranch.loader.checkpoint import CheckpointError, TensorInfo, read_checkpoint
 from anabranch.loader.load import build
 from anabranch.loader.names import Copy
 from anabranch.loader.read import ALIGNMENT, MOST_PARTS, Reader, cut, read_weights
@@ -256,14 +256,39 @@ def test_scales_that_are_stored_as_exponents(tmp_path: Path, name: str) -> None:
     assert torch.equal(parameters["spread"].cpu(), scale.repeat_interleave(2, 0))
 
 
+@pytest.mark.parametrize("name", PLATFORMS)
+@pytest.mark.parametrize("begin", [4, 5], ids=["aligned", "unaligned"])
+def test_a_part_is_taken_before_it_is_converted(tmp_path: Path, name: str, begin: int) -> None:
+    """And read alone, but for one whose numbers lie across words of memory; two copies of one part are read once."""
+    platform, tensor = platforms.make(name), torch.arange(48, dtype=torch.int32).view(6, 8)
+    file = tmp_path / "x"
+    file.write_bytes(bytes(begin) + tensor.numpy().tobytes())
+    info = TensorInfo("x", file, "I32", (6, 8), begin, begin + tensor.nbytes)
+    part = slice(1, 6, 2), slice(2, 5)
+    seen: list[tuple[int, ...]] = []
+
+    def convert(source: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(source.shape))
+        return source.T * 2
+
+    copies = [Copy(info, "some", (), part, convert, (slice(1, 3),)), Copy(info, "all", (0,), part, convert)]
+    parameters = {"some": torch.zeros(2, 3), "all": torch.zeros(2, 3, 3, dtype=torch.int32)}
+    parameters = {key: parameter.to(platform.device) for key, parameter in parameters.items()}
+    num_bytes = read_weights(parameters, copies, platform)
+    assert num_bytes == (9 if begin == 4 else 48) * 4 and seen == [(3, 3)] * 2
+    expected = tensor[part].T * 2
+    assert torch.equal(parameters["some"].cpu(), expected[1:3].float())
+    assert torch.equal(parameters["all"].cpu(), torch.stack([expected, torch.zeros_like(expected)]))
+
+
 def test_large_buffers_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread has two; tensors that are converted are read whole."""
+    """A thread has two; what is converted is read in one go."""
     tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = read_checkpoint(tmp_path)
     parameters = {name: torch.zeros(64, 32) for name in tensors}
     part = slice(None), slice(0, 32)
-    copies = [Copy(info, name, (), part, torch.clone) for name, info in checkpoint.tensors.items()]
+    copies = [Copy(info, name, (), (), torch.clone, part) for name, info in checkpoint.tensors.items()]
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(read, "BUFFERS", 4 * 64 * 64 * 4)
     platform = CountingPlatform()

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from anabranch.formats.format import Format, Shape, TensorSpec
+from anabranch.formats.format import Format, Index, Shape, TensorSpec
 from anabranch.formats.grouped import SCALES, Grouped, pack
-from anabranch.formats.source import Source, stem
+from anabranch.formats.source import Source, blocks, stem
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,16 @@ class Packed4(Source):
     def changes(self, tensor: str, format: Format) -> bool:
         return tensor != "scale" or self.layout != "rows"
 
+    def place(self, tensor: str, outputs: slice, inputs: slice, shape: Shape) -> Index | None:
+        if tensor == "data":
+            sizes = (8, 1) if self.layout == "awq" else (1, 8)
+        else:
+            sizes = (8 if tensor == "zero" else 1, self.group or shape[-1])
+        rows, columns = blocks(outputs, sizes[0]), blocks(inputs, sizes[1])
+        if rows is None or columns is None:
+            return None
+        return (rows, columns) if self.layout == "rows" else (columns, rows)
+
 
 _GPTQ_ENDS = ("qweight", "scales", "qzeros")
 
@@ -115,6 +125,10 @@ class MXFP4(Source):
 
     def changes(self, tensor: str, format: Format) -> bool:
         return tensor == "data"
+
+    def place(self, tensor: str, outputs: slice, inputs: slice, shape: Shape) -> Index | None:
+        columns = blocks(inputs, 32 if self.fused else 2)
+        return columns and (outputs, columns)
 
 
 def _neighbours(data: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from anabranch.formats.format import Format, Shape, TensorSpec
+from anabranch.formats.format import Format, Index, Shape, TensorSpec
 from anabranch.formats.grouped import SCALES, Grouped
 from anabranch.formats.source import Source, common_rows
 
@@ -37,6 +37,9 @@ class Rounded(Source):
 
     def changes(self, tensor: str, format: Format) -> bool:
         return True
+
+    def place(self, tensor: str, outputs: slice, inputs: slice, shape: Shape) -> Index | None:
+        return outputs, inputs  # whole blocks, as `Grouped.part` makes sure
 
 
 def can_round(target: Grouped, shape: Shape) -> bool:

@@ -16,7 +16,7 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.formats.format import PLAIN, Format, Shape, TensorSpec
+from anabranch.formats.format import PLAIN, Format, Index, Shape, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,11 @@ class Source:
         """Whether `convert` does anything with this tensor besides changing its dtype."""
         return False
 
+    def place(self, tensor: str, outputs: slice, inputs: slice, shape: Shape) -> Index | None:
+        """Where in a matrix of the checkpoint these outputs and inputs of such a piece are, of which `convert` makes
+        the same as of all; None: it needs all."""
+        return None
+
 
 class PlainSource(Source):
     """One tensor with the weight's name and shape, of any float."""
@@ -91,6 +96,9 @@ class PlainSource(Source):
 
     def stored(self, tensor: str, shape: Shape) -> tuple[TensorSpec, ...]:
         return (TensorSpec(shape),)
+
+    def place(self, tensor: str, outputs: slice, inputs: slice, shape: Shape) -> Index | None:
+        return outputs, inputs
 
 
 PLAIN_SOURCE = PlainSource()
@@ -119,6 +127,10 @@ class Transposed(Source):
 
     def changes(self, tensor: str, format: Format) -> bool:
         return True
+
+    def place(self, tensor: str, outputs: slice, inputs: slice, shape: Shape) -> Index | None:
+        place = self.source.place(tensor, outputs, inputs, shape)
+        return place and place[::-1]
 
 
 Method = Callable[[Mapping[str, Any]], tuple[Source, ...]]
@@ -173,6 +185,14 @@ def sources_of(quantization_config: Mapping[str, Any]) -> tuple[Source, ...]:
         )
         raise ValueError(f"{what} is not supported (supported: {', '.join(sorted(methods()))})")
     return method(quantization_config)
+
+
+def blocks(taken: slice, size: int) -> slice | None:
+    """The blocks of this size that numbers from `start` to `stop` are in, if they are all that these have."""
+    if size == 1:
+        return taken
+    whole = taken.step == 1 and taken.start % size == taken.stop % size == 0
+    return slice(taken.start // size, taken.stop // size) if whole else None
 
 
 def common_rows(rows: int, starts: tuple[int, ...]) -> int:

@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from anabranch.formats import CACHE_SCALES, IGNORED, PLAIN_SOURCE, Index, Shape, Source, TensorSpec, Transposed, rounded
+from anabranch.formats import (
+    CACHE_SCALES,
+    IGNORED,
+    PLAIN_SOURCE,
+    Format,
+    Index,
+    Shape,
+    Source,
+    TensorSpec,
+    Transposed,
+    rounded,
+)
 from anabranch.layers.norm import RMSNorm
 from anabranch.loader import cache_scales
 from anabranch.loader.checkpoint import DTYPES, FLOATS, Checkpoint, CheckpointError, TensorInfo
@@ -35,13 +46,14 @@ SLICE = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Put `convert(source)[part]` into `parameter[index]`."""
+    """Put `convert(source[part])[rest]` into `parameter[index]`."""
 
     source: TensorInfo
     parameter: str
     index: Index
     part: Index = ()
     convert: Callable[..., torch.Tensor] | None = None
+    rest: Index = ()
 
 
 def match(model: Decoder, checkpoint: Checkpoint, quantization: str = "none") -> list[Copy]:
@@ -179,54 +191,64 @@ def _copies(
     for piece in pieces:
         name, shape = piece.name, stored[piece.name]
         for tensor in specs:
-            info, changes = found[name][tensor], source.changes(tensor, format)
+            info = found[name][tensor]
             try:
                 index = format.part(tensor, piece.index, weight.shape)
                 part = format.part(tensor, piece.part, shape, shared=True)
             except ValueError as error:
                 cure = "take fewer ranks, or --expert-parallel, which keeps experts whole"
                 raise CheckpointError(f"{info.file}: tensor {info.name!r}: {error}; {cure}") from None
-            convert = partial(source.convert, tensor, shape=shape, format=format) if changes else None
-            copy = _narrow(Copy(info, f"{path}.{tensor}", index, part, convert))
-            copies += _slices(copy, shape) if len(shape) == 3 and (changes or part) else (copy,)
+            copy = Copy(info, f"{path}.{tensor}", index, part)
+            if source.changes(tensor, format):
+                copy = _converted(copy, source, tensor, piece.part, shape, format)
+            copy = _narrow(copy)
+            inner = any(taken != slice(None) for taken in copy.part)
+            copies += _slices(copy) if len(shape) == 3 and (copy.convert or inner) else (copy,)
     return copies, {info.name for infos in found.values() for info in infos.values()}
+
+
+def _converted(copy: Copy, source: Source, tensor: str, part: Index, shape: Shape, format: Format) -> Copy:
+    """A copy of this part of a piece, which the checkpoint does not keep as we do. If the part can be read alone, no
+    more is converted; otherwise all matrices are of which it is a part."""
+    part = part + (slice(None),) * (len(shape) - len(part))
+    taken = [slice(*one.indices(size)) for one, size in zip(part, shape) if isinstance(one, slice)]
+    lead, (outputs, inputs) = taken[:-2], taken[-2:]
+    place = source.place(tensor, outputs, inputs, shape)
+    rest = (*(slice(None) for _ in lead), *copy.part[len(lead) :]) if place is None else ()
+    ours = _shape_of(shape, (*lead,) if place is None else (*taken,))
+    convert = partial(source.convert, tensor, shape=ours, format=format)
+    return replace(copy, part=(*lead, *(place or ())), convert=convert, rest=rest)
 
 
 def _narrow(copy: Copy) -> Copy:
     """A copy of some of the first dimension of a tensor, which reads no more than these."""
-    source = copy.source
-    if copy.convert is not None or not copy.part or not isinstance(copy.part[0], slice):
+    if not copy.part or not isinstance(copy.part[0], slice):
         return copy
-    begin, end, _ = copy.part[0].indices(source.shape[0])
+    begin, end, step = copy.part[0].indices(copy.source.shape[0])
+    every = slice(None, None, None if step == 1 else step)
+    return replace(copy, source=some_rows(copy.source, begin, end), part=(every, *copy.part[1:]))
+
+
+def some_rows(source: TensorInfo, begin: int, end: int) -> TensorInfo:
+    """Some of the first dimension of a tensor."""
     one = source.num_bytes // max(1, source.shape[0])
-    rows = replace(
-        source, shape=(end - begin, *source.shape[1:]), begin=source.begin + begin * one, end=source.begin + end * one
-    )
-    return replace(copy, source=rows, part=(slice(None), *copy.part[1:]))
+    first, last = source.begin + begin * one, source.begin + end * one
+    return replace(source, shape=(end - begin, *source.shape[1:]), begin=first, end=last)
 
 
-def _slices(copy: Copy, shape: Shape) -> Iterator[Copy]:
-    """A copy of experts from a tensor that has all of them, of this logical shape, as copies of a few each."""
-    source, convert = copy.source, copy.convert
-    target, part = (*copy.index, slice(None))[0], (*copy.part, slice(None))[0]
-    whole = target == part == slice(None)
-    if not isinstance(target, slice) or not isinstance(part, slice) or (convert is None and not whole):
-        yield copy  # what needs no conversion has been narrowed
-        return
-    begin, end, _ = part.indices(shape[0])
-    offset = (target.start or 0) - begin
-    one = source.num_bytes // shape[0]
-    some = max(1, SLICE // max(1, one))
-    for first in range(begin, end, some):
-        last = min(first + some, end)
-        place = source.begin + first * one
-        experts = replace(
-            source, shape=(last - first, *source.shape[1:]), begin=place, end=place + (last - first) * one
-        )
-        if convert is not None:
-            convert = partial(convert, shape=(last - first, *shape[1:]))
+def _slices(copy: Copy) -> Iterator[Copy]:
+    """A copy of all experts that a tensor has as copies of a few each."""
+    source, target = copy.source, (*copy.index, slice(None))[0]
+    assert isinstance(target, slice)
+    offset, count = target.start or 0, source.shape[0]
+    some = max(1, SLICE * count // max(1, source.num_bytes))
+    for first in range(0, count, some):
+        last = min(first + some, count)
         index = (slice(first + offset, last + offset), *copy.index[1:])
-        yield Copy(experts, copy.parameter, index, (slice(None), *copy.part[1:])[: len(copy.part)], convert)
+        convert = copy.convert
+        if isinstance(convert, partial):
+            convert = partial(convert, shape=(last - first, *convert.keywords["shape"][1:]))
+        yield replace(copy, source=some_rows(source, first, last), index=index, convert=convert)
 
 
 def _choose(checkpoint: Checkpoint, layouts: list[Layout], sources: tuple[Source, ...]) -> tuple[Source, Layout]:

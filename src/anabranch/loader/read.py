@@ -30,7 +30,7 @@ from anabranch.formats import Index, Source
 from anabranch.formats.packed4 import Packed4
 from anabranch.loader import checkpoint
 from anabranch.loader.checkpoint import Checkpoint, CheckpointError, TensorInfo
-from anabranch.loader.names import Copy
+from anabranch.loader.names import Copy, some_rows
 from anabranch.platforms import Platform, Staging, Take
 
 Progress = Callable[[int, int], None]
@@ -106,7 +106,7 @@ class Part:
     places: tuple[Place, ...]
     """If it is not the whole tensor: one, flat, of `count` elements."""
     taken: Index = ()
-    """Slices of the tensor that hold the `count` elements, where they lie apart; its one place has their shape."""
+    """Slices of the tensor that hold the `count` elements, where they lie apart; its places take from these."""
 
     @property
     def num_bytes(self) -> int:
@@ -174,10 +174,12 @@ def cut(parameters: Mapping[str, torch.Tensor], copies: Sequence[Copy], limit: i
     begin = end = num_bytes = 0
     for source, group in groupby((copy for copy in copies if copy.source.num_bytes), key=lambda copy: copy.source):
         wanted = tuple(group)
-        if all(map(_lies_apart, wanted)) and sum(map(_count, wanted)) < source.num_elements:
-            for copy in wanted:
-                yield from _cut_apart(copy, parameters[copy.parameter][copy.index], limit)
-            continue
+        if all(map(_lies_apart, wanted)):
+            apart = [tuple(same) for _, same in groupby(wanted, key=lambda copy: copy.part)]
+            if sum(_count(copies[0]) for copies in apart) < source.num_elements:
+                for copies in apart:
+                    yield from _cut_apart(copies, parameters, limit)
+                continue
         places = tuple((parameters[copy.parameter][copy.index], taker(copy)) for copy in wanted)
         for part in _pieces(source, places, limit):
             at = source.begin + part.first * DTYPES[source.dtype].itemsize
@@ -195,10 +197,9 @@ def cut(parameters: Mapping[str, torch.Tensor], copies: Sequence[Copy], limit: i
 
 
 def _lies_apart(copy: Copy) -> bool:
-    """Whether a copy is some rows and columns of its source, as they are."""
-    slices = all(isinstance(taken, slice) and taken.step in (None, 1) for taken in copy.part)
-    aligned = copy.source.begin % DTYPES[copy.source.dtype].itemsize == 0
-    return copy.convert is None and bool(copy.part) and slices and aligned
+    """Whether a copy takes some rows and columns of its source."""
+    slices = all(isinstance(taken, slice) for taken in copy.part)
+    return bool(copy.part) and slices and copy.source.begin % DTYPES[copy.source.dtype].itemsize == 0
 
 
 def _count(copy: Copy) -> int:
@@ -210,27 +211,28 @@ def _count(copy: Copy) -> int:
     return math.prod(sizes)
 
 
-def _cut_apart(copy: Copy, target: torch.Tensor, limit: int) -> Iterator[Span]:
-    """Spans of about `limit` bytes, each some rows of the source, of which a part is read."""
-    source = copy.source
-    begin, end, _ = copy.part[0].indices(source.shape[0])  # type: ignore[union-attr]
-    row, count = source.num_bytes // source.shape[0], _count(copy) // (end - begin)
+def _cut_apart(copies: Sequence[Copy], parameters: Mapping[str, torch.Tensor], limit: int) -> Iterator[Span]:
+    """The span of copies of the same rows and columns; of rows that are copied as they are, spans of about `limit`
+    bytes."""
+    copy, source = copies[0], copies[0].source
+    places = tuple((parameters[one.parameter][one.index], taker(replace(one, part=()))) for one in copies)
+    if len(places) > 1 or places[0][1] is not None or copy.part[0] != slice(None):
+        yield Span(source.file, source.begin, (Part(source, 0, _count(copy), places, copy.part),))
+        return
+    target, count = places[0][0], _count(copy) // source.shape[0]
     most = max(1, limit // (count * DTYPES[source.dtype].itemsize))
-    for first in range(begin, end, most):
-        last = min(first + most, end)
-        at = source.begin + first * row
-        rows = replace(source, shape=(last - first, *source.shape[1:]), begin=at, end=source.begin + last * row)
-        place = target[first - begin : last - begin]
-        taken = (slice(None), *copy.part[1:])
-        yield Span(source.file, at, (Part(rows, 0, (last - first) * count, ((place, None),), taken),))
+    for first in range(0, source.shape[0], most):
+        rows = some_rows(source, first, min(first + most, source.shape[0]))
+        place = target[first : first + most]
+        yield Span(source.file, rows.begin, (Part(rows, 0, rows.shape[0] * count, ((place, None),), copy.part),))
 
 
 def taker(copy: Copy) -> Take | None:
     """What a copy takes from its source."""
-    convert, part = copy.convert, copy.part
+    convert, part, rest = copy.convert, copy.part, copy.rest
     if convert is None:
         return itemgetter(part) if any(taken != slice(None) for taken in part) else None
-    return lambda source: convert(source)[part]
+    return lambda source: convert(source[part])[rest]
 
 
 def _pieces(source: TensorInfo, places: tuple[Place, ...], limit: int) -> Iterator[Part]:
@@ -267,8 +269,10 @@ class Reader:
             staging.wait()  # for what was copied from it the time before last
             for source, places in self._read_to(span, staging.buffer):
                 staging.put(source, places)
-        elif span.parts[0].taken:
-            span.parts[0].places[0][0].copy_(self._mapped(span.parts[0]))
+        elif (part := span.parts[0]).taken:
+            found = self._mapped(part)
+            for target, take in part.places:
+                target.copy_(found if take is None else take(found))
         elif all(part.is_plain for part in span.parts):
             self._fill(span, [_bytes_of(part.places[0][0]) for part in span.parts])
         else:
