@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from anabranch import formats
-from anabranch.formats import ITEM_BYTES, Shape, rounded
+from anabranch.formats import BF16_SOURCE, ITEM_BYTES, Shape, rounded
 from anabranch.layers.cache import CacheGroup
 from anabranch.models.config import ModelConfig
 
@@ -103,6 +103,12 @@ def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
     if config.sources or quantization not in rounded.FORMATS:
         return config
     return replace(config, sources=(rounded.Rounded(rounded.FORMATS[quantization]),))
+
+
+def kept(config: ModelConfig) -> ModelConfig:
+    """The model as kernels load it that multiply by matrices in bf16 in fp32, for these plans."""
+    plain = config.dtype == "bfloat16" and config.activation == "silu" and not config.sources
+    return replace(config, sources=(BF16_SOURCE,)) if plain else config
 
 
 def count_active(config: ModelConfig) -> int:
@@ -230,11 +236,13 @@ def plan_memory(
     captured_tokens: int = 0,
     num_ranks: int = 1,
     expert_share: float = 1.0,
+    weights: int | None = None,
 ) -> MemoryPlan:
     """`captured_tokens`: of the largest step that is captured; graphs have memory of their own. `num_ranks`: among
-    which the weights are divided, of routed experts that share; `config` is one rank's."""
+    which the weights are divided, of routed experts that share; `config` is one rank's. `weights`: their bytes, where
+    they are loaded."""
     usable = int(total * fraction)
-    weights = rank_bytes(config, dtype, num_ranks, expert_share)
+    weights = rank_bytes(config, dtype, num_ranks, expert_share) if weights is None else weights
     workspace = workspace_bytes(config, max_num_batched_tokens + captured_tokens, max_num_seqs, dtype)
     return MemoryPlan(
         total=total,

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from anabranch import kernels
+from anabranch import kernels, ops
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
 from anabranch.engine.batch import HostStep, StepMaker, Tried, tried_rows
@@ -47,14 +47,16 @@ class TorchRunner(Runner):
         """The most rows of a step with drafts, in which the host knows the tokens of all rows; 0: there are none."""
         memory = platform.memory()
         model = read_config(config.model, **config.model_options)
+        kernels.bind(platform, config.deterministic)
+        if config.dtype == "float32" and ops.linear.has_trait("bf16"):
+            model = plan.kept(plan.quantized(model, config.quantization))
         num_experts = max((layer.moe.num_experts for layer in model.layers if layer.moe is not None), default=0)
-        self.expert_share = config.expert_share(num_experts)
         plan.check_memory(  # before the weights take memory
             model.divide(group.rank, group.size, config.expert_parallel),
             config,
             config.dtype,
             num_ranks=group.size,
-            expert_share=self.expert_share,
+            expert_share=config.expert_share(num_experts),
             free=memory.free + memory.cached,
             total=memory.total,
             captured_tokens=captured_tokens(config, platform),
@@ -100,8 +102,7 @@ class TorchRunner(Runner):
             max_num_batched_tokens=config.max_num_batched_tokens * config.data_parallel_size,
             max_num_seqs=config.max_samples,
             captured_tokens=captured_tokens(config, self.platform),
-            num_ranks=self.model.group.size,
-            expert_share=self.expert_share,
+            weights=sum(parameter.nbytes for parameter in self.model.parameters()),
         )
         # Other processes may use the device too: the plan is limited by what is free now, with the weights loaded.
         left = min(found.kv, memory.free + memory.cached - found.workspace)

@@ -5,9 +5,10 @@ checkpoint's tensors and a format, `scaled` and `packed4` implement it, and `met
 shapes, names and arithmetic of weights, not layers, kernels or files. Importing it does not import torch.
 """
 
-from anabranch.formats.format import ITEM_BYTES, PLAIN, Format, Index, Shape, TensorSpec, named, register
+from anabranch.formats.format import BF16, ITEM_BYTES, PLAIN, Format, Index, Shape, TensorSpec, named, register
 from anabranch.formats.grouped import Grouped
 from anabranch.formats.source import (
+    BF16_SOURCE,
     CACHE_SCALES,
     IGNORED,
     PLAIN_SOURCE,
@@ -19,6 +20,8 @@ from anabranch.formats.source import (
 )
 
 __all__ = [
+    "BF16",
+    "BF16_SOURCE",
     "CACHE_SCALES",
     "IGNORED",
     "ITEM_BYTES",

@@ -78,8 +78,17 @@ class Format:
         return sum(math.prod(spec.shape) * ITEM_BYTES[spec.dtype or dtype] for spec in specs)
 
 
-PLAIN = Format()
-_registered: dict[str, Format] = {PLAIN.name: PLAIN}
+class BFloat16(Format):
+    """A plain weight in bf16 of a model that computes in fp32, which holds these numbers exactly."""
+
+    name = "bf16"
+
+    def tensors(self, shape: Shape) -> dict[str, TensorSpec]:
+        return {"data": TensorSpec(shape, "bfloat16")}
+
+
+PLAIN, BF16 = Format(), BFloat16()
+_registered: dict[str, Format] = {format.name: format for format in (PLAIN, BF16)}
 _parsers: list[Callable[[str], Format | None]] = []
 """For formats with numbers in their names, such as a group size."""
 

@@ -16,7 +16,7 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.formats.format import PLAIN, Format, Index, Shape, TensorSpec
+from anabranch.formats.format import BF16, PLAIN, Format, Index, Shape, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -85,23 +85,26 @@ class Source:
         return None
 
 
+@dataclass(frozen=True)
 class PlainSource(Source):
     """One tensor with the weight's name and shape, of any float."""
+
+    kept: Format = PLAIN
 
     def names(self, name: str) -> dict[str, str]:
         return {"data": name}
 
     def format(self, starts: tuple[int, ...] = (), dtypes: Mapping[str, str] = {}) -> Format:
-        return PLAIN
+        return self.kept
 
     def stored(self, tensor: str, shape: Shape) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(shape),)
+        return (self.kept.tensors(shape)[tensor],)
 
     def place(self, tensor: str, outputs: slice, inputs: slice, shape: Shape) -> Index | None:
         return outputs, inputs
 
 
-PLAIN_SOURCE = PlainSource()
+PLAIN_SOURCE, BF16_SOURCE = PlainSource(), PlainSource(BF16)
 
 
 @dataclass(frozen=True)

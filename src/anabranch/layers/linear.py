@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.formats import Index
+from anabranch.formats import BF16, Index
 from anabranch.ops.weight import WHOLE, Layout, Piece, Shard, Weight
 from anabranch.parallel.group import ALONE, Group
 
@@ -62,11 +62,11 @@ class Embedding(nn.Module):
         self.group = group
 
     def forward(self, token_T: torch.Tensor) -> torch.Tensor:
-        weight_VD = self.weight.dense()
+        weight_VD = self.weight.data if self.weight.format is BF16 else self.weight.dense()
         if self.weight.shard.num_ranks == 1:
-            return nn.functional.embedding(token_T, weight_VD)
+            return nn.functional.embedding(token_T, weight_VD).to(self.weight.dtype)
         # Each rank has the rows of its tokens; those of others are zeros.
         local_T = token_T - self.group.rank * weight_VD.shape[0]
         here_T = (local_T >= 0) & (local_T < weight_VD.shape[0])
-        x_TD = nn.functional.embedding(torch.where(here_T, local_T, 0), weight_VD)
+        x_TD = nn.functional.embedding(torch.where(here_T, local_T, 0), weight_VD).to(self.weight.dtype)
         return self.group.all_reduce(torch.where(here_T[:, None], x_TD, 0))

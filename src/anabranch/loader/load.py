@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from anabranch import kernels, ops, platforms
-from anabranch.formats import PLAIN
+from anabranch.formats import BF16, PLAIN
 from anabranch.layers.attention import Attention
 from anabranch.layers.linear import Linear, PackedLinear
 from anabranch.layers.norm import RMSNorm
@@ -215,7 +215,7 @@ def fill_randomly(model: nn.Module, seed: int = 0) -> None:
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    return isinstance(module, Weight) and module.format is not PLAIN
+    return isinstance(module, Weight) and module.format not in (PLAIN, BF16)
 
 
 def lay_out(decoder: Decoder, platform: platforms.Platform) -> None:

@@ -6,30 +6,45 @@ T tokens, D hidden width, K experts per token, E experts, I expert width.
 import torch
 
 from anabranch import ops
-from anabranch.formats import PLAIN
+from anabranch.formats import BF16, PLAIN
 from anabranch.kernels.c.library import MAX_ROWS, function, is_plain
 from anabranch.ops.experts import ExpertsCall
 
 compute = function("experts")
 
+TOKENS = 256
+"""Of one call: the kernel has tables of them on its stack."""
+
 
 def accepts(call: ExpertsCall) -> bool:
-    return 0 < call.x_TD.shape[0] <= MAX_ROWS and fits(call)
+    """Of any number of tokens where weights are bf16."""
+    most = MAX_ROWS if call.down_EDI.format is PLAIN else call.x_TD.shape[0]
+    return 0 < call.x_TD.shape[0] <= most and fits(call)
 
 
 def fits(call: ExpertsCall) -> bool:
-    """But for the number of tokens, which must be a few hundred at most: the kernel has tables of them on its stack."""
+    """But for the number of tokens."""
     gate_up, down = call.gate_up_EFD, call.down_EDI
     if not (call.combined and call.activation == "silu"):
         return False
     biased = call.gate_up_bias_EF is not None or call.down_bias_ED is not None
-    plain = not biased and gate_up.format is PLAIN and down.format is PLAIN
+    if biased or gate_up.format is not down.format or gate_up.format not in (PLAIN, BF16):
+        return False
+    matrices = () if gate_up.format is BF16 else (gate_up.data, down.data)
     ids = call.expert_TK.dtype == torch.int32 and call.expert_TK.is_contiguous()
-    return plain and ids and is_plain(call.x_TD, call.weight_TK, gate_up.data, down.data)
+    return ids and is_plain(call.x_TD, call.weight_TK, *matrices)
 
 
-@ops.experts.kernel("c", on=("cpu",), accepts=accepts)
+@ops.experts.kernel("c", on=("cpu",), accepts=accepts, traits=("bf16",))
 def experts(call: ExpertsCall) -> torch.Tensor:
+    if call.x_TD.shape[0] <= TOKENS:
+        return _few(call)
+    parts = zip(call.x_TD.split(TOKENS), call.expert_TK.split(TOKENS), call.weight_TK.split(TOKENS), strict=True)
+    calls = (call._replace(x_TD=x_TD, expert_TK=expert_TK, weight_TK=weight_TK) for x_TD, expert_TK, weight_TK in parts)
+    return torch.cat([_few(part) for part in calls])
+
+
+def _few(call: ExpertsCall) -> torch.Tensor:
     x_TD, expert_TK, gate_up_EFD, down_EDI = call.x_TD, call.expert_TK, call.gate_up_EFD.data, call.down_EDI.data
     num_experts, width, inner = down_EDI.shape
     y_TD = torch.empty_like(x_TD)
@@ -45,6 +60,7 @@ def experts(call: ExpertsCall) -> torch.Tensor:
         width,
         inner,
         call.scaling,
+        down_EDI.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
     return y_TD

@@ -1,7 +1,8 @@
-/* Kernels of the CPU for decode steps: few rows, fp32, row-major and contiguous unless a stride is given.
+/* Kernels of the CPU for decode steps: few rows, fp32, row-major and contiguous unless a stride is given. Matrices may
+   be bf16 (`half`): their numbers are widened to fp32, exactly.
 
    A result depends on its own row alone, to the bit: every product of a row with a weight's row is summed in the same
-   order however many rows there are and however many threads compute them.
+   order however many rows there are, however many threads compute them, and whether the matrix is fp32 or bf16.
 
    T tokens, D inputs, F outputs, K experts per token, E experts, I expert width, R requests, H query heads, G key-value
    heads, N pairs of a token and an expert. */
@@ -14,6 +15,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#elif defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -36,6 +43,31 @@ INLINE vec load(const float *p) {
     vec v;
     memcpy(&v, p, sizeof v);
     return v;
+}
+/* Two vectors of numbers in bf16. */
+INLINE void widen(const uint16_t *p, vec *low, vec *high) {
+#if defined(__aarch64__)
+    uint16x8_t both = vld1q_u16(p);
+    *low = (vec)vshll_n_u16(vget_low_u16(both), 16), *high = (vec)vshll_high_n_u16(both, 16);
+#elif defined(__AVX512F__)
+    __m512i both = _mm512_loadu_si512(p);
+    *low = (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
+    *high = (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
+#elif defined(__AVX2__)
+    __m256i both = _mm256_loadu_si256((const __m256i *)p);
+    *low = (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(both)), 16);
+    *high = (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(both, 1)), 16);
+#else
+    uint32_t words[2 * LANES];
+    for (int i = 0; i < 2 * LANES; i++) words[i] = (uint32_t)p[i] << 16;
+    memcpy(low, words, sizeof *low), memcpy(high, words + LANES, sizeof *high);
+#endif
+}
+INLINE float wide(uint16_t number) {
+    uint32_t word = (uint32_t)number << 16;
+    float x;
+    memcpy(&x, &word, sizeof x);
+    return x;
 }
 INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
 INLINE vec all(float x) { return x - (vec){0}; }
@@ -183,6 +215,60 @@ INLINE void tile(int rows, int columns, const float *w, const float *const *x, f
         }
 }
 
+/* As tile(8, 1, ...), of a matrix in bf16. */
+INLINE void half_tile(const uint16_t *w, const float *x, float *y, const float *bias, long f, long D) {
+    vec sum[8];
+    long d = 0;
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; r++) sum[r] = (vec){0};
+    for (; d + 2 * LANES <= D; d += 2 * LANES) {
+        vec a = load(x + d), b = load(x + d + LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < 8; r++) {
+            vec low, high;
+            widen(w + (f + r) * D + d, &low, &high);
+            __builtin_prefetch(w + (f + r + 8) * D + d); /* of the next tile */
+            sum[r] += low * a;
+            sum[r] += high * b;
+        }
+    }
+    float rest[2 * LANES]; /* a vector that is left, and numbers that are no vector */
+    for (int r = 0; r < 8; r++) {
+        const uint16_t *row = w + (f + r) * D + d;
+        for (long i = 0; i < D - d; i++) rest[i] = wide(row[i]);
+        long i = d + LANES <= D ? LANES : 0;
+        if (i) sum[r] += load(rest) * load(x + d);
+        float s = total(sum[r]);
+        for (; i < D - d; i++) s = plus_product(s, rest[i], x[d + i]);
+        y[f + r] = bias ? s + bias[f + r] : s;
+    }
+}
+
+static void products(const float *, const float *, const float *const *, float *const *, long, long, long, long);
+
+/* As `products`, of a matrix in bf16: a few of its rows at a time are widened for all of x. */
+static void half_products(const uint16_t *w, const float *bias, const float *const *x, float *const *y, long T,
+                          long begin, long end, long D) {
+    long f = begin;
+    if (T == 1)
+        for (; f + 8 <= end; f += 8) half_tile(w, x[0], y[0], bias, f, D);
+    float rows[4 * D], *places[T];
+    for (long count; f < end; f += count) {
+        count = f + 4 <= end ? 4 : end - f;
+        const uint16_t *from = w + f * D;
+        long i = 0;
+        for (; i + 2 * LANES <= count * D; i += 2 * LANES) {
+            vec low, high;
+            widen(from + i, &low, &high);
+            __builtin_prefetch(from + count * D + i);
+            store(rows + i, low), store(rows + i + LANES, high);
+        }
+        for (; i < count * D; i++) rows[i] = wide(from[i]);
+        for (long t = 0; t < T; t++) places[t] = y[t] + f;
+        products(rows, bias ? bias + f : NULL, x, places, T, 0, count, D);
+    }
+}
+
 /* y[t][f] = w[f] . x[t] + bias[f] for f from begin to end. */
 static void products(const float *w, const float *bias, const float *const *x, float *const *y, long T, long begin,
                      long end, long D) {
@@ -209,24 +295,30 @@ static long chunk_size(long T, long F, long D, int threads) {
 }
 
 typedef struct {
-    const float *w, *bias, *const *x;
+    const void *w;
+    const float *bias, *const *x;
     float *const *y;
-    long T, F, D, size;
+    long T, F, D, size, half;
 } Linear;
 
 static void linear_chunk(void *job, long chunk) {
     Linear *j = job;
     long begin = chunk * j->size, end = begin + j->size;
-    for (long t = 0; t < j->T; t += ROWS) /* rows that stay in a cache while weights go by */
-        products(j->w, j->bias, j->x + t, j->y + t, t + ROWS < j->T ? ROWS : j->T - t, begin, end < j->F ? end : j->F,
-                 j->D);
+    for (long t = 0; t < j->T; t += ROWS) { /* rows that stay in a cache while weights go by */
+        long count = t + ROWS < j->T ? ROWS : j->T - t, last = end < j->F ? end : j->F;
+        if (j->half)
+            half_products(j->w, j->bias, j->x + t, j->y + t, count, begin, last, j->D);
+        else
+            products(j->w, j->bias, j->x + t, j->y + t, count, begin, last, j->D);
+    }
 }
 
-void linear(float *y, const float *x, const float *w, const float *bias, long T, long F, long D, int threads) {
+void linear(float *y, const float *x, const void *w, const float *bias, long T, long F, long D, int half,
+            int threads) {
     const float *rows[T];
     float *results[T];
     for (long t = 0; t < T; t++) rows[t] = x + t * D, results[t] = y + t * F;
-    Linear job = {w, bias, rows, results, T, F, D, chunk_size(T, F, D, threads)};
+    Linear job = {w, bias, rows, results, T, F, D, chunk_size(T, F, D, threads), half};
     parallel(linear_chunk, &job, (F + job.size - 1) / job.size, threads);
 }
 
@@ -489,22 +581,26 @@ void route(float *weight, int32_t *expert, const float *logits, long T, long E, 
 }
 
 typedef struct {
-    const float *w, *const *x;
+    const void *w;
+    const float *const *x;
     float *const *y;
     const long *expert, *begin; /* of those that are hit: their number, and their first pair */
-    long F, D, size, parts;
+    long F, D, size, parts, half;
 } Grouped;
 
 static void grouped_chunk(void *job, long chunk) {
     Grouped *j = job;
     long hit = chunk / j->parts, f = chunk % j->parts * j->size, end = f + j->size, n = j->begin[hit];
-    const float *w = j->w + j->expert[hit] * j->F * j->D;
-    products(w, NULL, j->x + n, j->y + n, j->begin[hit + 1] - n, f, end < j->F ? end : j->F, j->D);
+    long first = j->expert[hit] * j->F * j->D, count = j->begin[hit + 1] - n, last = end < j->F ? end : j->F;
+    if (j->half)
+        half_products((const uint16_t *)j->w + first, NULL, j->x + n, j->y + n, count, f, last, j->D);
+    else
+        products((const float *)j->w + first, NULL, j->x + n, j->y + n, count, f, last, j->D);
 }
 
 /* Pairs sorted by expert; the sum over a token's experts is in the order of k. */
-void experts(float *y, const float *x, const float *weight, const int32_t *expert, const float *gate_up,
-             const float *down, long T, long K, long E, long D, long I, float scaling, int threads) {
+void experts(float *y, const float *x, const float *weight, const int32_t *expert, const void *gate_up,
+             const void *down, long T, long K, long E, long D, long I, float scaling, int half, int threads) {
     long N = T * K, count[E + 1], hit[E], begin[E + 1], hits = 0, pairs = 0, place[N];
     memset(count, 0, sizeof count);
     for (long n = 0; n < N; n++)
@@ -526,11 +622,11 @@ void experts(float *y, const float *x, const float *weight, const int32_t *exper
     for (long n = 0; n < pairs; n++) mid[n] = h + n * 2 * I, out[n] = rows + n * D;
     threads = pairs * 3 * I * D < FEW ? 1 : threads;
     long size = threads > 1 && hits < 4 * threads ? chunk_size(FEW, 2 * I, D, threads) : 2 * I;
-    Grouped job = {gate_up, in, mid, hit, begin, 2 * I, D, size, (2 * I + size - 1) / size};
+    Grouped job = {gate_up, in, mid, hit, begin, 2 * I, D, size, (2 * I + size - 1) / size, half};
     parallel(grouped_chunk, &job, hits * job.parts, threads);
     for (long n = 0; n < pairs; n++) silu_times(mid[n], mid[n], mid[n] + I, I);
     size = threads > 1 && hits < 4 * threads ? chunk_size(FEW, D, I, threads) : D;
-    job = (Grouped){down, (const float *const *)mid, out, hit, begin, D, I, size, (D + size - 1) / size};
+    job = (Grouped){down, (const float *const *)mid, out, hit, begin, D, I, size, (D + size - 1) / size, half};
     parallel(grouped_chunk, &job, hits * job.parts, threads);
     memset(y, 0, sizeof(float) * T * D);
     for (long n = 0; n < N; n++) {
@@ -559,7 +655,7 @@ void replay(const Call *calls, long count) {
     for (const Call *call = calls; call < calls + count; call++) {
         const Argument *a = call->a;
         switch (call->kernel) {
-        case 0: linear(a[0].p, a[1].p, a[2].p, a[3].p, a[4].n, a[5].n, a[6].n, a[7].n); break;
+        case 0: linear(a[0].p, a[1].p, a[2].p, a[3].p, a[4].n, a[5].n, a[6].n, a[7].n, a[8].n); break;
         case 1: gated_silu(a[0].p, a[1].p, a[2].n, a[3].n); break;
         case 2: add_gated(a[0].p, a[1].p, a[2].p, a[3].p, a[4].n, a[5].n); break;
         case 3: add_rms_norm(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].f); break;
@@ -574,7 +670,7 @@ void replay(const Call *calls, long count) {
         case 6: route(a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n, a[6].n, a[7].f); break;
         case 7:
             experts(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].n, a[7].n, a[8].n, a[9].n, a[10].n, a[11].f,
-                    a[12].n);
+                    a[12].n, a[13].n);
             break;
         }
     }

@@ -15,14 +15,14 @@ MAX_ROWS = 32
 P, L, I, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 Calls = list[tuple[str, tuple[Any, ...]]]
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "linear": (P, P, P, P, L, L, L, I),
+    "linear": (P, P, P, P, L, L, L, I, I),
     "gated_silu": (P, P, L, L),
     "add_gated": (P, P, P, P, L, L),
     "add_rms_norm": (P, P, P, P, P, L, L, F),
     "rope_store": (*[P] * 11, *[L] * 8, F),
     "attention": (*[P] * 7, *[L] * 9, F, F, I),
     "route": (P, P, P, L, L, L, I, F),
-    "experts": (*[P] * 6, *[L] * 5, F, I),
+    "experts": (*[P] * 6, *[L] * 5, F, I, I),
 }
 
 recordings: list[Calls] = []

@@ -13,7 +13,7 @@ from anabranch.kernels.invariant.linear import product
 from anabranch.ops.experts import ExpertsCall
 
 
-@ops.experts.kernel("invariant", on=("cpu", "fake"))
+@ops.experts.kernel("invariant", on=("cpu", "fake"), traits=in_c.TRAITS)
 def experts(call: ExpertsCall) -> torch.Tensor:
     if (found := in_c.combined(call)) is not None:
         return found

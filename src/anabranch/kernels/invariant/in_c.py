@@ -8,31 +8,32 @@ A tensor of one row may be contiguous where several rows like it are not: so eve
 import torch
 
 from anabranch import ops
+from anabranch.formats import BF16
 from anabranch.kernels.c.library import problem
 from anabranch.ops.attention import AttentionCall
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.rope_store import RopeStoreCall
 from anabranch.ops.route import RouteCall
+from anabranch.ops.weight import Weight
 
 if not problem:
     from anabranch.kernels.c import activation, attention, experts, linear, norm, rope_store, route
 
 TOKENS = 256
-"""Of one call of the experts, or of attention, where each has a page table of its own."""
+"""Of one call of attention, where each has a page table of its own."""
+
+TRAITS = () if problem else ("bf16",)
 
 
 def fp32(*tensors: torch.Tensor | None) -> bool:
     return all(x is None or x.dtype == torch.float32 for x in tensors)
 
 
-def product(x_TD: torch.Tensor, weight_FD: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor | None:
-    if (
-        problem
-        or x_TD.dim() != 2
-        or not (x_TD.shape[0] and weight_FD.is_contiguous() and fp32(x_TD, weight_FD, bias_F))
-    ):
+def product(x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None) -> torch.Tensor | None:
+    if problem or x_TD.dim() != 2 or not x_TD.shape[0] or not fp32(x_TD, bias_F):
         return None
-    return linear.product(x_TD.contiguous(), weight_FD, bias_F)
+    stored_FD = weight_FD.data if weight_FD.format is BF16 else weight_FD.dense(torch.float32)
+    return linear.product(x_TD.contiguous(), stored_FD, bias_F) if stored_FD.is_contiguous() else None
 
 
 def gated(x_T2I: torch.Tensor, kind: str) -> torch.Tensor | None:
@@ -81,13 +82,7 @@ def combined(call: ExpertsCall) -> torch.Tensor | None:
     call = call._replace(
         x_TD=call.x_TD.contiguous(), expert_TK=call.expert_TK.contiguous(), weight_TK=call.weight_TK.contiguous()
     )
-    if problem or not call.x_TD.shape[0] or not experts.fits(call):
-        return None
-    if call.x_TD.shape[0] <= TOKENS:
-        return experts.experts(call)
-    parts = zip(call.x_TD.split(TOKENS), call.expert_TK.split(TOKENS), call.weight_TK.split(TOKENS), strict=True)
-    calls = (call._replace(x_TD=x_TD, expert_TK=expert_TK, weight_TK=weight_TK) for x_TD, expert_TK, weight_TK in parts)
-    return torch.cat([experts.experts(part) for part in calls])
+    return None if problem or not call.x_TD.shape[0] or not experts.fits(call) else experts.experts(call)
 
 
 def attended(call: AttentionCall) -> torch.Tensor | None:

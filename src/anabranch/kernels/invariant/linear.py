@@ -59,15 +59,15 @@ def _agreeing(weight_XDF: torch.Tensor) -> tuple[int, ...]:
     return agreeing(same, sizes, PIVOT)
 
 
-@ops.linear.kernel("invariant", on=("cpu", "fake"))
+@ops.linear.kernel("invariant", on=("cpu", "fake"), traits=in_c.TRAITS)
 def linear(
     x_TD: torch.Tensor, weight_FD: Weight, bias_F: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dtype = out_dtype or x_TD.dtype
-    x_TD, dense_FD, bias_F = x_TD.to(dtype), weight_FD.dense(dtype), None if bias_F is None else bias_F.to(dtype)
-    if (found := in_c.product(x_TD, dense_FD, bias_F)) is not None:
+    x_TD, bias_F = x_TD.to(dtype), None if bias_F is None else bias_F.to(dtype)
+    if (found := in_c.product(x_TD, weight_FD, bias_F)) is not None:
         return found
-    y_TF = product(x_TD, dense_FD.mT)
+    y_TF = product(x_TD, weight_FD.dense(dtype).mT)
     return y_TF if bias_F is None else y_TF + bias_F
 
 

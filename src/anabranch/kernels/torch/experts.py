@@ -6,12 +6,12 @@ T tokens, D hidden width, K experts per token, E experts, I expert width, N = T 
 import torch
 
 from anabranch import ops
-from anabranch.formats import PLAIN
+from anabranch.formats import BF16, PLAIN
 from anabranch.ops.experts import ExpertsCall
 
 
 def accepts(call: ExpertsCall) -> bool:
-    return call.gate_up_EFD.format is PLAIN and call.down_EDI.format is PLAIN
+    return all(weight.format in (PLAIN, BF16) for weight in (call.gate_up_EFD, call.down_EDI))
 
 
 @ops.experts.kernel("torch", accepts=accepts)
@@ -19,7 +19,7 @@ def experts(call: ExpertsCall) -> torch.Tensor:
     x_TD, gate_up_EFD, down_EDI = call.x_TD, call.gate_up_EFD.data, call.down_EDI.data
     tokens, top_k = call.expert_TK.shape
     biased = call.gate_up_bias_EF is not None or call.down_bias_ED is not None
-    if tokens == 1 and call.combined and not biased and x_TD.dtype == torch.float32:
+    if tokens == 1 and call.combined and not biased and gate_up_EFD.dtype == x_TD.dtype == torch.float32:
         return _one_token(call, gate_up_EFD, down_EDI)
     expert_N = call.expert_TK.flatten()
     order_N = torch.sort(expert_N, stable=True).indices
@@ -66,7 +66,7 @@ def _products(
     """Each expert's rows times its weight, into one tensor."""
     y_NF = x_ND.new_empty(x_ND.shape[0], weight_EFD.shape[1])
     for e, rows in spans:
-        torch.mm(x_ND[rows], weight_EFD[e].T, out=y_NF[rows])
+        torch.mm(x_ND[rows], weight_EFD[e].to(x_ND.dtype).T, out=y_NF[rows])
         if bias_EF is not None:
             y_NF[rows] += bias_EF[e]
     return y_NF
