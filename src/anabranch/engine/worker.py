@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -145,8 +145,7 @@ class Worker:
         with self.stages.shared():
             compile_server.start_early()
             with self.stages("import"):
-                module, _, name = start.engine.partition(":")
-                make_engine = getattr(importlib.import_module(module), name)
+                make_engine = resolve_name(start.engine)
             self._begin_stage("weights")
             self.engine = engine = make_engine(start.config, self._progress)
         compile_server.close()

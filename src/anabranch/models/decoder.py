@@ -4,6 +4,7 @@ T token rows, D hidden width, V vocabulary.
 """
 
 from collections.abc import Callable, Generator, Sequence
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from anabranch import ops
 from anabranch.layers.linear import Embedding, Linear, vocabulary_shard
-from anabranch.layers.mixer import Cache, Mixer, Rope, make_mixer
+from anabranch.layers.mixer import Cache, Mixer, Rope
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import Hidden, RMSNorm
 from anabranch.layers.rotary import Rotary
@@ -32,7 +33,8 @@ class DecoderLayer(nn.Module):
         width, eps = model.hidden_size, model.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
         self.mixer_name = layer.mixer.name
-        self.add_module(self.mixer_name, make_mixer(layer.mixer, width, eps, cache_group, moe.group))
+        mixer_class = resolve_name(layer.mixer.module)
+        self.add_module(self.mixer_name, mixer_class(layer.mixer, width, eps, cache_group, moe.group))
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp: nn.Module
         if layer.moe is not None:
@@ -113,7 +115,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.family = family
-        layer_class = family.layer_class()
+        layer_class = resolve_name(family.layer)
         group_of = {layer_id: g for g, group in enumerate(config.cache_groups) for layer_id in group.layers}
         ropes = list(dict.fromkeys(layer.mixer.rope for layer in config.layers))
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, moe.group)
