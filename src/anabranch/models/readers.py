@@ -78,7 +78,6 @@ def read_model(
         tie_embeddings=keys.flag("tie_word_embeddings", default_tied),
         max_position=keys.integer("max_position_embeddings"),
         dtype=dtype,
-        bos_id=keys.get("bos_token_id"),
         **fields,
     )
 
@@ -167,7 +166,7 @@ def unwrap(outer: Keys, default_tied: bool) -> Keys:
     `tie_word_embeddings` alone."""
     if not outer.mapping("text_config"):
         raise outer.fail("key 'text_config' is missing or empty")
-    inner: dict[str, Any] = {key: outer.raw.get(key) for key in ("dtype", "torch_dtype", "bos_token_id")}
+    inner: dict[str, Any] = {key: outer.raw.get(key) for key in ("dtype", "torch_dtype")}
     inner |= outer.mapping("text_config")
     tied = outer.flag("tie_word_embeddings", default_tied)
     inner |= {"model_type": outer.get("model_type"), "tie_word_embeddings": tied}
