@@ -129,5 +129,4 @@ def load_runner(config: EngineConfig, platform: Platform, progress: Progress | N
     if config.nodes > 1 and (code := resolve_name(f"{RANKS}:follow_here")(config)) is not None:
         raise SystemExit(code)
     several = f"{DATA_PARALLEL}:DriverRunner" if config.data_parallel_size > 1 else f"{RANKS}:RanksRunner"
-    runner: Runner = resolve_name(several if config.num_ranks > 1 else platform.runner)(config, platform, progress)
-    return runner
+    return resolve_name(several if config.num_ranks > 1 else platform.runner)(config, platform, progress)

@@ -102,8 +102,7 @@ def run_parts(parts: Parts, mix: Callable[[Cut], torch.Tensor]) -> torch.Tensor:
             cut = parts.send(mixed)
             del mixed
     except StopIteration as end:
-        x_TD: torch.Tensor = end.value
-        return x_TD
+        return end.value
 
 
 class Decoder(nn.Module):
@@ -180,8 +179,7 @@ class Decoder(nn.Module):
         the step, of which `hidden_TD` are the hidden rows; `cache` is the draft layer's."""
         assert self.mtp is not None
         rope = self.rotaries[self.rope_of_layer[-1]](step.position_T)
-        x_TD: torch.Tensor = self.mtp(self._embed(token_T), hidden_TD, rope, step, cache)
-        return x_TD
+        return self.mtp(self._embed(token_T), hidden_TD, rope, step, cache)
 
     def _embed(self, token_T: torch.Tensor) -> torch.Tensor:
         x_TD: torch.Tensor = self.embed_tokens(token_T)

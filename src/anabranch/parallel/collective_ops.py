@@ -17,13 +17,11 @@ GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    found: torch.Tensor = GROUPS[group].all_reduce(x.clone(memory_format=torch.contiguous_format))
-    return found
+    return GROUPS[group].all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
 def _all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    found: torch.Tensor = GROUPS[group].all_gather(x, dim)
-    return found.contiguous()
+    return GROUPS[group].all_gather(x, dim).contiguous()
 
 
 def _fake_all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:

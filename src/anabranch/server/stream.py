@@ -49,8 +49,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
-        result: Result = task.result()
-        return result
+        return task.result()
 
 
 def json_response(data: Any, headers: dict[str, str] | None = None) -> Response:

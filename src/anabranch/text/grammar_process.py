@@ -342,8 +342,7 @@ def read_outcome(pipe: int, child: int) -> Outcome:
         written = file.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == 0:
-        outcome: Outcome = json.loads(written)
-        return outcome
+        return json.loads(written)
     return Outcome(source="", error=None, signal=-code if code < 0 else signal.SIGABRT, memory=0)
 
 
