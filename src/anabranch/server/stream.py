@@ -61,6 +61,17 @@ async def whole(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
     return json_response(await while_connected(request.receive, work))
 
 
+async def collected(request: Request, chunks: AsyncGenerator[bytes, None], answer: Callable[[], Any]) -> Response:
+    """The same of an answer that grows while it is streamed: what `answer` gives after the last chunk."""
+
+    async def work() -> Any:
+        async for _ in chunks:
+            pass
+        return answer()
+
+    return await whole(request, work())
+
+
 def comment() -> bytes:
     return COMMENT
 
