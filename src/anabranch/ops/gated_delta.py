@@ -14,6 +14,7 @@ numbers, C = 2 · G · K + H · V convolved channels, L inputs that the convolut
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ class GatedDeltaCall(NamedTuple):
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
+    draw = partial(torch.randn, generator=generator)
     # Each request: (tokens in this step, context length after it, and perhaps where it is cut).
     for label, requests, key_heads, heads, K, V, kept in (
         ("one prefill", [(7, 7)], 2, 4, 16, 16, 3),
@@ -69,10 +71,6 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         start = list(accumulate((n for n, *_ in requests), initial=0))
         tokens, pages = start[-1] + (3 if label.startswith("padding") else 0), len(requests) * (1 + any(cuts)) + 2
         channels = 2 * key_heads * K + heads * V
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
-
         state_PHKV, conv_PLC = draw(pages, heads, K, V) * 0.3, draw(pages, kept, channels).to(dtype)
         if "fp32" in label:
             conv_PLC = conv_PLC.float()
@@ -224,6 +222,7 @@ class DeltaAcceptCall(NamedTuple):
 
 
 def draft_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
+    draw, ints = partial(torch.randn, generator=generator), partial(torch.tensor, dtype=torch.int32)
     # Each request: (rows, tokens before them).
     for label, requests, key_heads, heads, K, V, kept, padding in (
         ("drafts", [(5, 9), (1, 4), (3, 1)], 2, 4, 16, 16, 3, 0),
@@ -232,13 +231,6 @@ def draft_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     ):
         rows = [n for n, _ in requests]
         tokens, pages, channels = sum(rows) + padding, len(requests) + 2, 2 * key_heads * K + heads * V
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
-
-        def ints(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32)
-
         x_TX = draw(tokens, channels + heads * V + 2 * heads).to(dtype)
         call = DeltaDraftsCall(
             x_TX=x_TX,
@@ -282,7 +274,7 @@ def one_request(
     return gated_delta.reference(GatedDeltaCall(x_TX, conv_LC[None], state_HKV[None], *requests, *parameters))
 
 
-def tried_rows(call: DeltaDraftsCall | DeltaAcceptCall) -> Iterator[tuple[int, slice, int]]:
+def drafted_rows(call: DeltaDraftsCall | DeltaAcceptCall) -> Iterator[tuple[int, slice, int]]:
     """(page, rows, tokens before them) of the requests that have rows."""
     for page, row, count, start in torch.stack((call.page_R, call.row_R, call.count_R, call.start_R), 1).tolist():
         if count:
@@ -293,7 +285,7 @@ def compute_drafts(call: DeltaDraftsCall, compute: Callable[..., torch.Tensor]) 
     """gated_delta_drafts, where `compute` does what one_request does."""
     y_THV = call.x_TX.new_zeros(call.x_TX.shape[0], *call.state_PHKV.shape[1::2])
     channels, heads = call.conv_PLC.shape[2], call.state_PHKV.shape[1]
-    for page, rows, start in tried_rows(call):
+    for page, rows, start in drafted_rows(call):
         states = call.conv_PLC[page].clone(), call.state_PHKV[page].clone()
         y_THV[rows] = compute(call.x_TX[rows], *states, start, *call[8:])
         call.kept_NX[rows, :channels] = call.x_TX[rows, :channels]
@@ -306,7 +298,7 @@ def accept_drafts(call: DeltaAcceptCall, compute: Callable[..., torch.Tensor]) -
     one_V = call.state_MPHKV.new_ones(call.state_MPHKV.shape[4])
     for m, kept_NX in enumerate(call.kept_MNX):
         weights = call.conv_weight_MCW[m], call.decay_log_MH[m], call.dt_bias_MH[m], one_V, 1e-6
-        for page, rows, start in tried_rows(call):
+        for page, rows, start in drafted_rows(call):
             states = call.conv_MPLC[m, page], call.state_MPHKV[m, page]
             compute(kept_NX[rows], *states, start, *weights, call.num_key_heads)
 
