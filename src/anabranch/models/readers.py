@@ -156,9 +156,8 @@ def uniform(keys: Keys, max_position: int) -> Keys:
     """A config whose layers are alike but for what its own keys say; `max_position` is the family's default."""
     if keys.get("per_layer_config"):
         raise keys.fail("'per_layer_config' is not supported in this family")
-    return Keys(
-        {**keys.raw, "max_position_embeddings": keys.get("max_position_embeddings", default=max_position)}, keys.path
-    )
+    most = keys.get("max_position_embeddings", default=max_position)
+    return Keys({**keys.raw, "max_position_embeddings": most}, keys.path)
 
 
 def unwrap(outer: Keys, default_tied: bool) -> Keys:
