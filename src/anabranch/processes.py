@@ -1,20 +1,38 @@
-"""A process seen from another: how it has ended, in words, and when it counts as stopped. Knows no messages."""
+"""A process seen from another: how it has ended, in words, and when it counts as stopped; and one that ends with its
+parent. Knows no messages."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import asyncio
 
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
 DOUBT = 2.0
 """The last seconds of a silence. Who listens may have been stopped itself: in these it reads what has come."""
 
 patience: float | None = None
 """Seconds for which this process may send no heartbeat, by which it is known to be stopped. None: it is not judged by
 them. Set where it drives other ranks, who wait for it."""
+
+
+def die_with(parent: int) -> None:
+    """End with the parent: Linux kills this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            log.warning("prctl: %s", os.strerror(ctypes.get_errno()))
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
 
 
 def silent(rank: int, seconds: float) -> str:

@@ -478,7 +478,7 @@ class World:
         for request in self.requests:
             self.release(request)
         assert self.kv.usage() == 0 and self.kv.num_free == list(self.model.num_pages)
-        for pool, cached in zip(self.kv.pools, self.kv.num_cached):
+        for pool, cached in zip(self.kv.pools, self.kv.tree.num_cached):
             assert pool.num_free + cached == pool.num_pages, "a page has leaked"
 
     def verify(self) -> None:
@@ -685,7 +685,7 @@ def test_pages_of_unknown_or_uncomputed_tokens_are_not_shared() -> None:
     assert kv.begin("b", tokens) == 4
     kv.commit("a", tokens, 16)
     kv.commit("a", tokens, 16)
-    assert kv.num_cached == [4]
+    assert kv.tree.num_cached == [4]
     kv.release("b")
     assert kv.begin("b", tokens) == 12
 
@@ -717,7 +717,7 @@ def test_without_prefix_cache_nothing_stays() -> None:
     kv = make(0, 6, prefix_cache=False)
     for id in ("a", "b"):
         assert run(kv, id, range(12)) == 0
-    assert kv.num_cached == [0, 0] and kv.num_queries == 0
+    assert kv.tree.num_cached == [0, 0] and kv.num_queries == 0
     kv.release("a")
     kv.release("b")
     assert [pool.num_free for pool in kv.pools] == [12, 12]
@@ -728,9 +728,9 @@ def test_refused_growth_changes_nothing() -> None:
     run(kv, "old", range(8))
     kv.release("old")
     run(kv, "a", [9] * 12)
-    before, cached = [list(table) for table in kv.pages("a")], kv.num_cached
+    before, cached = [list(table) for table in kv.pages("a")], kv.tree.num_cached
     assert not kv.grow("a", 24)
-    assert kv.pages("a") == before and kv.num_cached == cached
+    assert kv.pages("a") == before and kv.tree.num_cached == cached
     assert kv.grow("a", 20)
     assert kv.num_free == [0, 1]  # behind the window there was one page less
     kv.check()
@@ -739,10 +739,10 @@ def test_refused_growth_changes_nothing() -> None:
 def test_usage_counts_what_requests_hold() -> None:
     kv = make(0, 6)
     run(kv, "a", range(36))
-    assert kv.num_cached == [9, 9]
+    assert kv.tree.num_cached == [9, 9]
     assert kv.usage() == 9 / 12 and kv.num_free == [3, 10]
     kv.release("a")
-    assert kv.usage() == 0 and kv.num_free == [12, 12] and kv.num_cached == [9, 9]
+    assert kv.usage() == 0 and kv.num_free == [12, 12] and kv.tree.num_cached == [9, 9]
 
 
 def test_a_running_request_gives_back_what_is_behind_its_window() -> None:
@@ -812,7 +812,7 @@ def test_a_state_is_one_page_for_the_life_of_a_request() -> None:
     assert not kv.grow("c", 1), "there is no state left"
     kv.release("c")
     kv.release("a")
-    assert kv.num_cached == [0, 0] and run(kv, "a", range(10)) == 0, "it begins again, without a prefix"
+    assert kv.tree.num_cached == [0, 0] and run(kv, "a", range(10)) == 0, "it begins again, without a prefix"
     assert kv.pages("a")[1][0] == page and kv.fits(48) and not kv.fits(49)
 
 
@@ -846,7 +846,7 @@ def test_a_prompt_is_found_again_where_its_last_whole_page_ends() -> None:
         assert chunks(kv, "a", range(length)) == ends
         kv.release("a")
         again = chunks(kv, "b", range(length))
-        assert again == ends[-2:] and kv.num_cached[1] == len(states(kv))
+        assert again == ends[-2:] and kv.tree.num_cached[1] == len(states(kv))
         kv.release("b")
     assert states(kv) == {16, 20, 4}
     assert (kv.num_queries, kv.num_hits) == (98, 2 * 16 + 20 + 4)
@@ -890,7 +890,7 @@ def test_where_prompts_part_a_state_is_kept_for_the_third() -> None:
     assert chunks(kv, "a", [*stem, *[50] * 9]) == [0, 20, 21]
     assert chunks(kv, "b", [*stem, *[60] * 9]) == [0, 12, 20, 21]
     assert chunks(kv, "c", [*stem, *[70] * 9]) == [12, 20, 21]
-    assert states(kv) == {12, 20} and kv.num_cached[1] == 4
+    assert states(kv) == {12, 20} and kv.tree.num_cached[1] == 4
 
 
 def test_a_chunk_goes_on_where_a_step_can_keep_a_state() -> None:
@@ -906,7 +906,7 @@ def test_a_chunk_goes_on_where_a_step_can_keep_a_state() -> None:
     tokens = [*range(12), *[50] * 9]
     assert kv.begin("c", tokens) == 0 and kv.advance("c", tokens, 0, 21) == 20 and kv.cut("c", 0, 20)[0] == 12
     assert kv.has_stops("c") and kv.advance("c", tokens, 20, 1) == 1 and kv.cut("c", 20, 21) == ()
-    assert states(kv) == {12, 20} and kv.num_cached[1] == 3
+    assert states(kv) == {12, 20} and kv.tree.num_cached[1] == 3
 
 
 def test_a_step_keeps_no_state_where_there_is_no_page() -> None:
@@ -944,11 +944,11 @@ def test_states_go_with_their_pages_and_before_them() -> None:
     for i in range(3):
         chunks(kv, "a", [i] * 10)
         kv.release("a")
-    assert kv.num_cached == [6, 2], "one state is the request's: the oldest checkpoint went"
+    assert kv.tree.num_cached == [6, 2], "one state is the request's: the oldest checkpoint went"
     assert kv.begin("b", [0] * 10) == 0, "its keys and values are there, but no state"
     kv.release("b")
     chunks(kv, "c", [9] * 48)
-    assert kv.num_cached[1] == 1 and states(kv) == {44}, "evicted with their nodes"
+    assert kv.tree.num_cached[1] == 1 and states(kv) == {44}, "evicted with their nodes"
 
 
 def test_a_checkpoint_whose_tokens_never_come_is_given_back() -> None:
@@ -961,7 +961,7 @@ def test_a_checkpoint_whose_tokens_never_come_is_given_back() -> None:
     kv.commit("a", tokens[:5], 5)
     assert kv.grow("a", 8) and kv.advance("a", tokens[:6], 8, 1) == 1
     kv.check()
-    assert kv.num_free[1] == 6 and kv.num_cached[1] == 1  # the request's own and the pending one are held
+    assert kv.num_free[1] == 6 and kv.tree.num_cached[1] == 1  # the request's own and the pending one are held
     kv.release("a")
     assert kv.num_free[1] == 8 and states(kv) == {4}
 

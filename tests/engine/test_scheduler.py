@@ -242,7 +242,7 @@ def test_random_walk(name: str, thorough: bool) -> None:
         assert len(world.finished) > 100
         for sequence in world.finished.values():
             assert sequence.tokens == world.alone(sequence), sequence.id
-        for pool, cached in zip(world.kv.pools, world.kv.num_cached, strict=True):
+        for pool, cached in zip(world.kv.pools, world.kv.tree.num_cached, strict=True):
             assert pool.num_free + cached == pool.num_pages
         assert world.kv.num_hits > 0
     assert "tight" not in name or world.scheduler.num_preemptions > 0

@@ -47,7 +47,7 @@ def engine(folder: Path) -> Iterator[Callable[..., Engine]]:
         one.close()
         one.scheduler.check()
         assert one.kv.usage() == 0
-        for pool, cached in zip(one.kv.pools, one.kv.num_cached, strict=True):
+        for pool, cached in zip(one.kv.pools, one.kv.tree.num_cached, strict=True):
             assert pool.num_free + cached == pool.num_pages, "a page has leaked"
 
 
@@ -225,7 +225,7 @@ def test_graphs_leave_checkpoints_as_they_are(engine, monkeypatch: pytest.Monkey
             one.idle(waiting=True)
         for before, after in zip(kept, states, strict=True):
             assert torch.equal(before, after)
-    assert one.kv.num_cached[group] == 4
+    assert one.kv.tree.num_cached[group] == 4
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "model"])

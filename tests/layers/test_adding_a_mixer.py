@@ -17,6 +17,7 @@ from anabranch.loader.load import load_model
 from anabranch.models import family
 from anabranch.models.decoder import Decoder
 from anabranch.sampling_params import SamplingParams
+from tests.models.greedy import greedy
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_mixer.md"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -96,7 +97,7 @@ def test_the_memory_plan_counts_states_per_request(folder: Path) -> None:
 )
 def test_in_the_engine_as_alone(folder: Path, options: dict[str, int]) -> None:
     model = load_model(folder, dtype="float32")
-    expected = [SingleSequence(model, 128).generate(prompt, 12) for prompt in PROMPTS]
+    expected = [greedy(SingleSequence(model, 128), prompt, 12) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in expected}) > 3
     with LLM(str(folder), dtype="float32", **options) as llm:
         found = llm.generate(PROMPTS, GREEDY)

@@ -17,6 +17,7 @@ from anabranch.models import family
 from anabranch.models.config import read_config
 from anabranch.models.keys import ConfigError
 from tests.models import tiny
+from tests.models.greedy import greedy
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_model.md"
 CHUNKS = (1, 7, 16, 3)
@@ -58,7 +59,7 @@ def test_it_is_like_transformers(cases: list[tiny.Case], tmp_path: Path) -> None
             if not rest:
                 break
         torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-4)
-        assert SingleSequence(model, max_length=256).generate(prompt, tiny.NUM_NEW_TOKENS) == continuation
+        assert greedy(SingleSequence(model, 256), prompt, tiny.NUM_NEW_TOKENS) == continuation
         counted = sum(plan.count_weights(model.config).values())
         assert counted == sum(parameter.numel() for parameter in model.parameters())
 

@@ -20,6 +20,7 @@ from anabranch.models.config import read_config
 from anabranch.request import Request
 from anabranch.sampling_params import SamplingParams
 from tests.models import tiny
+from tests.models.greedy import greedy
 
 CASES = {case.name: case for case in tiny.CASES}
 PUBLISHED = [
@@ -63,7 +64,7 @@ def test_many_requests_are_as_alone(folder: Path) -> None:
     """More than there is room for: they wait, are preempted, and take the states that others leave."""
     model = load_model(folder, dtype="float32")
     prompts = [tokens(length)[::-1] for length in (40, 1, 17, 64, 5, 33, 2, 50)]
-    expected = [SingleSequence(model, 256).generate(prompt, 20) for prompt in prompts]
+    expected = [greedy(SingleSequence(model, 256), prompt, 20) for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     for options in ({}, {"num_pages": 24, "page_size": 4, "max_model_len": 88}, {"max_num_batched_tokens": 8}):
         with LLM(str(folder), dtype="float32", max_num_seqs=8, **options) as llm:
@@ -97,7 +98,7 @@ def test_an_abort_leaves_no_state(folder: Path) -> None:
         found += [token for update in engine.step() if update.id == "next" for token in update.token_ids]
     engine.close()
     assert engine.kv.usage() == 0
-    assert found == SingleSequence(load_model(folder, dtype="float32"), 64).generate(tokens(9), 10)
+    assert found == greedy(SingleSequence(load_model(folder, dtype="float32"), 64), tokens(9), 10)
 
 
 def test_norms_are_whole_and_in_fp32(tmp_path: Path) -> None:

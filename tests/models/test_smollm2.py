@@ -59,6 +59,7 @@ def test_greedy_tokens_equal_transformers(folder):
 
     from anabranch.engine.single import SingleSequence
     from anabranch.loader.load import load_model
+    from tests.models.greedy import greedy
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     eos = tokenizer.eos_token_id
@@ -72,6 +73,6 @@ def test_greedy_tokens_equal_transformers(folder):
 
     model = load_model(folder, dtype="float32")
     for prompt, answer in zip(prompts, expected):
-        tokens = SingleSequence(model, max_length=256).generate(prompt, max_new_tokens=NUM_NEW_TOKENS, stop_ids=(eos,))
+        tokens = greedy(SingleSequence(model, 256), prompt, NUM_NEW_TOKENS, stop_ids=(eos,))
         assert tokens == answer, f"{tokenizer.decode(tokens)!r} instead of {tokenizer.decode(answer)!r}"
         assert "Paris" in tokenizer.decode(tokens)

@@ -100,6 +100,7 @@ def test_chunks(model: Any, verdict: Verdict) -> None:
 
 def test_greedy(model: Any, verdict: Verdict) -> None:
     from anabranch.engine.single import SingleSequence
+    from tests.models.greedy import greedy
 
-    tokens = SingleSequence(model, max_length=256).generate(verdict.prompt, max_new_tokens=tiny.NUM_NEW_TOKENS)
+    tokens = greedy(SingleSequence(model, 256), verdict.prompt, tiny.NUM_NEW_TOKENS)
     assert tokens == verdict.continuation

@@ -8,7 +8,7 @@ import pytest
 from anabranch.cli import main
 from anabranch.replicas.config import ReplicaConfig
 from anabranch.replicas.prefixes import BLOCK, Prefixes, block_hashes
-from anabranch.replicas.stats import combined
+from anabranch.stats import combined
 
 
 def tokens(seed: int, num_blocks: int) -> list[int]:

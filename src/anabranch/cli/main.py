@@ -139,8 +139,7 @@ def run(name: str, rest: list[str]) -> int:
     command, parser = make_parser(name)
     options = parser.parse_intermixed_args(rest)  # options may stand between MODEL and PROMPT
     check_texts(parser, options)
-    code: int = command.run(options)
-    return code
+    return command.run(options)
 
 
 def check_texts(parser: Parser, options: argparse.Namespace) -> None:

@@ -80,8 +80,7 @@ def copy(arguments: Arguments, device: torch.device | None = None) -> Arguments:
         where = device or tensor.device
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where).copy_(tensor)
 
-    copied: Arguments = map_tensors(duplicate, arguments)
-    return copied
+    return map_tensors(duplicate, arguments)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

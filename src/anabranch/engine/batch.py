@@ -343,12 +343,11 @@ class StepMaker:
         host = torch.frombuffer(values, dtype=torch.int32 if values.typecode == "i" else torch.int64)
         return host.pin_memory() if self.pinned else host
 
-    def _upload(self, values: list[int] | array[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def _upload(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """To the device, without waiting for it."""
         if not values:
             return torch.empty(0, dtype=dtype, device=self.device)
-        flat = values if isinstance(values, array) else array("i" if dtype == torch.int32 else "q", values)
-        return self._host(flat).to(self.device, non_blocking=True)
+        return self._host(array("i" if dtype == torch.int32 else "q", values)).to(self.device, non_blocking=True)
 
 
 def _runs(slot_R: torch.Tensor, context_len_R: torch.Tensor) -> Drafts:

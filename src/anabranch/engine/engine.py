@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from pkgutil import resolve_name
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from anabranch.config import EngineConfig
 from anabranch.engine.drafts import NgramDrafter, StepDrafter
 from anabranch.engine.kv_cache import KVCache
 from anabranch.engine.metrics import Metrics
-from anabranch.engine.runner import DATA_PARALLEL, Launched, Progress, Runner, find, load_runner
+from anabranch.engine.runner import DATA_PARALLEL, Launched, Progress, Runner, load_runner
 from anabranch.engine.sampler import can_take_back, needs_host_tokens
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
 from anabranch.loader.locate import locate
@@ -485,7 +486,7 @@ def make_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     runner = load_runner(config, platform, progress)
     try:
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
-        make = find(f"{DATA_PARALLEL}:DataParallelEngine") if config.data_parallel_size > 1 else Engine
+        make = resolve_name(f"{DATA_PARALLEL}:DataParallelEngine") if config.data_parallel_size > 1 else Engine
         engine: Engine = make(config, runner, model, tokenizer)
         runner.warm_up()
     except BaseException:

@@ -351,11 +351,6 @@ class KVCache:
         """Per group, the pages a request could get: free ones, and cached ones that no request holds."""
         return [pool.num_free + unused for pool, unused in zip(self.pools, self.tree.num_unused)]
 
-    @property
-    def num_cached(self) -> list[int]:
-        """Per group, the pages in the prefix cache, held or not."""
-        return list(self.tree.num_cached)
-
     def usage(self) -> float:
         """The share of pages that requests hold, 0 .. 1, in the fullest group."""
         return max(1 - free / pool.num_pages for pool, free in zip(self.pools, self.num_free))

@@ -19,10 +19,6 @@ class Histogram:
         self.counts[bisect.bisect_left(SECONDS, value)] += times
         self.total += value * times
 
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
     def as_dict(self) -> dict[str, object]:
         return {"bounds": list(SECONDS), "counts": list(self.counts), "sum": self.total}
 

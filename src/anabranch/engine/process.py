@@ -28,7 +28,7 @@ STDERR_KEPT = 8192  # characters
 class EngineProcess:
     """The worker's process: its folder of sockets, its stderr (passed on, the end of it kept), its exit code.
 
-    Start it from a thread that lives longer: Linux ends it with the thread that started it (see worker.die_with).
+    Start it from a thread that lives longer: Linux ends it with the thread that started it (see processes.die_with).
     """
 
     def __init__(self, on_exit: Callable[[int], None]) -> None:

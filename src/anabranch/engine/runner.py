@@ -4,10 +4,10 @@ The engine decides what each sequence computes and which pages it has; a runner 
 the sampling state. Platforms name their runner as "module:class" (Platform.runner).
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from pkgutil import resolve_name
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -126,14 +126,7 @@ class Runner(Protocol):
 def load_runner(config: EngineConfig, platform: Platform, progress: Progress | None = None) -> Runner:
     """The platform's runner, with the model loaded. On a node other than the first this does not return: the process
     has the ranks of its node, and ends with them."""
-    if config.nodes > 1 and (code := find(f"{RANKS}:follow_here")(config)) is not None:
+    if config.nodes > 1 and (code := resolve_name(f"{RANKS}:follow_here")(config)) is not None:
         raise SystemExit(code)
     several = f"{DATA_PARALLEL}:DriverRunner" if config.data_parallel_size > 1 else f"{RANKS}:RanksRunner"
-    runner: Runner = find(several if config.num_ranks > 1 else platform.runner)(config, platform, progress)
-    return runner
-
-
-def find(path: str) -> Any:
-    """What "module:name" names; the module is imported here."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return resolve_name(several if config.num_ranks > 1 else platform.runner)(config, platform, progress)

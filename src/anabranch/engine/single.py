@@ -1,6 +1,6 @@
 """One greedy sequence through the paged cache, without scheduler or sampler: the reference for models in tests."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -39,14 +39,3 @@ class SingleSequence:
         step = self.steps.make([Share(self.sequence, begin, len(known), 1)], lambda _: self.pages)
         hidden = self.model(step, self.kv)
         return self.model.logits(hidden if all_logits else hidden[-1:]).float()
-
-    def generate(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Container[int] = ()) -> list[int]:
-        """The greedy continuation; a stop id ends it and is not part of it."""
-        tokens, found = prompt, []
-        for _ in range(max_new_tokens):
-            token = int(self.forward(tokens, all_logits=False)[-1].argmax())
-            if token in stop_ids:
-                break
-            found.append(token)
-            tokens = [token]
-        return found

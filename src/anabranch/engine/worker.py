@@ -7,9 +7,7 @@ folder. The process ends with its parent and after its engine failed, and answer
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -17,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +41,6 @@ FLUSH_MS = 2000  # for the client to read what was sent before the exit
 FAIL_SECONDS = 2.0  # for a step to fail whose ranks have ended; after these the process ends without it
 EXIT_SECONDS = 5.0  # after these the exit is forced
 PROGRESS = 0.1  # seconds between two reports of the same stage
-PR_SET_PDEATHSIG = 1
 STAGES = {"import": "importing", "config": "loading", "weights": "loading", "tune": "tuning"}
 STAGES |= {"compile": "compiling", "capture": "capturing"}
 """Names of a start's stages, as sent to the client."""
@@ -145,8 +143,7 @@ class Worker:
         with self.stages.shared():
             compile_server.start_early()
             with self.stages("import"):
-                module, _, name = start.engine.partition(":")
-                make_engine = getattr(importlib.import_module(module), name)
+                make_engine = resolve_name(start.engine)
             self._begin_stage("weights")
             self.engine = engine = make_engine(start.config, self._progress)
         compile_server.close()
@@ -242,10 +239,9 @@ class Worker:
             if asked.rebalance:
                 engine.rebalance()
             self._send(messages.Stats(asked.ticket, self._stats(engine)))
-        except ValueError as error:
-            self._send(messages.Stats(asked.ticket, {}, one_line(error)))
         except Exception as error:
-            log.exception("stats")
+            if not isinstance(error, ValueError):
+                log.exception("stats")
             self._send(messages.Stats(asked.ticket, {}, one_line(error)))
 
     def _step(self, engine: Engine) -> None:
@@ -281,19 +277,9 @@ def one_line(error: BaseException) -> str:
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-def die_with(parent: int) -> None:
-    """End with the parent: Linux kills this process when the thread that started it ends. Elsewhere `watch_stdin` ends
-    it, and Pulse if a sibling process holds the other end of stdin too."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            log.warning("prctl: %s", os.strerror(ctypes.get_errno()))
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
-
-
 def watch_stdin() -> None:
-    """The parent holds the other end and writes nothing: end of file means that it has ended."""
+    """The parent holds the other end and writes nothing: end of file means that it has ended. Where `die_with` does
+    nothing, this ends the process, and Pulse if a sibling process holds the other end of stdin too."""
     while os.read(0, 4096):
         pass
     os._exit(1)
@@ -301,7 +287,7 @@ def watch_stdin() -> None:
 
 def main(folder: Path, parent: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    die_with(parent)
+    processes.die_with(parent)
     threading.Thread(target=watch_stdin, name="watch-stdin", daemon=True).start()
     logs.set_up(level=logging.WARNING)  # until Start brings the parent's level
 

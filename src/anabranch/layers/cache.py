@@ -44,7 +44,7 @@ class CachePolicy:
 
     def peak_pages(self, num_tokens: int, max_chunk: int, page_size: int) -> int:
         """The most pages that it holds during a step, with up to `max_chunk` new tokens in each."""
-        return -(-num_tokens // page_size)
+        return self.held_pages(num_tokens, page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,6 @@ class OneState(CachePolicy):
         return min(num_tokens, 1)
 
     def held_pages(self, num_tokens: int, page_size: int) -> int:
-        return 1
-
-    def peak_pages(self, num_tokens: int, max_chunk: int, page_size: int) -> int:
         return 1
 
 

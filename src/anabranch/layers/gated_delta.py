@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.layers.linear import Linear, PackedLinear, Rows
+from anabranch.layers.linear import Linear, PackedLinear, Rows, WeightAlone
 from anabranch.layers.mixer import Cache, Rope
 from anabranch.layers.step import Step
 from anabranch.ops.weight import Shard, Weight
@@ -44,7 +44,7 @@ class GatedDelta(nn.Module):
         rows = interleaved_rows(config) if config.interleaved else parts
         sections = *channels, (values, ranks), (heads, ranks), (heads, ranks)
         self.in_proj = PackedLinear(width, rows, shard=Shard(0, rank, ranks, sections))
-        self.conv1d = Convolution(2 * keys + values, config.conv_width, Shard(0, rank, ranks, channels))
+        self.conv1d = WeightAlone((2 * keys + values, 1, config.conv_width), Shard(0, rank, ranks, channels))
         self.norm = nn.RMSNorm(config.value_dim)  # for its parameter's name; the op computes it
         self.A_log, self.dt_bias = (
             Weight((heads,), shard=Shard(0, rank, ranks), dtype=torch.float32) for _ in range(2)
@@ -103,14 +103,6 @@ class DraftStates:
         requests = page_R, row_R, count_R, start_R
         states = self.kept_MNX, self.conv_MPLC, self.state_MPHKV
         ops.gated_delta_accept(ops.DeltaAcceptCall(*states, *requests, *self.weights, self.num_key_heads))
-
-
-class Convolution(nn.Module):
-    """Of each channel by itself; the op computes it."""
-
-    def __init__(self, channels: int, width: int, shard: Shard) -> None:
-        super().__init__()
-        self.weight = Weight((channels, 1, width), shard=shard)
 
 
 def interleaved_rows(config: GatedDeltaConfig) -> list[Rows]:

@@ -16,11 +16,11 @@ from torch import nn
 
 from anabranch import ops
 from anabranch.layers.config import EXPANDED_ROWS
-from anabranch.layers.linear import Linear, PackedLinear
+from anabranch.layers.linear import Linear, PackedLinear, WeightAlone
 from anabranch.layers.mixer import Cache, Rope
 from anabranch.layers.norm import RMSNorm
 from anabranch.layers.step import Span, Step
-from anabranch.ops.weight import Shard, Weight
+from anabranch.ops.weight import Shard
 from anabranch.parallel.group import ALONE, Group
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ class LatentAttention(nn.Module):
         self.q_a_layernorm = RMSNorm(config.query_rank, EPS) if config.query_rank else None
         self.q_b_proj = Linear(config.query_rank, q, shard=divided) if config.query_rank else None
         self.kv_a_layernorm = RMSNorm(config.latent_dim, EPS)
-        self.kv_b_proj = Expansion(heads * (config.plain_dim + config.value_dim), config.latent_dim, divided)
+        # Makes plain keys and values of all heads from a latent row. Its two parts are multiplied by queries and by
+        # results, head by head, so it is never kept quantised.
+        self.kv_b_proj = WeightAlone((heads * (config.plain_dim + config.value_dim), config.latent_dim), divided)
         self.o_proj = Linear(heads * config.value_dim, width, config.bias, Shard(1, rank, ranks))
 
     def project(self, x_TW: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -134,15 +136,6 @@ class LatentAttention(nn.Module):
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(self.o_proj(mixed.flatten(1)))
-
-
-class Expansion(nn.Module):
-    """The matrix that makes plain keys and values of all heads from a latent row. Its two parts are multiplied by
-    queries and by results, head by head, so it is never kept quantised."""
-
-    def __init__(self, outputs: int, inputs: int, shard: Shard) -> None:
-        super().__init__()
-        self.weight = Weight((outputs, inputs), shard=shard)
 
 
 def consecutive(spans: list[Span], page_size: int, most: int) -> Iterator[tuple[Span, ...]]:

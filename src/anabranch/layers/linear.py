@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from anabranch import ops
-from anabranch.formats import BF16, Index
+from anabranch.formats import BF16, Index, Shape
 from anabranch.ops.weight import WHOLE, Layout, Piece, Shard, Weight
 from anabranch.parallel.group import ALONE, Group
 
@@ -48,6 +48,14 @@ class PackedLinear(Linear):
                 begin += size
             layout: Layout = tuple(pieces)
             weight.layouts = (layout,)  # type: ignore[assignment]
+
+
+class WeightAlone(nn.Module):
+    """A weight under its name in checkpoints, for an op of the module that owns it."""
+
+    def __init__(self, shape: Shape, shard: Shard) -> None:
+        super().__init__()
+        self.weight = Weight(shape, shard=shard)
 
 
 def vocabulary_shard(vocab_size: int, group: Group) -> Shard:

@@ -9,16 +9,11 @@ T token rows, W hidden width.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
 
 from anabranch.layers.step import Step
-from anabranch.parallel.group import ALONE, Group
-
-if TYPE_CHECKING:
-    from anabranch.layers.config import MixerConfig
 
 Cache = tuple[torch.Tensor, ...]
 """What a layer's mixer keeps between steps: pages of keys and values, or states."""
@@ -50,9 +45,3 @@ class Mixer(Protocol):
 
     def output(self, mixed: torch.Tensor) -> torch.Tensor:
         """x_TW of the mixer's result."""
-
-
-def make_mixer(config: MixerConfig, width: int, eps: float, cache_group: int, group: Group = ALONE) -> Any:
-    """The mixer of a config, which says what of it the rank of this group has."""
-    module, _, name = config.module.partition(":")
-    return getattr(importlib.import_module(module), name)(config, width, eps, cache_group, group)

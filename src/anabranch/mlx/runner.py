@@ -83,8 +83,7 @@ class MlxRunner(Runner):
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.loaded.dtype)
-        return found
+        return getattr(torch, self.loaded.dtype)
 
     def num_pages(self) -> list[int]:
         return memory.num_pages(

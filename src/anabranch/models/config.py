@@ -66,7 +66,6 @@ class ModelConfig:
     mlp_bias: bool = False
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
-    bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     draft_layer: LayerConfig | None = None
     """Of models/mtp, if it is used."""

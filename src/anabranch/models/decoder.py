@@ -4,6 +4,7 @@ T token rows, D hidden width, V vocabulary.
 """
 
 from collections.abc import Callable, Generator, Sequence
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from anabranch import ops
 from anabranch.layers.linear import Embedding, Linear, vocabulary_shard
-from anabranch.layers.mixer import Cache, Mixer, Rope, make_mixer
+from anabranch.layers.mixer import Cache, Mixer, Rope
 from anabranch.layers.mlp import MLP
 from anabranch.layers.norm import Hidden, RMSNorm
 from anabranch.layers.rotary import Rotary
@@ -32,7 +33,8 @@ class DecoderLayer(nn.Module):
         width, eps = model.hidden_size, model.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
         self.mixer_name = layer.mixer.name
-        self.add_module(self.mixer_name, make_mixer(layer.mixer, width, eps, cache_group, moe.group))
+        mixer_class = resolve_name(layer.mixer.module)
+        self.add_module(self.mixer_name, mixer_class(layer.mixer, width, eps, cache_group, moe.group))
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp: nn.Module
         if layer.moe is not None:
@@ -100,8 +102,7 @@ def run_parts(parts: Parts, mix: Callable[[Cut], torch.Tensor]) -> torch.Tensor:
             cut = parts.send(mixed)
             del mixed
     except StopIteration as end:
-        x_TD: torch.Tensor = end.value
-        return x_TD
+        return end.value
 
 
 class Decoder(nn.Module):
@@ -113,7 +114,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.family = family
-        layer_class = family.layer_class()
+        layer_class = resolve_name(family.layer)
         group_of = {layer_id: g for g, group in enumerate(config.cache_groups) for layer_id in group.layers}
         ropes = list(dict.fromkeys(layer.mixer.rope for layer in config.layers))
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, moe.group)
@@ -178,8 +179,7 @@ class Decoder(nn.Module):
         the step, of which `hidden_TD` are the hidden rows; `cache` is the draft layer's."""
         assert self.mtp is not None
         rope = self.rotaries[self.rope_of_layer[-1]](step.position_T)
-        x_TD: torch.Tensor = self.mtp(self._embed(token_T), hidden_TD, rope, step, cache)
-        return x_TD
+        return self.mtp(self._embed(token_T), hidden_TD, rope, step, cache)
 
     def _embed(self, token_T: torch.Tensor) -> torch.Tensor:
         x_TD: torch.Tensor = self.embed_tokens(token_T)

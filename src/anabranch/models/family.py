@@ -46,10 +46,6 @@ class Family:
     """By model type, the keys by which a tiny config.json of it differs from `conformance.tiny.CONFIG`; platforms are
     tested with such models."""
 
-    def layer_class(self) -> Any:
-        module, _, name = self.layer.partition(":")
-        return getattr(importlib.import_module(module), name)
-
     def checkpoint_names(self, name: str) -> list[str]:
         """The names a checkpoint may use for one of ours."""
         for ours, theirs in self.renames:

@@ -78,7 +78,6 @@ def read_model(
         tie_embeddings=keys.flag("tie_word_embeddings", default_tied),
         max_position=keys.integer("max_position_embeddings"),
         dtype=dtype,
-        bos_id=keys.get("bos_token_id"),
         **fields,
     )
 
@@ -157,9 +156,8 @@ def uniform(keys: Keys, max_position: int) -> Keys:
     """A config whose layers are alike but for what its own keys say; `max_position` is the family's default."""
     if keys.get("per_layer_config"):
         raise keys.fail("'per_layer_config' is not supported in this family")
-    return Keys(
-        {**keys.raw, "max_position_embeddings": keys.get("max_position_embeddings", default=max_position)}, keys.path
-    )
+    most = keys.get("max_position_embeddings", default=max_position)
+    return Keys({**keys.raw, "max_position_embeddings": most}, keys.path)
 
 
 def unwrap(outer: Keys, default_tied: bool) -> Keys:
@@ -167,7 +165,7 @@ def unwrap(outer: Keys, default_tied: bool) -> Keys:
     `tie_word_embeddings` alone."""
     if not outer.mapping("text_config"):
         raise outer.fail("key 'text_config' is missing or empty")
-    inner: dict[str, Any] = {key: outer.raw.get(key) for key in ("dtype", "torch_dtype", "bos_token_id")}
+    inner: dict[str, Any] = {key: outer.raw.get(key) for key in ("dtype", "torch_dtype")}
     inner |= outer.mapping("text_config")
     tied = outer.flag("tie_word_embeddings", default_tied)
     inner |= {"model_type": outer.get("model_type"), "tie_word_embeddings": tied}

@@ -114,10 +114,8 @@ def _yarn(found: Keys, rope: RopeConfig) -> RopeConfig:
 
 def _longrope(keys: Keys, found: Keys, rope: RopeConfig) -> RopeConfig:
     """Where no sequence is so long that its keys would have to be turned anew, with the other factors."""
-    longest, original = (
-        keys.integer("max_position_embeddings"),
-        found.integer("original_max_position_embeddings", minimum=2),
-    )
+    longest = keys.integer("max_position_embeddings")
+    original = found.integer("original_max_position_embeddings", minimum=2)
     known = found.get("factor") is not None or found.get("attention_factor") is not None
     if longest > original:
         raise found.fail(

@@ -4,6 +4,7 @@ T tokens of all requests one after another, R requests, H query heads, G key-val
 D head dim of queries and keys, E of values, P pages, S slots in a page, M page-table width.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,17 @@ class AttentionCall(NamedTuple):
     """A learned score of each head, for a key without a value: it takes a part of every row's weight."""
 
 
+def draw_table(counts: list[int], num_pages: int, generator: torch.Generator) -> torch.Tensor:
+    """A page table of requests that have so many pages each, in any order. Page 0 belongs to no request and holds NaN
+    in samples: table entries past a request's pages point there."""
+    table = torch.zeros(len(counts), 5, dtype=torch.int32)
+    free = (1 + torch.randperm(num_pages - 1, generator=generator)).tolist()
+    for r, count in enumerate(counts):
+        for j in range(count):
+            table[r, j] = free.pop()
+    return table
+
+
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     # Each request: (tokens in this step, context length after it).
     for label, requests, window, heads, kv_heads, dim in (
@@ -56,19 +68,12 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     ):
         page_size, pages = (128, 7) if "pages of 128" in label else (4, 17)
         tokens = sum(n for n, _ in requests) + (3 if label.startswith("padding") else 0)
-        start = [0]
-        for n, _ in requests:
-            start.append(start[-1] + n)
+        start = list(accumulate((n for n, _ in requests), initial=0))
         cache = torch.randn(2, pages, page_size, kv_heads, dim, generator=generator).to(dtype)
-        table = torch.zeros(len(requests), 5, dtype=torch.int32)
-        # Page 0 belongs to no request and holds NaN: table entries past a request's pages point there.
-        cache[:, 0] = float("nan")
+        cache[:, 0] = float("nan")  # see draw_table
         if label.startswith("FP8"):
             cache = cache.to(torch.float8_e4m3fn)
-        free = (1 + torch.randperm(pages - 1, generator=generator)).tolist()
-        for r, (_, length) in enumerate(requests):
-            for j in range(-(-length // page_size)):
-                table[r, j] = free.pop()
+        table = draw_table([-(-length // page_size) for _, length in requests], pages, generator)
         call = AttentionCall(
             q_THD=torch.randn(tokens, heads, dim, generator=generator).to(dtype),
             k_PSGD=cache[0],

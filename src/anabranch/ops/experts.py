@@ -6,6 +6,7 @@ number of tokens: few tokens need no sort at all.
 T tokens, D hidden width, K experts per token, E experts, I expert width.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,9 +41,7 @@ class ExpertsCall(NamedTuple):
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    draw = partial(torch.randn, generator=generator)
     cases: list[tuple[str, int, int, int, int, int, dict[str, Any]]] = [
         ("one token", 1, 8, 2, 32, 16, {}),
         ("E=6, top 4, gelu", 13, 6, 4, 24, 20, {"activation": "gelu_tanh"}),

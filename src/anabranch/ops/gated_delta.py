@@ -13,8 +13,10 @@ T tokens of all requests one after another, R requests, G key heads of K numbers
 numbers, C = 2 · G · K + H · V convolved channels, L inputs that the convolution keeps (its width is L + 1), P pages.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -54,6 +56,7 @@ class GatedDeltaCall(NamedTuple):
 
 
 def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
+    draw = partial(torch.randn, generator=generator)
     # Each request: (tokens in this step, context length after it, and perhaps where it is cut).
     for label, requests, key_heads, heads, K, V, kept in (
         ("one prefill", [(7, 7)], 2, 4, 16, 16, 3),
@@ -65,15 +68,9 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         ("a padded decode step, fp32 inputs kept", [(1, 5), (1, 1), (1, 0), (1, 0)], 2, 4, 16, 16, 3),
     ):
         cuts = [cut for _, _, *cut in requests]
-        start = [0]
-        for n, *_ in requests:
-            start.append(start[-1] + n)
+        start = list(accumulate((n for n, *_ in requests), initial=0))
         tokens, pages = start[-1] + (3 if label.startswith("padding") else 0), len(requests) * (1 + any(cuts)) + 2
         channels = 2 * key_heads * K + heads * V
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
-
         state_PHKV, conv_PLC = draw(pages, heads, K, V) * 0.3, draw(pages, kept, channels).to(dtype)
         if "fp32" in label:
             conv_PLC = conv_PLC.float()
@@ -225,6 +222,7 @@ class DeltaAcceptCall(NamedTuple):
 
 
 def draft_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
+    draw, ints = partial(torch.randn, generator=generator), partial(torch.tensor, dtype=torch.int32)
     # Each request: (rows, tokens before them).
     for label, requests, key_heads, heads, K, V, kept, padding in (
         ("drafts", [(5, 9), (1, 4), (3, 1)], 2, 4, 16, 16, 3, 0),
@@ -233,13 +231,6 @@ def draft_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     ):
         rows = [n for n, _ in requests]
         tokens, pages, channels = sum(rows) + padding, len(requests) + 2, 2 * key_heads * K + heads * V
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
-
-        def ints(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32)
-
         x_TX = draw(tokens, channels + heads * V + 2 * heads).to(dtype)
         call = DeltaDraftsCall(
             x_TX=x_TX,
@@ -275,52 +266,50 @@ def accept_samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
         yield label, {"call": DeltaAcceptCall(kept, conv, state, *requests, *weights, call.num_key_heads)}
 
 
+def one_request(
+    x_TX: torch.Tensor, conv_LC: torch.Tensor, state_HKV: torch.Tensor, before: int, *parameters: Any
+) -> torch.Tensor:
+    """y_THV of one request's rows, which follow `before` tokens; its state is updated."""
+    requests = torch.tensor([0]), torch.tensor([0, len(x_TX)]), torch.tensor([before + len(x_TX)])
+    return gated_delta.reference(GatedDeltaCall(x_TX, conv_LC[None], state_HKV[None], *requests, *parameters))
+
+
+def drafted_rows(call: DeltaDraftsCall | DeltaAcceptCall) -> Iterator[tuple[int, slice, int]]:
+    """(page, rows, tokens before them) of the requests that have rows."""
+    for page, row, count, start in torch.stack((call.page_R, call.row_R, call.count_R, call.start_R), 1).tolist():
+        if count:
+            yield page, slice(row, row + count), start
+
+
+def compute_drafts(call: DeltaDraftsCall, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """gated_delta_drafts, where `compute` does what one_request does."""
+    y_THV = call.x_TX.new_zeros(call.x_TX.shape[0], *call.state_PHKV.shape[1::2])
+    channels, heads = call.conv_PLC.shape[2], call.state_PHKV.shape[1]
+    for page, rows, start in drafted_rows(call):
+        states = call.conv_PLC[page].clone(), call.state_PHKV[page].clone()
+        y_THV[rows] = compute(call.x_TX[rows], *states, start, *call[8:])
+        call.kept_NX[rows, :channels] = call.x_TX[rows, :channels]
+        call.kept_NX[rows, -2 * heads :] = call.x_TX[rows, -2 * heads :]
+    return y_THV
+
+
+def accept_drafts(call: DeltaAcceptCall, compute: Callable[..., torch.Tensor]) -> None:
+    """gated_delta_accept, likewise."""
+    one_V = call.state_MPHKV.new_ones(call.state_MPHKV.shape[4])
+    for m, kept_NX in enumerate(call.kept_MNX):
+        weights = call.conv_weight_MCW[m], call.decay_log_MH[m], call.dt_bias_MH[m], one_V, 1e-6
+        for page, rows, start in drafted_rows(call):
+            states = call.conv_MPLC[m, page], call.state_MPHKV[m, page]
+            compute(kept_NX[rows], *states, start, *weights, call.num_key_heads)
+
+
 @op(samples=draft_samples, mutates=("kept_NX",))
 def gated_delta_drafts(call: DeltaDraftsCall) -> torch.Tensor:
     """y_THV of the requests' rows, as from gated_delta, but no page is changed; zero elsewhere."""
-    y_THV = call.x_TX.new_zeros(call.x_TX.shape[0], *call.state_PHKV.shape[1::2])
-    channels, heads = call.conv_PLC.shape[2], call.state_PHKV.shape[1]
-    for page, row, count, start in torch.stack((call.page_R, call.row_R, call.count_R, call.start_R), 1).tolist():
-        if count:
-            rows, pages = slice(row, row + count), slice(page, page + 1)
-            y_THV[rows] = gated_delta.reference(
-                GatedDeltaCall(
-                    call.x_TX[rows],
-                    call.conv_PLC[pages].clone(),
-                    call.state_PHKV[pages].clone(),
-                    torch.tensor([0]),
-                    torch.tensor([0, count]),
-                    torch.tensor([start + count]),
-                    *call[8:],
-                )
-            )
-            call.kept_NX[rows, :channels] = call.x_TX[rows, :channels]
-            call.kept_NX[rows, -2 * heads :] = call.x_TX[rows, -2 * heads :]
-    return y_THV
+    return compute_drafts(call, one_request)
 
 
 @op(samples=accept_samples, mutates=("conv_MPLC", "state_MPHKV"))
 def gated_delta_accept(call: DeltaAcceptCall) -> None:
     """Updates the pages with rows that gated_delta_drafts has kept, as gated_delta would have done."""
-    one_V = call.state_MPHKV.new_ones(call.state_MPHKV.shape[4])
-    for m, kept_NX in enumerate(call.kept_MNX):
-        for page, row, count, start in zip(
-            *(x.tolist() for x in (call.page_R, call.row_R, call.count_R, call.start_R))
-        ):
-            if count:
-                gated_delta.reference(
-                    GatedDeltaCall(
-                        kept_NX[row : row + count],
-                        call.conv_MPLC[m, page : page + 1],
-                        call.state_MPHKV[m, page : page + 1],
-                        torch.tensor([0]),
-                        torch.tensor([0, count]),
-                        torch.tensor([start + count]),
-                        call.conv_weight_MCW[m],
-                        call.decay_log_MH[m],
-                        call.dt_bias_MH[m],
-                        one_V,
-                        1e-6,
-                        call.num_key_heads,
-                    )
-                )
+    accept_drafts(call, one_request)

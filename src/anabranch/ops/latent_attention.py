@@ -7,10 +7,12 @@ The keys of a head are a matrix times the latent row, so q · (W c) = (Wᵀ q) �
 instead, and so is the result, which is Σ p c, from which W of the values makes that of a head.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from anabranch.ops.attention import draw_table
 from anabranch.ops.op import Samples, op
 
 SCORES = 1 << 24
@@ -48,16 +50,10 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Samples:
     ):
         page_size, pages = (128, 7) if label.startswith("pages of 128") else (4, 17)
         tokens = sum(n for n, _ in requests) + (3 if "padding" in label else 0)
-        start = [0]
-        for n, _ in requests:
-            start.append(start[-1] + n)
+        start = list(accumulate((n for n, _ in requests), initial=0))
         rows = torch.randn(pages, page_size, latent + turned, generator=generator).to(dtype)
-        rows[0] = float("nan")  # page 0 belongs to no request: table entries past a request's pages point there
-        table = torch.zeros(len(requests), 5, dtype=torch.int32)
-        free = (1 + torch.randperm(pages - 1, generator=generator)).tolist()
-        for r, (_, length) in enumerate(requests):
-            for j in range(-(-length // page_size)):
-                table[r, j] = free.pop()
+        rows[0] = float("nan")  # see draw_table
+        table = draw_table([-(-length // page_size) for _, length in requests], pages, generator)
         # The part that has turned is a slice of the queries.
         q = torch.randn(tokens, heads, 8 + turned, generator=generator).to(dtype)
         call = LatentAttentionCall(

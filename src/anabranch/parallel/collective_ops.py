@@ -17,18 +17,11 @@ GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    found: torch.Tensor = GROUPS[group].all_reduce(x.clone(memory_format=torch.contiguous_format))
-    return found
+    return GROUPS[group].all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
 def _all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    found: torch.Tensor = GROUPS[group].all_gather(x, dim)
-    return found.contiguous()
-
-
-def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
-    found: torch.Tensor = GROUPS[group].reduce_scatter(x)
-    return found
+    return GROUPS[group].all_gather(x, dim).contiguous()
 
 
 def _fake_all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
@@ -37,9 +30,3 @@ def _fake_all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 all_reduce = opaque("all_reduce", "(Tensor x, str group) -> Tensor", _all_reduce, lambda x, group: x.new_empty(x.shape))
 all_gather = opaque("all_gather", "(Tensor x, int dim, str group) -> Tensor", _all_gather, _fake_all_gather)
-reduce_scatter = opaque(
-    "reduce_scatter",
-    "(Tensor x, str group) -> Tensor",
-    _reduce_scatter,
-    lambda x, group: x.new_empty(x.shape[0] // GROUPS[group].size, *x.shape[1:]),
-)

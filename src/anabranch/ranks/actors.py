@@ -83,7 +83,7 @@ def _start(config: EngineConfig) -> dict[Any, int]:
                 num_cpus=0 if on_gpus else num_devices,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
             )
-            place = nodes.Place(node, config.nodes, here)
+            place = nodes.Place(node, here)
             calls[actor.remote().run.remote(rank, num_devices, place, variables | {"RANK": str(node)})] = rank
     return calls
 

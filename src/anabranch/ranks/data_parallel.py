@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch.engine.engine import Engine
 from anabranch.ranks.runner import Environment, Keys, RanksRunner
 from anabranch.request import Update
+from anabranch.stats import combined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,31 +141,12 @@ class DataParallelEngine(Engine):
             self._check_ranks()
             self.runner.tell("stats")
             every = [super().stats(), *self.runner.replies()]
-        total = {name: (max if name in COMMON else _sum)([stats[name] for stats in every]) for name in every[0]}
-        total["kv_usage"] /= len(every)
-        total["spec_decode_acceptance"] = total["spec_decode_accepted_tokens"] / max(
-            1, total["spec_decode_draft_tokens"]
-        )
-        return total
+        return combined(every) | {name: max(stats[name] for stats in every) for name in COMMON}
 
     def close(self) -> None:
         for id in list(self.rank_of):
             self.abort(id)
         super().close()
-
-
-def _sum(values: list[Any]) -> Any:
-    """Of numbers, or of lists and dicts of them by place and name; bounds of a histogram are those of all."""
-    first = next((value for value in values if value), values[0])
-    if isinstance(first, dict):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {
-            name: first[name] if name == "bounds" else _sum([value[name] for value in values if name in value])
-            for name in names
-        }
-    if isinstance(first, list):
-        return [_sum(list(column)) for column in zip(*filter(None, values), strict=True)]
-    return sum(values)
 
 
 class DataParallelRank:

@@ -34,7 +34,6 @@ class Place:
     """Where this process is."""
 
     node: int
-    num_nodes: int
     address: str
     """Of node 0."""
 
@@ -54,7 +53,7 @@ def place(config: EngineConfig) -> Place | None:
         raise ValueError(f"nodes = {config.nodes}, and WORLD_SIZE is {size}; start one process on each: {command} ...")
     if config.num_ranks % config.nodes:
         raise ValueError(f"{config.num_ranks} ranks cannot be divided among {config.nodes} nodes")
-    return Place(int(os.environ["RANK"]), size, os.environ["MASTER_ADDR"])
+    return Place(int(os.environ["RANK"]), os.environ["MASTER_ADDR"])
 
 
 def open_store(rank: int, seconds: float) -> Store:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store as TorchStore
 
 from anabranch import platforms
-from anabranch.engine.runner import DATA_PARALLEL, find
+from anabranch.engine.runner import DATA_PARALLEL
 from anabranch.parallel.group import PRESENCE, STEP_SECONDS, Group, TorchGroup
 from anabranch.ranks import nodes
 from anabranch.ranks.rank_runner import Order, RankRunner
@@ -441,7 +442,7 @@ def follow(
         if leads(rank, config):
             # A daemon may have no children, because its end would leave them; ours end with their pipes.
             multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-            runner = find(f"{DATA_PARALLEL}:DataParallelRank")(config, platform, rank, found, environments)
+            runner = resolve_name(f"{DATA_PARALLEL}:DataParallelRank")(config, platform, rank, found, environments)
         else:
             runner = RankRunner(config, platform, None, join(rank, size, platform, found))
 

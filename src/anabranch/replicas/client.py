@@ -30,10 +30,10 @@ from anabranch.engine.client import EngineDead
 from anabranch.replicas import prefixes
 from anabranch.replicas.config import ReplicaConfig
 from anabranch.replicas.replica import Replica
-from anabranch.replicas.stats import combined
 from anabranch.request import Request, Update
 from anabranch.server.settings import Settings
 from anabranch.server.threads import Threads
+from anabranch.stats import combined
 
 log = logging.getLogger("anabranch.replicas")
 

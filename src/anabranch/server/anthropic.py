@@ -138,13 +138,7 @@ async def messages(request: Request) -> Response:
             return b"".join(map(stream.event, reply.start(chat.answers[0].output) or [{"type": "ping"}]))
 
         return stream.EventStream(generate(chat, reply), chat.accepted, service.settings.ping_timeout, idle)
-
-    async def whole() -> dict[str, Any]:
-        async for _ in generate(chat, reply):
-            pass
-        return reply.message
-
-    return await stream.whole(request, whole())
+    return await stream.collected(request, generate(chat, reply), lambda: reply.message)
 
 
 @router.post("/v1/messages/count_tokens", summary="The number of tokens of a conversation, in Anthropic's dialect")

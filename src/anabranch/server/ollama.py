@@ -202,13 +202,7 @@ async def _answer(request: Request, body: Asking, wanted: ChatCompletion | Compl
     if body.stream:
         lines, kind = _generate(answer, reply), "application/x-ndjson"
         return stream.EventStream(lines, answer.accepted, service.settings.ping_timeout, bytes, kind, _line)
-
-    async def whole() -> dict[str, Any]:
-        async for _ in _generate(answer, reply):
-            pass
-        return reply.whole
-
-    return await stream.whole(request, whole())
+    return await stream.collected(request, _generate(answer, reply), lambda: reply.whole)
 
 
 async def _generate(answer: ChatAnswer | CompletionAnswer, reply: Reply) -> AsyncGenerator[bytes, None]:

@@ -75,8 +75,7 @@ class ResponseOutput:
 
     @property
     def _items(self) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = self.response["output"]
-        return items
+        return self.response["output"]
 
     def _grow(self, type: str, text: str) -> list[Event]:
         """Add text to the last item if it has this type, or to a new one."""

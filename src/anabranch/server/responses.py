@@ -210,13 +210,7 @@ async def create(request: Request) -> Response:
 
         events = generate(chat, output, keep)
         return stream.EventStream(events, chat.accepted, service.settings.ping_timeout, idle, encode_error=failed)
-
-    async def whole() -> dict[str, Any]:
-        async for _ in generate(chat, output, keep):
-            pass
-        return output.response
-
-    return await stream.whole(request, whole())
+    return await stream.collected(request, generate(chat, output, keep), lambda: output.response)
 
 
 @router.get("/v1/responses/{id}", summary="A response that is kept")

@@ -49,8 +49,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
-        result: Result = task.result()
-        return result
+        return task.result()
 
 
 def json_response(data: Any, headers: dict[str, str] | None = None) -> Response:
@@ -60,6 +59,17 @@ def json_response(data: Any, headers: dict[str, str] | None = None) -> Response:
 async def whole(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
     """The answer when it is complete."""
     return json_response(await while_connected(request.receive, work))
+
+
+async def collected(request: Request, chunks: AsyncGenerator[bytes, None], answer: Callable[[], Any]) -> Response:
+    """The same of an answer that grows while it is streamed: what `answer` gives after the last chunk."""
+
+    async def work() -> Any:
+        async for _ in chunks:
+            pass
+        return answer()
+
+    return await whole(request, work())
 
 
 def comment() -> bytes:

@@ -11,7 +11,6 @@ why it cannot be used. Then it sends one byte for each grammar, with a socket at
 of JSON with a Trial, and the answer is a line with the Outcome.
 """
 
-import ctypes
 import gc
 import json
 import os
@@ -30,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NoReturn, TypedDict, TypeVar
 
+from anabranch.processes import die_with
 from anabranch.text.grammar_source import make_source
 
 T = TypeVar("T")
@@ -46,7 +46,6 @@ STEP_STACK = 1 << 20
 QUICK_SECONDS = 0.2
 SLOW_PRIORITY = 5
 """Of a child that takes longer than that: it must not delay others."""
-PR_SET_PDEATHSIG = 1
 
 # What a grammar may cost. llguidance's own limits hold a step to tens of milliseconds; those on compilation and on
 # states (1-2 kB each) are made tighter here, because grammars within its defaults take seconds and hundreds of MB.
@@ -237,10 +236,7 @@ def try_out(tokenizer: Any, connection: socket.socket, pipe: int, parent: int) -
     """Compile one grammar within its limits and write the outcome to `pipe`."""
     outcome = Outcome(source="", error=None, signal=0, memory=0)
     try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
+        die_with(parent)
         signal.setitimer(signal.ITIMER_REAL, 60)  # for a client that sends nothing
         trial: Trial = receive(connection)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # last messages of native code
@@ -342,8 +338,7 @@ def read_outcome(pipe: int, child: int) -> Outcome:
         written = file.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == 0:
-        outcome: Outcome = json.loads(written)
-        return outcome
+        return json.loads(written)
     return Outcome(source="", error=None, signal=-code if code < 0 else signal.SIGABRT, memory=0)
 
 

@@ -5,7 +5,6 @@ after the last. It never opens a device. It exits when the connection is closed 
 children exit with it.
 """
 
-import ctypes
 import gc
 import importlib
 import os
@@ -22,12 +21,12 @@ from typing import NoReturn
 
 from anabranch.kernels.compiling.compile_server import CANCEL
 from anabranch.kernels.compiling.precompile import ENVIRONMENT, one_line
+from anabranch.processes import die_with
 
 KERNELS = "anabranch.kernels.triton"
 """The package whose kernels are imported before the first job."""
 IDLE_SECONDS = 300.0
 """A program that is ready needs no server; a second model would start another."""
-PR_SET_PDEATHSIG = 1
 
 
 def preload() -> None:
@@ -94,10 +93,7 @@ def start(frame: bytes) -> tuple[Connection, ForkProcess]:
 
 
 def compile_one(frame: bytes, answer: Connection, parent: int) -> NoReturn:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+    die_with(parent)
     # The compiler prints the more useful part of its errors.
     printed = os.memfd_create("printed") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
     os.dup2(printed, 2)

@@ -3,13 +3,12 @@
 T tokens, D hidden width, K experts per token, E experts, N = T · K pairs.
 """
 
-import itertools
-
 import torch
 
 from anabranch import ops
 from anabranch.kernels.invariant import in_c
 from anabranch.kernels.invariant.linear import product
+from anabranch.kernels.torch.experts import sort_pairs
 from anabranch.ops.experts import ExpertsCall
 
 
@@ -19,13 +18,7 @@ def experts(call: ExpertsCall) -> torch.Tensor:
         return found
     x_TD, (tokens, top_k) = call.x_TD, call.expert_TK.shape
     gate_up_EFD, down_EDI = call.gate_up_EFD.dense(x_TD.dtype), call.down_EDI.dense(x_TD.dtype)
-    expert_N = call.expert_TK.flatten()
-    order_N = torch.sort(expert_N, stable=True).indices
-    # Pairs without an expert (−1) come first.
-    counts = torch.bincount(expert_N + 1, minlength=gate_up_EFD.shape[0] + 1).tolist()
-    ends = list(itertools.accumulate(counts))
-    order_N = order_N[counts[0] :]
-    spans = [(e, slice(ends[e] - ends[0], ends[e + 1] - ends[0])) for e, n in enumerate(counts[1:]) if n]
+    order_N, spans = sort_pairs(call.expert_TK.flatten(), gate_up_EFD.shape[0])
     token_N = order_N // top_k
     h_NF = _products(x_TD[token_N], gate_up_EFD, call.gate_up_bias_EF, spans)
     rows_ND = _products(ops.gated_activation(h_NF, call.activation), down_EDI, call.down_bias_ED, spans)

@@ -3,6 +3,8 @@
 T tokens, D hidden width, K experts per token, E experts, I expert width, N = T · K pairs.
 """
 
+from itertools import accumulate
+
 import torch
 
 from anabranch import ops
@@ -21,19 +23,9 @@ def experts(call: ExpertsCall) -> torch.Tensor:
     biased = call.gate_up_bias_EF is not None or call.down_bias_ED is not None
     if tokens == 1 and call.combined and not biased and gate_up_EFD.dtype == x_TD.dtype == torch.float32:
         return _one_token(call, gate_up_EFD, down_EDI)
-    expert_N = call.expert_TK.flatten()
-    order_N = torch.sort(expert_N, stable=True).indices
-    # Pairs without an expert (−1) come first.
-    counts = torch.bincount(expert_N + 1, minlength=gate_up_EFD.shape[0] + 1).tolist()
-    begin = counts[0]
-    order_N = order_N[begin:]
+    order_N, spans = sort_pairs(call.expert_TK.flatten(), gate_up_EFD.shape[0])
     token_N = order_N // top_k
     x_ND = x_TD.expand(order_N.shape[0], -1) if tokens == 1 else x_TD[token_N]
-    spans, begin = [], 0
-    for e, count in enumerate(counts[1:]):
-        if count:
-            spans.append((e, slice(begin, begin + count)))
-            begin += count
     h_NF = _products(x_ND, gate_up_EFD, call.gate_up_bias_EF, spans)
     rows_ND = _products(ops.gated_activation(h_NF, call.activation), down_EDI, call.down_bias_ED, spans)
     weighted_ND = rows_ND * (call.weight_TK.flatten()[order_N, None] * call.scaling)
@@ -44,6 +36,15 @@ def experts(call: ExpertsCall) -> torch.Tensor:
     y_ND = torch.zeros(tokens * top_k, x_TD.shape[1], device=x_TD.device).index_copy_(0, order_N, weighted_ND)
     y_TKD = y_ND.view(tokens, top_k, x_TD.shape[1])
     return (y_TKD.sum(1) if call.combined else y_TKD).to(x_TD.dtype)
+
+
+def sort_pairs(expert_N: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[tuple[int, slice]]]:
+    """The pairs that have an expert, sorted by it, and where among them those of each expert are that has some."""
+    # Pairs without an expert (−1) come first.
+    counts = torch.bincount(expert_N + 1, minlength=num_experts + 1).tolist()
+    ends = [end - counts[0] for end in accumulate(counts)]
+    spans = [(e, slice(ends[e], ends[e + 1])) for e, count in enumerate(counts[1:]) if count]
+    return torch.sort(expert_N, stable=True).indices[counts[0] :], spans
 
 
 def _one_token(call: ExpertsCall, gate_up_EFD: torch.Tensor, down_EDI: torch.Tensor) -> torch.Tensor:

@@ -12,16 +12,11 @@ left and right, so that one product's registers serve both. The gate/up kernel q
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.triton.experts_hopper import gather_and_load, load_rows, store_weighted
-from anabranch.kernels.triton.experts_ring import make_ring, read_tile
+from anabranch.kernels.triton.experts_ring import make_ring, read_tile, wait_for_stage
 from anabranch.kernels.triton.gated import activate
 
 # Partitions have long parameter lists; one name per line would hide what they do.
@@ -67,10 +62,7 @@ def multiply_halves(
             a = gl.load(row_scale)
             b_left = load_scale(left_scale)
             b_right = load_scale(right_scale)
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            if GATHERED:
-                fence_async_shared()  # rows were written by threads, not by the copy engine
+            stage = wait_for_stage(full, step, GATHERED)
             rows = a_ring.index(stage * SLABS + WHO)
             weights = b_ring.index(stage)
             part = warpgroup_mma(

@@ -24,12 +24,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -43,7 +38,7 @@ from anabranch.kernels.triton.experts_hopper_split import (
     place_of,
     split_descriptor,
 )
-from anabranch.kernels.triton.experts_ring import locate, publish_tile, read_tile
+from anabranch.kernels.triton.experts_ring import locate, publish_tile, read_tile, wait_for_stage
 from anabranch.kernels.triton.gated import activate
 
 PACKED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
@@ -160,7 +155,6 @@ def multiply_parts(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIG
     """Like multiply, of INT4. `left` and `right`: where the scales of each output begin; they are loaded one step
     ahead."""
     w_ring, x_ring, full, empty, tile_info = ring
-    STAGES: gl.constexpr = w_ring.shape[0]
     R: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     first = gl.zeros([64, R], gl.float32, layout)
@@ -177,10 +171,7 @@ def multiply_parts(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIG
         right_scale = gl.load(scale + right + ahead).to(gl.float32)
         left_zero = load_point(zero, left + ahead)
         right_zero = load_point(zero, right + ahead)
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        if GATHERED:
-            fence_async_shared()  # rows were written by threads, not by the copy engine
+        stage = wait_for_stage(full, step, GATHERED)
         weights = w_ring.index(stage)
         x_low = x_ring.index(2 * stage).permute([1, 0])
         x_high = x_ring.index(2 * stage + 1).permute([1, 0])
@@ -278,7 +269,6 @@ def multiply_scaled(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: g
     """Like multiply, of MXFP4. Weights of the second 64 outputs are unpacked while the first 64 are multiplied. No
     product may run while the loop begins again: the assembler would then wait for each one."""
     w_ring, x_ring, full, empty, tile_info = ring
-    STAGES: gl.constexpr = w_ring.shape[0]
     R: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     first = gl.zeros([64, R], gl.float32, layout)
@@ -290,10 +280,7 @@ def multiply_scaled(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: g
         s_right_low, s_right_high = factors(right_low), factors(right_high)
         left_low, left_high = load_scales(scale, left, k + 128, DEPTH)
         right_low, right_high = load_scales(scale, right, k + 128, DEPTH)
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        if GATHERED:
-            fence_async_shared()
+        stage = wait_for_stage(full, step, GATHERED)
         weights = w_ring.index(stage)
         x_low = x_ring.index(2 * stage).permute([1, 0])
         x_high = x_ring.index(2 * stage + 1).permute([1, 0])

@@ -10,15 +10,11 @@ are a sum of their own, which is scaled and added in fp32 on ordinary cores: sum
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anabranch.kernels.compiling.gluon_names import HAS_REINTERPRET
+from anabranch.kernels.triton.experts_ring import wait_for_stage
 
 BYTES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
 
@@ -165,7 +161,6 @@ def multiply_split_int4(ring, step, scale, zero, left, right, sums, LEFT: gl.con
     """Like multiply, of INT4 and rows in two parts. `sums`: of each row's inputs, for every 128 of them; a number is
     its distance from the zero point, so the sum times that is taken off."""
     w_ring, x_ring, full, empty, tile_info = ring
-    STAGES: gl.constexpr = w_ring.shape[0]
     R: gl.constexpr = x_ring.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
     first = gl.zeros([64, R], gl.float32, layout)
@@ -181,10 +176,7 @@ def multiply_split_int4(ring, step, scale, zero, left, right, sums, LEFT: gl.con
         left_scale = gl.load(scale + left + ahead).to(gl.float32)
         right_scale = gl.load(scale + right + ahead).to(gl.float32)
         t = gl.load(sums + k // 128)
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        if GATHERED:
-            fence_async_shared()
+        stage = wait_for_stage(full, step, GATHERED)
         weights = w_ring.index(stage)
         low, high = load_bytes(weights.slice(LEFT, 64, dim=0), "int4")
         a = product(split_operand(low, high, R), x_ring, stage, a, 0)
@@ -219,7 +211,6 @@ def multiply_split_fp4(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT
                        DEPTH: gl.constexpr, GATHERED: gl.constexpr):
     """Like multiply, of MXFP4 and rows in two parts: 32 inputs, which share a scale, are one product."""
     w_ring, x_ring, full, empty, tile_info = ring
-    STAGES: gl.constexpr = w_ring.shape[0]
     R: gl.constexpr = x_ring.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
     first = gl.zeros([64, R], gl.float32, layout)
@@ -235,10 +226,7 @@ def multiply_split_fp4(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT
         t2, t3 = powers(right_23)
         left_01, left_23 = load_scales(scale, left, k + 128, DEPTH)
         right_01, right_23 = load_scales(scale, right, k + 128, DEPTH)
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        if GATHERED:
-            fence_async_shared()
+        stage = wait_for_stage(full, step, GATHERED)
         weights = w_ring.index(stage)
         low, high = load_bytes(weights.slice(LEFT, 64, dim=0), "fp4")
         a0, a1, a2, a3 = products(low, high, x_ring, stage, a0, a1, a2, a3)

@@ -88,6 +88,17 @@ def read_tile(tile_info, full, step):
 
 
 @gluon.jit
+def wait_for_stage(full, step, GATHERED: gl.constexpr):
+    """The stage of this step, once it is full. GATHERED: rows were written by threads, not by the copy engine."""
+    STAGES: gl.constexpr = full.shape[0]
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+    if GATHERED:
+        fence_async_shared()
+    return stage
+
+
+@gluon.jit
 def multiply_slab(
     ring, step, num_rows, WHO: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, GATHERED: gl.constexpr,
 ):
@@ -100,10 +111,7 @@ def multiply_slab(
     acc = gl.zeros([64, WIDTH], gl.float32, layout)
     if num_rows > WHO * 64:
         for k in range(0, DEPTH, BK):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            if GATHERED:
-                fence_async_shared()  # rows were written by threads, not by the copy engine
+            stage = wait_for_stage(full, step, GATHERED)
             b = b_ring.index(stage).slice(0, WIDTH, dim=0).permute([1, 0])
             acc = warpgroup_mma(a_ring.index(stage * SLABS + WHO), b, acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
@@ -134,10 +142,7 @@ def multiply_two(
     first = gl.zeros([64, width], gl.float32, layout)
     second = gl.zeros([64, width], gl.float32, layout)
     for k in range(0, DEPTH, BK):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        if GATHERED:
-            fence_async_shared()
+        stage = wait_for_stage(full, step, GATHERED)
         b = b_ring.index(stage).permute([1, 0])
         first = warpgroup_mma(a_ring.index(stage * SLABS + WHO), b, first, use_acc=k > 0, is_async=True)
         second = warpgroup_mma(a_ring.index(stage * SLABS + GROUPS + WHO), b, second, use_acc=k > 0, is_async=True)
@@ -165,10 +170,7 @@ def multiply_extra(
     left = gl.zeros([64, EXTRA], gl.float32, x_layout)
     right = gl.zeros([64, EXTRA], gl.float32, x_layout)
     for k in range(0, DEPTH, BK):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        if GATHERED:
-            fence_async_shared()
+        stage = wait_for_stage(full, step, GATHERED)
         weights = b_ring.index(stage)
         b = weights.slice(0, WIDTH, dim=0).permute([1, 0])
         x = x_ring.index(stage).permute([1, 0])

@@ -81,8 +81,7 @@ def gluon_kernels(name: str, device: torch.device) -> ModuleType | None:
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 fixed_tiles = False

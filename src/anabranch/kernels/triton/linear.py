@@ -257,8 +257,7 @@ def linear(
         return linear_fixed.multiply(x_TD, data_FD, bias_F, out_dtype or x_TD.dtype)
     hopper = hopper_for(x_TD, data_FD)
     if hopper is not None:
-        split_y_TF: torch.Tensor = hopper.run(x_TD, data_FD, bias_F, out_dtype or x_TD.dtype)
-        return split_y_TF
+        return hopper.run(x_TD, data_FD, bias_F, out_dtype or x_TD.dtype)
     tiles = choose(*x_TD.shape, data_FD.shape[0], x_TD.element_size())
     assert tiles is not None
     return run(x_TD, data_FD, bias_F, out_dtype or x_TD.dtype, tiles)

@@ -242,8 +242,7 @@ def find_fp8_product(x_TD: torch.Tensor, weight_FD: Weight) -> Product | None:
         return None
     hopper = hopper_kernels(device)
     if hopper is not None and hopper.takes(x_TD, weight_FD):
-        product: Product = hopper.run
-        return product
+        return hopper.run
     return multiply_by_library if tokens > LIBRARY_TOKENS and library_multiplies(x_TD, weight_FD) else None
 
 
