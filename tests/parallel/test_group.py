@@ -38,6 +38,7 @@ def collectives(group: Group) -> dict[str, torch.Tensor]:
         "all_reduce": group.all_reduce(x.clone()),
         "all_gather": group.all_gather(x),
         "columns": group.all_gather(x, dim=1),
+        "reduce_scatter": group.reduce_scatter(x),
         "all_to_all": group.all_to_all(torch.full((sum(rows), 3), float(group.rank)), rows, back),
         "broadcast": group.broadcast(x.clone(), group.size - 1),
         "fp8 gathered": group.all_gather(x.to(torch.float8_e4m3fn)),
@@ -59,6 +60,7 @@ def test_collectives(num_ranks: int) -> None:
         assert torch.equal(found["all_reduce"], total)
         assert torch.equal(found["all_gather"], torch.cat(inputs))
         assert torch.equal(found["columns"], torch.cat(inputs, 1))
+        assert torch.equal(found["reduce_scatter"], total.chunk(num_ranks)[rank])
         sources = [source for source in range(num_ranks) for _ in range(source + 1 + rank)]
         assert found["all_to_all"].tolist() == [[float(source)] * 3 for source in sources]
         assert torch.equal(found["broadcast"], inputs[-1])
@@ -76,7 +78,7 @@ def as_ops(group: Group) -> dict[str, bool]:
     """Each op against its fake, and what a traced function calls."""
     assert isinstance(group, TorchGroup)
     x = torch.arange(8.0).view(4, 2) + 100 * group.rank
-    for op, *more in ((collective_ops.all_reduce,), (collective_ops.all_gather, 1)):
+    for op, *more in ((collective_ops.all_reduce,), (collective_ops.all_gather, 1), (collective_ops.reduce_scatter,)):
         torch.library.opcheck(op, (x, *more, group.name))
     graphs: list[torch.fx.GraphModule] = []
 
@@ -85,11 +87,11 @@ def as_ops(group: Group) -> dict[str, bool]:
         return graph
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        return group.all_gather(group.all_reduce(x + 1), 1)
+        return group.reduce_scatter(group.all_gather(group.all_reduce(x + 1), 1))
 
     found = torch.compile(function, fullgraph=True, backend=backend)(x)
     called = [str(node.target) for node in graphs[0].graph.nodes if "anabranch" in str(node.target)]
-    names = ["all_reduce", "all_gather"]
+    names = ["all_reduce", "all_gather", "reduce_scatter"]
     return {
         "equal": torch.equal(found, function(x)),
         "called": called == [f"anabranch.{name}.default" for name in names],
@@ -130,7 +132,7 @@ def test_small_sums_go_through_a_buffer(given: str, expected: list[object]) -> N
 
 def test_one_rank_gets_its_own_input() -> None:
     x = torch.randn(4, 2)
-    assert ALONE.all_reduce(x) is ALONE.all_gather(x) is ALONE.broadcast(x) is x
+    assert ALONE.all_reduce(x) is ALONE.all_gather(x) is ALONE.reduce_scatter(x) is ALONE.broadcast(x) is x
     assert ALONE.all_to_all(x, [4], [4]) is x
 
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from anabranch.parallel import collective_ops
 from anabranch.platforms import OneShot, Platform
 
-# torch 2.13 has another name for it and warns of the old one, the only one that torch 2.11 has.
+# torch 2.13 has other names for these two and warns of the old ones, of which torch 2.11 has no others.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 STEP_SECONDS = 300.0
 """For a collective: longer than any step."""
@@ -37,6 +38,9 @@ class Group(Protocol):
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The ranks' tensors of one shape, one after the other along `dim`."""
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's share, along dim 0, of the sum over all ranks."""
 
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         """Rows for each rank, `send` of them, exchanged for those that the ranks have for this one."""
@@ -62,6 +66,9 @@ class OneRank:
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return x
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -153,6 +160,16 @@ class TorchGroup:
         with PRESENCE:
             _gather(_moved(out), _moved(rows), group=self.group)
         return out.movedim(0, dim)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return collective_ops.reduce_scatter(x, self.name)  # type: ignore[no-any-return]
+        if x.shape[0] % self.size:
+            raise ValueError(f"{x.shape[0]} rows cannot be divided among {self.size} ranks")
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        with PRESENCE:
+            _scatter(out, x.contiguous(), group=self.group)
+        return out
 
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         out = x.new_empty(sum(receive), *x.shape[1:])
