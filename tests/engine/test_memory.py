@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from anabranch.bench import offline
 from anabranch.config import EngineConfig
 from anabranch.engine import plan, torch_runner
 from anabranch.engine.engine import make_engine
+from anabranch.kernels.c import library as c_library
 from anabranch.llm import LLM
 from anabranch.models.config import read_config
 from anabranch.platforms import Memory
@@ -54,6 +56,24 @@ def test_a_config_of_many_layers_is_refused_before_it_is_built(
     with pytest.raises(ValueError, match="the model does not fit"):
         make_engine(EngineConfig(model=str(tmp_path), load_format="dummy"))
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("fraction", [0.9, 0.85])
+@pytest.mark.parametrize("problem", ["", "there is no C compiler"])
+def test_matrices_in_bf16_count_as_such(fraction: float, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels multiply by them: 63 GB with embeddings and all else in fp32, 122 otherwise."""
+    monkeypatch.setattr(CpuPlatform, "memory", lambda self: Memory(free=73 * GB, total=73 * GB))
+    monkeypatch.setattr(torch_runner, "load_model", lambda *_, **__: pytest.fail("it is loaded"))
+    if problem:
+        monkeypatch.setattr(CpuPlatform, "providers", {"torch": CpuPlatform.providers["torch"]})
+    elif c_library.problem:
+        pytest.skip(c_library.problem)
+    config = EngineConfig(model=str(CONFIG), load_format="dummy", dtype="float32", memory_fraction=fraction)
+    refused = problem or fraction < 0.9
+    words = "122.* GB of weights" if problem else "6[0-9].* GB of weights"
+    expected = pytest.raises(ValueError, match=words) if refused else pytest.raises(pytest.fail.Exception)
+    with expected:
+        make_engine(replace(config, max_num_batched_tokens=2048, max_num_seqs=64, max_model_len=2048))
 
 
 def options(**given: Any) -> EngineConfig:

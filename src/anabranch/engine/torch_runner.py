@@ -47,20 +47,27 @@ class TorchRunner(Runner):
         """The most rows of a step with drafts, in which the host knows the tokens of all rows; 0: there are none."""
         memory = platform.memory()
         model = read_config(config.model, **config.model_options)
-        kernels.bind(platform, config.deterministic)
-        if config.dtype == "float32" and ops.linear.has_trait("bf16"):
-            model = plan.kept(plan.quantized(model, config.quantization))
         num_experts = max((layer.moe.num_experts for layer in model.layers if layer.moe is not None), default=0)
-        plan.check_memory(  # before the weights take memory
-            model.divide(group.rank, group.size, config.expert_parallel),
-            config,
-            config.dtype,
+        check = partial(
+            plan.check_memory,
+            options=config,
+            dtype=config.dtype,
             num_ranks=group.size,
             expert_share=config.expert_share(num_experts),
             free=memory.free + memory.cached,
             total=memory.total,
             captured_tokens=captured_tokens(config, platform),
         )
+        mine = model.divide(group.rank, group.size, config.expert_parallel)
+        try:
+            check(mine)  # before the weights take memory
+        except ValueError:
+            if config.dtype != "float32" or config.quantization != "none" or plan.kept(mine) is mine:
+                raise
+            kernels.bind(platform, config.deterministic)
+            if not ops.linear.has_trait("bf16"):
+                raise
+            check(plan.kept(mine))
         self.model = load_model(
             config.model,
             dtype=config.dtype,
