@@ -47,8 +47,8 @@ INLINE vec load(const float *p) {
 /* Two vectors of numbers in bf16. */
 INLINE void widen(const uint16_t *p, vec *low, vec *high) {
 #if defined(__aarch64__)
-    uint16x8_t both = vld1q_u16(p);
-    *low = (vec)vshll_n_u16(vget_low_u16(both), 16), *high = (vec)vshll_high_n_u16(both, 16);
+    uint16x8_t both = vld1q_u16(p), zero = vdupq_n_u16(0);
+    *low = (vec)vzip1q_u16(zero, both), *high = (vec)vzip2q_u16(zero, both);
 #elif defined(__AVX512F__)
     __m512i both = _mm512_loadu_si512(p);
     *low = (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
