@@ -1,7 +1,4 @@
-"""The tools that made the bundled model, end to end at a size that a CPU trains in seconds.
-
-The teacher's part is left out (its package is not installed everywhere): plans alone make text of the same form.
-"""
+"""The tools that made the bundled model, end to end at a size that a CPU trains in seconds."""
 
 import argparse
 import json
@@ -14,18 +11,7 @@ import pytest
 import torch
 
 from anabranch.llm import LLM, SamplingParams
-from tools import tiny_model
-from tools.train_demo import (
-    card,
-    conversations,
-    plans,
-    prepare,
-    sentences,
-    stories,
-    train,
-    write_conversations,
-    write_text,
-)
+from tools.train_demo import card, conversations, sentences, stories, train, write_conversations
 from tools.train_demo import model as models
 from tools.train_demo.optimizer import orthogonalize
 
@@ -33,23 +19,14 @@ SHAPE = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, 
 SHAPE |= {"expert_width": 32, "shared_width": 64, "max_position": 128}
 
 
-def drafts(num_plans: int) -> list[write_text.Draft]:
-    made = []
-    for plan in map(plans.make, range(num_plans)):
-        whole = [part for part in plan.parts if part.given.endswith((".", "!", "?", '"'))]
-        made.append(write_text.Draft(plan, "".join(part.before + part.given for part in whole).strip()))
-    return made
-
-
 training = pytest.mark.slow  # tools/ writes a new bundled model; serving needs none of it
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo")
-    paths = write_text.save(drafts(3000), folder / "text")
-    prepare.prepare(paths, folder / "data", vocab_size=1024, min_count=1, heldout=0.05)
-    return folder / "data"
+    folder = tmp_path_factory.mktemp("demo") / "data"
+    write_conversations.write_data(folder, 1000, 60, processes=1)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +36,6 @@ def trained(data: Path) -> Path:
     vocab_size = json.loads((data / "data.json").read_text())["vocab_size"]
     train.run(data, out, options, models.Shape(vocab_size=vocab_size, **SHAPE))
     return out
-
-
-def test_a_plan_is_a_function_of_its_number_and_its_words_fit() -> None:
-    made = [plans.make(number) for number in range(2000)]
-    assert made[:50] == [plans.make(number) for number in range(50)]
-    assert len({(plan.request, plan.parts) for plan in made if plan.kind == "story"}) > 1000
-    texts = [plan.request for plan in made] + [part.given for plan in made for part in plan.parts]
-    assert not [text for text in texts if "{" in text or "_" in text or " a old" in text]
-    for plan in made:
-        whole = " ".join(part.given for part in plan.parts if part.given.endswith("."))
-        assert not sentences.NOT_WANTED.search(whole.replace("small language model", ""))
 
 
 @pytest.mark.parametrize(
@@ -92,63 +58,6 @@ def test_faults_of_a_text(text: str, fault: str) -> None:
     assert sentences.fault(text) == fault
 
 
-def test_the_hero_may_be_named_often_but_not_twice() -> None:
-    text = "Bruno sat. Bruno ate. Bruno slept. Bruno woke. Then Bruno met a bear named Bruno."
-    given = ["Bruno sat."]
-    assert sentences.fault(text.partition(" Then")[0], given, "Bruno") == ""
-    assert sentences.fault(text.partition(" Then")[0], given) == "one word"
-    assert sentences.fault(text, given, "Bruno") == "name"
-
-
-def test_a_continuation_is_cut_at_whole_sentences() -> None:
-    assert sentences.cut(" It was red. He took it. Then he", 3) == " It was red. He took it."
-    assert sentences.cut(" It was red. He took it.", 1) == " It was red."
-    assert sentences.cut(' He was glad. He said, "Look. It is mine', 3) == " He was glad."
-    assert sentences.cut(" It was red. One day, he lost it.", 3) == " It was red."
-    assert sentences.cut(" and then he", 2) == ""
-    answer = "Pip was a fox. Then he"
-    assert sentences.extend(answer, " ran home.\nNew line.", 2, [], "Pip") == (f"{answer} ran home.", "")
-    assert sentences.extend(answer, "llo ran home.", 2, [], "Pip") == (answer, "joint")
-    assert sentences.extend(answer, " ran", 2, [], "Pip") == (answer, "ending")
-    assert sentences.extend("Pip was a fox.", " He", 2, [], "Pip") == ("Pip was a fox.", "")
-
-
-@training
-def test_a_teacher_writes_the_same_answers_again(tmp_path: Path) -> None:
-    """One of random weights: what it writes is noise and dropped, but for parts that leave it nothing to add."""
-    tiny_model.write(tmp_path)
-    teacher = write_text.Teacher(str(tmp_path), {"max_num_seqs": 16})
-    assert len(teacher.line_ends) == 1
-    kept = teacher.write(range(24))
-    again = [draft.answer for draft in teacher.write(range(24))]
-    teacher.close()
-    assert [draft.answer for draft in kept] == again
-    assert teacher.tally.faults.total() == 48 and teacher.tally.faults["none"] == 2 * len(kept) < 48
-    assert teacher.tally.output_tokens > 500 and teacher.tally.prompt_tokens > teacher.tally.cached_tokens > 0
-    for draft in kept:
-        assert not sentences.fault(draft.answer, hero=draft.plan.hero)
-        assert all(part.given in draft.answer for part in draft.plan.parts)
-
-
-def test_duplicates_go_and_plans_words_do_not_count() -> None:
-    given, story = "One day, Pip found a red ball in the forest.", " It was very big and he could not lift it alone."
-    rows = [
-        {"kind": "story", "request": "a", "given": [given], "answer": given + story},
-        {"kind": "story", "request": "a", "given": [given], "answer": given + story},
-        {"kind": "story", "request": "b", "given": [given], "answer": given + story + " So."},
-        {
-            "kind": "story",
-            "request": "c",
-            "given": [given],
-            "answer": given + " A bird sang and the sun was warm that day.",
-        },
-    ]
-    kept, counts = prepare.drop_duplicates(rows)
-    assert [row["request"] for row in kept] == ["a", "c"]
-    assert counts == {"duplicate": 1, "near-duplicate": 1}
-    assert len(prepare.drop_rare_words(rows, 2)) == 2
-
-
 def test_the_tokenizer_gives_every_text_back(data: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -163,14 +72,14 @@ def test_the_tokenizer_gives_every_text_back(data: Path) -> None:
     messages = [{"role": "user", "content": "Hello!"}]
     text = ChatTemplate(data).render(messages)
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text.startswith(f"{prepare.END}{prepare.TURN}user\n")
+    assert text.startswith(f"{conversations.END}{conversations.TURN}user\n")
     stream = np.load(data / "train.npz")["tokens"]
-    chats = ours.backend.decode(stream[:20000].tolist(), skip_special_tokens=False).split(prepare.END)
-    start = text.removeprefix(prepare.END).partition("Hello!")[0]
+    chats = ours.backend.decode(stream[:20000].tolist(), skip_special_tokens=False).split(conversations.END)
+    start = text.removeprefix(conversations.END).partition("Hello!")[0]
     assert any(chat.startswith(start) for chat in chats), "documents begin as the template begins"
     assert (
         ours.backend.encode(text, add_special_tokens=False).ids[-3:]
-        == ours.backend.encode(f"{prepare.TURN}assistant\n", add_special_tokens=False).ids
+        == ours.backend.encode(f"{conversations.TURN}assistant\n", add_special_tokens=False).ids
     )
 
 
@@ -181,6 +90,20 @@ def test_a_document_is_a_function_of_its_number_and_its_words_fit() -> None:
     faults = r"[{}_|]| an? (?=[.,?!])| a [aeio]| an [b-df-gj-np-tv-z]| ,|  "
     assert not [text for text in made if re.search(faults, re.sub(r"<\|\w+\|>|\{\"name.*\}", "", text))]
     assert all("assistant\n<|im_end|>" not in text and text.startswith(conversations.END) for text in made)
+
+
+def test_answers_of_the_first_recipe_become_documents() -> None:
+    from anabranch.text.tokenizer import Tokenizer
+
+    tokens = write_conversations.earlier(write_conversations.TOKENIZER / "tokenizer.json")
+    text = Tokenizer(write_conversations.TOKENIZER).backend.decode(tokens.tolist(), skip_special_tokens=False)
+    made = text.split(conversations.END)[1:]
+    answers = [len(write_conversations.ANSWER.findall(one)) for one in made]
+    assert set(answers) == {0, 1, 2, 3} and sum(count or 1 for count in answers) == 219
+    assert all(
+        one.startswith((f"{conversations.TURN}user\n", f"{conversations.TURN}system\n")) == bool(count)
+        for one, count in zip(made, answers, strict=True)
+    )
 
 
 def test_answers_hardly_repeat_themselves() -> None:

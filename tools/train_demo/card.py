@@ -66,7 +66,7 @@ def sample(llm: LLM, max_tokens: int = 300) -> list[list[tuple[str, str]]]:
 
 
 def faults(samples: list[list[tuple[str, str]]]) -> Counter[str]:
-    """Why samples would not be taken as text to learn from: loops, no end, nothing said."""
+    """How many answers have each fault: loops, no end, nothing said."""
     answers = [answer.strip() for turns in samples for _, answer in turns]
     return Counter(sentences.fault(answer) or "none" if answer else "empty" for answer in answers)
 

@@ -1,4 +1,4 @@
-"""Step 3: train the demo model, or the dense model it is compared with, on one GPU (or, slowly, on a CPU).
+"""Step 2: train the demo model, or the dense model it is compared with, on one GPU (or, slowly, on a CPU).
 
     python -m tools.train_demo.train DATA OUT --minutes 3
     python -m tools.train_demo.train DATA OUT2 --model dense --steps N    # as many as the first run took
@@ -241,7 +241,7 @@ def run(data: Path, out: Path, options: argparse.Namespace, shape: models.Shape 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="as prepare leaves it")
+    parser.add_argument("data", type=Path, help="as write_conversations leaves it")
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", choices=("moe", "dense"), default="moe")
     how_long = parser.add_mutually_exclusive_group()

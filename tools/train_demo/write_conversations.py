@@ -2,9 +2,9 @@
 
     python -m tools.train_demo.write_conversations DATA --documents 640000
 
-DATA then holds train.npz, heldout.npz (documents of other numbers) and earlier.npz (what a teacher wrote for the first
-demo model's recipe, which neither model was trained on), the tokenizer's files, and data.json (sizes, repetition).
-The tokenizer is the first demo model's: losses of both models are then in the same tokens.
+DATA then holds train.npz, heldout.npz (documents of other numbers) and earlier.npz (what a teacher model wrote for the
+recipe of the first demo model, which neither model was trained on), the tokenizer's files, and data.json (sizes,
+repetition). The tokenizer is the first demo model's: losses of both models are then in the same tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import time
@@ -26,10 +27,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tools.train_demo import conversations, prepare, sentences
+from tools.train_demo import conversations, sentences
 
 TOKENIZER = Path(__file__).parents[2] / "src/anabranch/bundled/demo"
 EARLIER = Path(__file__).with_name("earlier.jsonl.gz")
+EARLIER_SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a kind storyteller.", "Answer in simple words.")
 HELDOUT_FIRST = 10**9
 """The numbers of held-out documents begin here."""
 ROUND = 2000
@@ -40,11 +42,13 @@ ANSWER = re.compile(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", re.DOTALL)
 
 def encode(first: int, count: int, tokenizer: str) -> tuple[np.ndarray, int]:
     """(token ids of documents, characters)"""
-    backend = Tokenizer.from_file(tokenizer)
     texts = [conversations.document(number) for number in range(first, first + count)]
-    encodings = backend.encode_batch(texts, add_special_tokens=False)
-    tokens = np.concatenate([np.asarray(encoding.ids, dtype=np.uint16) for encoding in encodings])
-    return tokens, sum(map(len, texts))
+    return tokens_of(texts, tokenizer), sum(map(len, texts))
+
+
+def tokens_of(texts: list[str], tokenizer: str) -> np.ndarray:
+    encodings = Tokenizer.from_file(tokenizer).encode_batch(texts, add_special_tokens=False)
+    return np.concatenate([np.asarray(encoding.ids, dtype=np.uint16) for encoding in encodings])
 
 
 def write(first: int, count: int, tokenizer: Path, processes: int) -> tuple[np.ndarray, int]:
@@ -61,9 +65,26 @@ def write(first: int, count: int, tokenizer: Path, processes: int) -> tuple[np.n
 
 
 def earlier(tokenizer: Path) -> np.ndarray:
-    """Held-out answers of the recipe before, as documents of its form."""
+    """Token ids of the first demo model's held-out answers, as documents of its recipe.
+
+    A third of the stories are plain text; the other answers are chats of one to three turns, some with a system prompt.
+    """
+    rng = random.Random(1)
     rows = [json.loads(line) for line in gzip.decompress(EARLIER.read_bytes()).splitlines()]
-    return prepare.encode(Tokenizer.from_file(str(tokenizer)), prepare.documents(rows, 1))
+    texts = []
+    while rows:
+        row = rows.pop()
+        if row["kind"] == "story" and rng.random() < 1 / 3:
+            texts.append(conversations.END + row["answer"])
+            continue
+        talk = conversations.Talk(rng, turns=[(row["request"], row["answer"])])
+        while rows and rows[-1]["kind"] != "story" and len(talk.turns) < 3 and rng.random() < 0.4:
+            row = rows.pop()
+            talk.turns.append((row["request"], row["answer"]))
+        if rng.random() < 0.1:
+            talk.system = rng.choice(EARLIER_SYSTEM_PROMPTS)
+        texts.append(conversations.END + conversations.written(talk))
+    return tokens_of(texts, str(tokenizer))
 
 
 def repetition(num_documents: int) -> dict[str, Any]:
