@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from anabranch import platforms
 from anabranch.bench import offline
 from anabranch.config import EngineConfig
 from anabranch.engine import plan, torch_runner
 from anabranch.engine.engine import make_engine
-from anabranch.kernels.c import library as c_library
 from anabranch.llm import LLM
 from anabranch.models.config import read_config
 from anabranch.platforms import Memory
@@ -58,22 +59,46 @@ def test_a_config_of_many_layers_is_refused_before_it_is_built(
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("fraction", [0.9, 0.85])
-@pytest.mark.parametrize("problem", ["", "there is no C compiler"])
-def test_matrices_in_bf16_count_as_such(fraction: float, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels multiply by them: 63 GB with embeddings and all else in fp32, 122 otherwise."""
-    monkeypatch.setattr(CpuPlatform, "memory", lambda self: Memory(free=73 * GB, total=73 * GB))
+@pytest.mark.parametrize(("total", "words"), [(60, "6.* GB of weights in bfloat16"), (80, "")])
+def test_matrices_in_bf16_count_as_such(total: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """62 GB of a model that is computed in fp32, where it would be 122."""
+    monkeypatch.setattr(CpuPlatform, "memory", lambda self: Memory(free=total * GB, total=total * GB))
     monkeypatch.setattr(torch_runner, "load_model", lambda *_, **__: pytest.fail("it is loaded"))
-    if problem:
-        monkeypatch.setattr(CpuPlatform, "providers", {"torch": CpuPlatform.providers["torch"]})
-    elif c_library.problem:
-        pytest.skip(c_library.problem)
-    config = EngineConfig(model=str(CONFIG), load_format="dummy", dtype="float32", memory_fraction=fraction)
-    refused = problem or fraction < 0.9
-    words = "122.* GB of weights" if problem else "6[0-9].* GB of weights"
-    expected = pytest.raises(ValueError, match=words) if refused else pytest.raises(pytest.fail.Exception)
+    config = EngineConfig(model=str(CONFIG), load_format="dummy", dtype="float32", memory_fraction=0.9)
+    expected = pytest.raises(ValueError, match=words) if words else pytest.raises(pytest.fail.Exception)
     with expected:
         make_engine(replace(config, max_num_batched_tokens=2048, max_num_seqs=64, max_model_len=2048))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_what_headers_say_counts_before_memory_is_taken(
+    stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config.json may say bfloat16 of tensors in fp32."""
+    tiny_model.write(tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        save_file({name: tensor.to(stored) for name, tensor in load_file(file).items()}, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}))
+    asked: list[int] = []
+    check = plan.check_memory
+
+    def noted(*args: Any, weights: int | None = None, **kwargs: Any) -> None:
+        asked.extend([weights] if weights is not None else [])
+        check(*args, weights=weights, **kwargs)
+
+    monkeypatch.setattr(plan, "check_memory", noted)
+    engine = make_engine(EngineConfig(model=str(tmp_path), dtype="float32", num_pages=16))
+    try:
+        assert asked == [sum(parameter.nbytes for parameter in engine.runner.model.parameters())]  # type: ignore[attr-defined]
+        model = plan.kept(read_config(tmp_path))
+        assert plan.check_memory(model, engine.config, "float32", free=GB, total=GB, captured_tokens=0) is None
+        with pytest.raises(ValueError, match="0.0 GB of weights, "):
+            plan.check_memory(
+                model, engine.config, "float32", free=asked[0], total=GB, captured_tokens=0, weights=asked[0]
+            )
+    finally:
+        engine.close()
 
 
 def options(**given: Any) -> EngineConfig:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from anabranch.engine.single import SingleSequence
 from anabranch.loader import load
@@ -97,6 +98,21 @@ def test_two_ranks_compute_what_one_computes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_other_formats(tmp_path: Path) -> None:
     compare([name for name in CASES if name not in USUAL and "704" not in name], tmp_path)
+
+
+def test_matrices_that_are_kept_in_bf16(tmp_path: Path) -> None:
+    """Embeddings, which ranks divide, and experts among them."""
+    model = dataclasses.replace(BASES["qwen3_moe"], settings=BASES["qwen3_moe"].settings | SIZES)
+    folder = tiny.save(model, tmp_path)
+    for file in folder.glob("*.safetensors"):
+        save_file({name: x.bfloat16() for name, x in load_file(file).items()}, file, {"format": "pt"})
+    check_shares(folder)
+    folders = {"bf16": folder}
+    expected = logits(OneRank(), folders)["bf16", False]
+    assert isinstance(expected, torch.Tensor)
+    for found in run(2, logits, folders):
+        for one in found.values():
+            assert isinstance(one, torch.Tensor) and (one - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])

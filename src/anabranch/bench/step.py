@@ -27,8 +27,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anabranch import ops
 from anabranch.bench.records import bundled, commit
-from anabranch.engine.plan import count_weights, quantized, weight_bytes
+from anabranch.engine.plan import count_weights, kept, quantized, weight_bytes
 from anabranch.formats import ITEM_BYTES
 from anabranch.llm import LLM
 from anabranch.models.config import ModelConfig
@@ -123,13 +124,13 @@ def step_bytes(config: ModelConfig, batch: int, context: int, dtype: str) -> dic
     size, width = ITEM_BYTES[dtype], config.hidden_size
     counts, stored = count_weights(config), weight_bytes(config, dtype)
     each = {kind: stored[kind] / max(1, counts[kind]) for kind in counts}
-    found = {"dense": float(config.vocab_size * width * size), "experts": 0.0, "routing": 0.0, "attention": 0.0}
+    found = {"dense": config.vocab_size * width * each["embeddings"], "experts": 0.0, "routing": 0.0, "attention": 0.0}
     for layer in config.layers:
         matrices = sum(math.prod(shape) for shape in layer.mixer.weight_shapes(width) if len(shape) > 1)
         found["dense"] += matrices * each["attention"] + 3 * width * layer.mlp_width * each["dense feed-forward"]
-        kept = layer.mixer.cache
-        values = kept.policy.num_kept(context) * sum(map(math.prod, kept.shapes))
-        found["attention"] += batch * values * ITEM_BYTES[kept.dtype or dtype]
+        cache = layer.mixer.cache
+        values = cache.policy.num_kept(context) * sum(map(math.prod, cache.shapes))
+        found["attention"] += batch * values * ITEM_BYTES[cache.dtype or dtype]
         if layer.moe is not None:
             moe = layer.moe
             found["routing"] += moe.num_experts * width * size
@@ -293,6 +294,8 @@ def summarize(llm: LLM, options: argparse.Namespace, plain: float, profile: Prof
     known = next((rate for name, (rate, _) in CEILINGS.items() if machine.startswith(name)), None)
     rate = options.bandwidth * 1e12 if options.bandwidth else known
     model = quantized(llm.engine.model, options.quantization)
+    if dtype == "float32" and ops.linear.has_trait("bf16"):
+        model = kept(model)
     reads = {} if options.prompts else step_bytes(model, options.batch, options.context, dtype)
     return {
         "engine": "anabranch",

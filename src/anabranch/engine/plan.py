@@ -72,6 +72,9 @@ def count_weights(config: ModelConfig) -> dict[WeightKind, int]:
 
 def quantized_kinds(config: ModelConfig) -> tuple[WeightKind, ...]:
     """Some checkpoints have quantised experts alone."""
+    if config.sources == (BF16_SOURCE,):
+        dense: tuple[WeightKind, ...] = ("embeddings", "attention", "shared experts", "dense feed-forward")
+        return (*dense, "routed experts") if config.activation == "silu" else dense
     return QUANTIZED if config.sources and config.sources[0].names("layer.weight") else ("routed experts",)
 
 
@@ -106,9 +109,8 @@ def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
 
 
 def kept(config: ModelConfig) -> ModelConfig:
-    """The model as kernels load it that multiply by matrices in bf16 in fp32, for these plans."""
-    plain = config.dtype == "bfloat16" and config.activation == "silu" and not config.sources
-    return replace(config, sources=(BF16_SOURCE,)) if plain else config
+    """The model with its matrices in bf16, as it is loaded where kernels multiply by them in fp32, for these plans."""
+    return replace(config, sources=(BF16_SOURCE,)) if config.dtype == "bfloat16" and not config.sources else config
 
 
 def count_active(config: ModelConfig) -> int:
@@ -266,11 +268,14 @@ def check_memory(
     captured_tokens: int,
     num_ranks: int = 1,
     expert_share: float = 1.0,
+    weights: int | None = None,
 ) -> None:
     """ValueError if weights, workspace and KV pages do not fit into what is free, before any of it is taken. `options`
     are resolved. Where the number of pages is given, they and the weights are all that is certain to be needed.
-    `num_ranks`, `expert_share` as in `plan_memory`."""
-    weights = rank_bytes(quantized(config, options.quantization), dtype, num_ranks, expert_share)
+    `num_ranks`, `expert_share` as in `plan_memory`; `weights`: their bytes, where headers have been read."""
+    stored = "" if weights is not None else f" in {'bfloat16' if config.sources == (BF16_SOURCE,) else dtype}"
+    if weights is None:
+        weights = rank_bytes(quantized(config, options.quantization), dtype, num_ranks, expert_share)
     if options.num_pages:
         sizes = options.num_pages, options.max_model_len, options.page_size
         pages = pages_for(config, *sizes, options.prefix_cache)
@@ -283,7 +288,7 @@ def check_memory(
         usable = min(free, int(total * options.memory_fraction))
     needed = weights + workspace + kv
     if needed > usable:
-        parts = f"{weights / 1e9:.1f} GB of weights in {dtype}, {workspace / 1e9:.1f} GB of workspace, "
+        parts = f"{weights / 1e9:.1f} GB of weights{stored}, {workspace / 1e9:.1f} GB of workspace, "
         parts += f"{kv / 1e9:.1f} GB of KV pages"
         fraction = f"memory_fraction is {options.memory_fraction}"
         raised = "raise memory_fraction, " if needed <= free else ""

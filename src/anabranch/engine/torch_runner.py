@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from anabranch import kernels, ops
+from anabranch import kernels
 from anabranch.config import EngineConfig
 from anabranch.engine import kv_tensors, plan
 from anabranch.engine.batch import HostStep, StepMaker, Tried, tried_rows
@@ -48,26 +48,19 @@ class TorchRunner(Runner):
         memory = platform.memory()
         model = read_config(config.model, **config.model_options)
         num_experts = max((layer.moe.num_experts for layer in model.layers if layer.moe is not None), default=0)
+        mine = plan.quantized(model.divide(group.rank, group.size, config.expert_parallel), config.quantization)
         check = partial(
             plan.check_memory,
-            options=config,
-            dtype=config.dtype,
+            plan.kept(mine) if config.dtype == "float32" else mine,
+            config,
+            config.dtype,
             num_ranks=group.size,
             expert_share=config.expert_share(num_experts),
             free=memory.free + memory.cached,
             total=memory.total,
             captured_tokens=captured_tokens(config, platform),
         )
-        mine = model.divide(group.rank, group.size, config.expert_parallel)
-        try:
-            check(mine)  # before the weights take memory
-        except ValueError:
-            if config.dtype != "float32" or config.quantization != "none" or plan.kept(mine) is mine:
-                raise
-            kernels.bind(platform, config.deterministic)
-            if not ops.linear.has_trait("bf16"):
-                raise
-            check(plan.kept(mine))
+        check()  # before anything is built
         self.model = load_model(
             config.model,
             dtype=config.dtype,
@@ -83,6 +76,7 @@ class TorchRunner(Runner):
             expert_parallel=config.expert_parallel,
             expert_slots=config.expert_slots(num_experts) if config.expert_copies or config.rebalance_interval else 0,
             exchange=exchange,
+            check=lambda num_bytes: check(weights=num_bytes),
         )
         shown = None if progress is None else Tally("measuring tiles")
         with stage("tune"):

@@ -80,8 +80,8 @@ class Source:
         return False
 
     def place(self, tensor: str, outputs: slice, inputs: slice, shape: Shape) -> Index | None:
-        """Where in a matrix of the checkpoint these outputs and inputs of such a piece are, of which `convert` makes
-        the same as of all; None: it needs all."""
+        """The part of the checkpoint's matrix of which `convert` makes these outputs and inputs of such a piece; None:
+        `convert` needs the whole matrix."""
         return None
 
 
@@ -191,7 +191,7 @@ def sources_of(quantization_config: Mapping[str, Any]) -> tuple[Source, ...]:
 
 
 def blocks(taken: slice, size: int) -> slice | None:
-    """The blocks of this size that numbers from `start` to `stop` are in, if they are all that these have."""
+    """The blocks of this size that `taken` consists of; None: it begins or ends inside of one."""
     if size == 1:
         return taken
     whole = taken.step == 1 and taken.start % size == taken.stop % size == 0

@@ -7,7 +7,7 @@ here), and only then memory and weights.
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -62,13 +62,15 @@ def load_model(
     expert_parallel: bool = False,
     expert_slots: int = 0,
     exchange: Exchange | None = None,
+    check: Callable[[int], None] | None = None,
 ) -> Decoder:
     """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it.
     `quantization`: a format of formats.rounded for the plain matrices of the layers. `kv_cache_dtype`, `state_dtype`:
     as in EngineConfig; the model holds the scales of its cache. `speculative` mtp: with its draft layer. `group`: the
     ranks among which it is divided; this one reads its share of the weights. `expert_parallel`: whole experts are
     shared out, not a part of each; with room for `expert_slots` on each rank, which copies fill. `exchange`: of ranks
-    that have tokens of their own, and experts alone are divided among them."""
+    that have tokens of their own, and experts alone are divided among them. `check` is called with the bytes of the
+    weights before they take memory."""
     with stage("config"):
         folder = locate(str(model), weights=load_format != "dummy")
         config = read_config(folder, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype, speculative=speculative)
@@ -91,6 +93,8 @@ def load_model(
         if checkpoint is not None:
             cache_scales.read(decoder, checkpoint)
             check_order(checkpoint, config.sources)
+        if check is not None:
+            check(sum(parameter.nbytes for parameter in decoder.parameters()))
     with stage("weights"):
         # Not to_empty: `empty_like` of a meta tensor makes torch import SymPy, for longer than a small model loads.
         decoder._apply(lambda x: torch.empty(x.size(), dtype=x.dtype, device=platform.device))

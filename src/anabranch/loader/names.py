@@ -123,7 +123,7 @@ def keeps_bf16(model: Decoder, path: str, weight: Weight) -> bool:
     numbers, which takes less time than reading twice the bytes."""
     owner = model.get_submodule(path.rpartition(".")[0])
     op: Op[..., torch.Tensor] = ops.linear
-    if isinstance(owner, Experts):  # others are not in those kernels
+    if isinstance(owner, Experts):  # the kernels have no other activation, and no biases
         op, common = ops.experts, owner.activation == "silu" and owner.gate_up_bias_EF is None
     else:
         common = isinstance(owner, Linear | Embedding)

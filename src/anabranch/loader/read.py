@@ -175,10 +175,10 @@ def cut(parameters: Mapping[str, torch.Tensor], copies: Sequence[Copy], limit: i
     for source, group in groupby((copy for copy in copies if copy.source.num_bytes), key=lambda copy: copy.source):
         wanted = tuple(group)
         if all(map(_lies_apart, wanted)):
-            apart = [tuple(same) for _, same in groupby(wanted, key=lambda copy: copy.part)]
-            if sum(_count(copies[0]) for copies in apart) < source.num_elements:
-                for copies in apart:
-                    yield from _cut_apart(copies, parameters, limit)
+            apart = [tuple(found) for _, found in groupby(wanted, key=lambda copy: copy.part)]
+            if sum(_count(same[0]) for same in apart) < source.num_elements:
+                for same in apart:
+                    yield from _cut_apart(same, parameters, limit)
                 continue
         places = tuple((parameters[copy.parameter][copy.index], taker(copy)) for copy in wanted)
         for part in _pieces(source, places, limit):

@@ -17,22 +17,25 @@ TOKENS = 256
 
 
 def accepts(call: ExpertsCall) -> bool:
-    """Of any number of tokens where weights are bf16."""
+    """Whether the kernel computes this call: of any number of tokens where weights are bf16."""
     most = MAX_ROWS if call.down_EDI.format is PLAIN else call.x_TD.shape[0]
     return 0 < call.x_TD.shape[0] <= most and fits(call)
 
 
 def fits(call: ExpertsCall) -> bool:
-    """But for the number of tokens."""
+    """Whether it does but for the number of tokens."""
     gate_up, down = call.gate_up_EFD, call.down_EDI
     if not (call.combined and call.activation == "silu"):
         return False
     biased = call.gate_up_bias_EF is not None or call.down_bias_ED is not None
     if biased or gate_up.format is not down.format or gate_up.format not in (PLAIN, BF16):
         return False
-    matrices = () if gate_up.format is BF16 else (gate_up.data, down.data)
     ids = call.expert_TK.dtype == torch.int32 and call.expert_TK.is_contiguous()
-    return ids and is_plain(call.x_TD, call.weight_TK, *matrices)
+    if not ids or not is_plain(call.x_TD, call.weight_TK):
+        return False
+    if gate_up.format is BF16:
+        return gate_up.data.is_contiguous() and down.data.is_contiguous()
+    return is_plain(gate_up.data, down.data)
 
 
 @ops.experts.kernel("c", on=("cpu",), accepts=accepts, traits=("bf16",))

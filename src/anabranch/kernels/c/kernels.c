@@ -1,5 +1,5 @@
 /* Kernels of the CPU for decode steps: few rows, fp32, row-major and contiguous unless a stride is given. Matrices may
-   be bf16 (`half`): their numbers are widened to fp32, exactly.
+   be in bf16: their numbers are widened to fp32, exactly.
 
    A result depends on its own row alone, to the bit: every product of a row with a weight's row is summed in the same
    order however many rows there are, however many threads compute them, and whether the matrix is fp32 or bf16.
@@ -216,7 +216,7 @@ INLINE void tile(int rows, int columns, const float *w, const float *const *x, f
 }
 
 /* As tile(8, 1, ...), of a matrix in bf16. */
-INLINE void half_tile(const uint16_t *w, const float *x, float *y, const float *bias, long f, long D) {
+INLINE void bf16_tile(const uint16_t *w, const float *x, float *y, const float *bias, long f, long D) {
     vec sum[8];
     long d = 0;
 #pragma GCC unroll 8
@@ -247,11 +247,11 @@ INLINE void half_tile(const uint16_t *w, const float *x, float *y, const float *
 static void products(const float *, const float *, const float *const *, float *const *, long, long, long, long);
 
 /* As `products`, of a matrix in bf16: a few of its rows at a time are widened for all of x. */
-static void half_products(const uint16_t *w, const float *bias, const float *const *x, float *const *y, long T,
+static void bf16_products(const uint16_t *w, const float *bias, const float *const *x, float *const *y, long T,
                           long begin, long end, long D) {
     long f = begin;
     if (T == 1)
-        for (; f + 8 <= end; f += 8) half_tile(w, x[0], y[0], bias, f, D);
+        for (; f + 8 <= end; f += 8) bf16_tile(w, x[0], y[0], bias, f, D);
     float rows[4 * D], *places[T];
     for (long count; f < end; f += count) {
         count = f + 4 <= end ? 4 : end - f;
@@ -298,7 +298,7 @@ typedef struct {
     const void *w;
     const float *bias, *const *x;
     float *const *y;
-    long T, F, D, size, half;
+    long T, F, D, size, bf16;
 } Linear;
 
 static void linear_chunk(void *job, long chunk) {
@@ -306,19 +306,19 @@ static void linear_chunk(void *job, long chunk) {
     long begin = chunk * j->size, end = begin + j->size;
     for (long t = 0; t < j->T; t += ROWS) { /* rows that stay in a cache while weights go by */
         long count = t + ROWS < j->T ? ROWS : j->T - t, last = end < j->F ? end : j->F;
-        if (j->half)
-            half_products(j->w, j->bias, j->x + t, j->y + t, count, begin, last, j->D);
+        if (j->bf16)
+            bf16_products(j->w, j->bias, j->x + t, j->y + t, count, begin, last, j->D);
         else
             products(j->w, j->bias, j->x + t, j->y + t, count, begin, last, j->D);
     }
 }
 
-void linear(float *y, const float *x, const void *w, const float *bias, long T, long F, long D, int half,
+void linear(float *y, const float *x, const void *w, const float *bias, long T, long F, long D, int bf16,
             int threads) {
     const float *rows[T];
     float *results[T];
     for (long t = 0; t < T; t++) rows[t] = x + t * D, results[t] = y + t * F;
-    Linear job = {w, bias, rows, results, T, F, D, chunk_size(T, F, D, threads), half};
+    Linear job = {w, bias, rows, results, T, F, D, chunk_size(T, F, D, threads), bf16};
     parallel(linear_chunk, &job, (F + job.size - 1) / job.size, threads);
 }
 
@@ -585,22 +585,55 @@ typedef struct {
     const float *const *x;
     float *const *y;
     const long *expert, *begin; /* of those that are hit: their number, and their first pair */
-    long F, D, size, parts, half;
+    long F, D, size, parts, bf16;
 } Grouped;
 
 static void grouped_chunk(void *job, long chunk) {
     Grouped *j = job;
     long hit = chunk / j->parts, f = chunk % j->parts * j->size, end = f + j->size, n = j->begin[hit];
     long first = j->expert[hit] * j->F * j->D, count = j->begin[hit + 1] - n, last = end < j->F ? end : j->F;
-    if (j->half)
-        half_products((const uint16_t *)j->w + first, NULL, j->x + n, j->y + n, count, f, last, j->D);
+    if (j->bf16)
+        bf16_products((const uint16_t *)j->w + first, NULL, j->x + n, j->y + n, count, f, last, j->D);
     else
         products((const float *)j->w + first, NULL, j->x + n, j->y + n, count, f, last, j->D);
 }
 
+typedef struct {
+    float *const *mid;
+    long pairs, I;
+} Activation;
+
+#define PAIRS 16 /* of a chunk */
+
+static void activation_chunk(void *job, long chunk) {
+    Activation *j = job;
+    for (long n = chunk * PAIRS; n < j->pairs && n < (chunk + 1) * PAIRS; n++)
+        silu_times(j->mid[n], j->mid[n], j->mid[n] + j->I, j->I);
+}
+
+typedef struct {
+    float *y;
+    const float *rows, *weight;
+    const long *place;
+    long K, D;
+    float scaling;
+} Combine;
+
+/* A token's sum. */
+static void combine_chunk(void *job, long t) {
+    Combine *j = job;
+    float *y = j->y + t * j->D;
+    memset(y, 0, sizeof(float) * j->D);
+    for (long n = t * j->K; n < (t + 1) * j->K; n++) {
+        if (j->place[n] < 0) continue;
+        const float *row = j->rows + j->place[n] * j->D, factor = j->weight[n] * j->scaling;
+        for (long d = 0; d < j->D; d++) y[d] += factor * row[d];
+    }
+}
+
 /* Pairs sorted by expert; the sum over a token's experts is in the order of k. */
 void experts(float *y, const float *x, const float *weight, const int32_t *expert, const void *gate_up,
-             const void *down, long T, long K, long E, long D, long I, float scaling, int half, int threads) {
+             const void *down, long T, long K, long E, long D, long I, float scaling, int bf16, int threads) {
     long N = T * K, count[E + 1], hit[E], begin[E + 1], hits = 0, pairs = 0, place[N];
     memset(count, 0, sizeof count);
     for (long n = 0; n < N; n++)
@@ -622,18 +655,15 @@ void experts(float *y, const float *x, const float *weight, const int32_t *exper
     for (long n = 0; n < pairs; n++) mid[n] = h + n * 2 * I, out[n] = rows + n * D;
     threads = pairs * 3 * I * D < FEW ? 1 : threads;
     long size = threads > 1 && hits < 4 * threads ? chunk_size(FEW, 2 * I, D, threads) : 2 * I;
-    Grouped job = {gate_up, in, mid, hit, begin, 2 * I, D, size, (2 * I + size - 1) / size, half};
+    Grouped job = {gate_up, in, mid, hit, begin, 2 * I, D, size, (2 * I + size - 1) / size, bf16};
     parallel(grouped_chunk, &job, hits * job.parts, threads);
-    for (long n = 0; n < pairs; n++) silu_times(mid[n], mid[n], mid[n] + I, I);
+    Activation activation = {mid, pairs, I};
+    parallel(activation_chunk, &activation, (pairs + PAIRS - 1) / PAIRS, pairs * I * 4 < FEW ? 1 : threads);
     size = threads > 1 && hits < 4 * threads ? chunk_size(FEW, D, I, threads) : D;
-    job = (Grouped){down, (const float *const *)mid, out, hit, begin, D, I, size, (D + size - 1) / size, half};
+    job = (Grouped){down, (const float *const *)mid, out, hit, begin, D, I, size, (D + size - 1) / size, bf16};
     parallel(grouped_chunk, &job, hits * job.parts, threads);
-    memset(y, 0, sizeof(float) * T * D);
-    for (long n = 0; n < N; n++) {
-        if (place[n] < 0) continue;
-        const float *row = rows + place[n] * D, factor = weight[n] * scaling;
-        for (long d = 0; d < D; d++) y[n / K * D + d] += factor * row[d];
-    }
+    Combine combine = {y, rows, weight, place, K, D, scaling};
+    parallel(combine_chunk, &combine, T, N * D < FEW ? 1 : threads);
     free(h);
 }
 

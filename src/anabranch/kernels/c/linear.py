@@ -16,7 +16,7 @@ def accepts(
     if x_TD.dim() != 2 or not x_TD.shape[0] or out_dtype not in (None, torch.float32):
         return False
     if weight_FD.format is BF16:  # of any number of rows: no other kernel multiplies by it
-        return is_plain(x_TD, bias_F)
+        return is_plain(x_TD, bias_F) and weight_FD.data.is_contiguous()
     return x_TD.shape[0] <= MAX_ROWS and weight_FD.format is PLAIN and is_plain(x_TD, weight_FD.data, bias_F)
 
 

@@ -20,7 +20,7 @@ from anabranch.ops.gated_delta import (
 def _rows(
     x_TX: torch.Tensor, conv_LC: torch.Tensor, state_HKV: torch.Tensor, before: int, *parameters: Any
 ) -> torch.Tensor:
-    """As one_request."""
+    """As one_request, row by row."""
     rows = enumerate(x_TX.split(1), before)
     return torch.cat([one_request(x_1X, conv_LC, state_HKV, number, *parameters) for number, x_1X in rows])
 
