@@ -33,7 +33,7 @@ def test_rows_of_a_product_do_not_depend_on_other_rows() -> None:
     def linear(x: torch.Tensor, threads: int) -> torch.Tensor:
         y = torch.empty(x.shape[0], 301)
         pointers = [tensor.data_ptr() for tensor in (y, x, weight_FD, bias_F)]
-        compute(*pointers, x.shape[0], 301, 100, threads)
+        compute(*pointers, x.shape[0], 301, 100, False, threads)
         return y
 
     together = linear(x_TD, 3)
