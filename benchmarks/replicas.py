@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace, routing: str) -> dict[str, Any]:
         server.wait()
 
     def values(name: str) -> list[float]:
-        return list(map(float, re.findall(rf"anabranch:{name}_total{{.*replica=.*}} (.+)", metrics)))
+        return list(map(float, re.findall(rf"anabranch_{name}_total{{.*replica=.*}} (.+)", metrics)))
 
     hits, queries = sum(values("prefix_cache_hits")), sum(values("prefix_cache_queries"))
     return {"hit_rate": hits / queries, "requests": values("request_success"), "seconds": seconds}
