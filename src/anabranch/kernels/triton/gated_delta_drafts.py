@@ -76,7 +76,8 @@ def try_rows(
         state_KV *= tl.exp(g_log)
         delta = (v - tl.sum(state_KV * k[:, None], 0)) * beta
         o = tl.sum(state_KV * q[:, None], 0) + delta * tl.sum(k * q, 0)
-        state_KV += k[:, None] * delta[None, :]
+        # A call: of a product and a sum, compilers may round either part first, and differently where a request is cut.
+        state_KV = tl.fma(tl.broadcast_to(k[:, None], [K, V]), tl.broadcast_to(delta[None, :], [K, V]), state_KV)
         y = norm_gated(o[None, :], z[None, :], norm_weight, eps, y_THV.dtype.element_ty)
         tl.store(y_THV + ((row + n) * H + h) * V + v_V[None, :], y)
         if STORE:
