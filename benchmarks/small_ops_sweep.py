@@ -251,7 +251,7 @@ def timed(calls: list[Callable[[], Any]], expected: Any, dtype: torch.dtype, *, 
 
 
 def sweep_norm(options: argparse.Namespace) -> Iterator[Row]:
-    usual = norm.EARLY
+    usual = norm.EARLY_TOKENS
     for model in options.models:
         D, weight_D = model.width, normal(model.width)
         for tokens in options.tokens:
@@ -259,7 +259,7 @@ def sweep_norm(options: argparse.Namespace) -> Iterator[Row]:
             expected = ops.add_rms_norm.reference(*pairs[0], weight_D, 1e-6)
             for warps in (1, 2, 4, 8, 16):
                 for early in (False, True):
-                    with constants(norm, EARLY=early):
+                    with constants(norm, EARLY_TOKENS=tokens if early else 0):
                         yield timed(
                             [partial(norm.launch, *pair, weight_D, 1e-6, warps) for pair in pairs],
                             expected,
@@ -269,7 +269,7 @@ def sweep_norm(options: argparse.Namespace) -> Iterator[Row]:
                             case="add",
                             tokens=tokens,
                             variant=f"warps {warps}{' early' if early else ''}",
-                            chosen=(warps, early) == (norm.choose_warps(triton.next_power_of_2(D)), usual),
+                            chosen=(warps, early) == (norm.choose_warps(triton.next_power_of_2(D)), tokens <= usual),
                             floor=(4 * tokens + 1) * D * DTYPE.itemsize,
                         )
 
@@ -474,7 +474,7 @@ def sweep_chain(options: argparse.Namespace) -> Iterator[Row]:
                     variants.append((f"fused {short(tiles)}", False, own, tiles))
                 variants.append(("fused stream 2/4/1 early", True, own, StreamTiles(2, 4)))
             for name, early, project, fused in variants:
-                with constants(linear, EARLY=early), constants(norm, EARLY=early):
+                with constants(linear, EARLY=early), constants(norm, EARLY_TOKENS=tokens if early else 0):
                     row = timed(
                         [partial(chain.run, project, fused)],
                         expected,

@@ -34,8 +34,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self.eps = eps
-        self.fp8 = False
-        """What reads the result may multiply its rows in FP8; known after loading."""
+        self.fp8 = ""
+        """How what reads the result may multiply its rows in FP8 (ops/norm); known after loading."""
         self.from_one = False
         """Checkpoints keep the weight less 1."""
 

@@ -43,11 +43,14 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(width, layer.mlp_width, model.activation, model.mlp_bias, moe.group)
 
     def set_fp8_norms(self) -> None:
-        """After loading: norms whose rows are multiplied by weights in FP8 may quantise them."""
+        """After loading: norms whose rows are multiplied in FP8 may attach them in that form."""
         readers = (self.input_layernorm, self.mixer_name), (self.post_attention_layernorm, "mlp")
         for norm, name in readers:
             weights = [module for module in self.get_submodule(name).modules() if isinstance(module, Weight)]
-            norm.fp8 = any(weight.format.is_block_fp8 for weight in weights)
+            fp8 = any(weight.format.is_block_fp8 for weight in weights)
+            norm.fp8 = (
+                "groups" if fp8 else "parts" if any(weight.format.kind in ("int4", "fp4") for weight in weights) else ""
+            )
 
     @property
     def mixer(self) -> Mixer:

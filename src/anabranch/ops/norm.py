@@ -2,8 +2,8 @@
 
 T tokens, D width, K experts per token.
 
-`fp8`: what reads the result may multiply its rows in FP8, so a kernel may attach them to it
-(kernels/triton/quantize_rows). The result itself is the same.
+`fp8`: what reads the result may multiply its rows in FP8, so a kernel may attach them to it, as `groups` with a scale
+each (kernels/triton/quantize_rows) or in two `parts` (kernels/triton/split_rows). The result itself is the same.
 """
 
 import torch
@@ -37,7 +37,7 @@ def add_rms_norm_samples(dtype: torch.dtype, generator: torch.Generator) -> Samp
 
 @op(samples=add_rms_norm_samples)
 def add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual). Writes over neither input."""
     total_TD = x_TD + residual_TD
@@ -65,7 +65,7 @@ def sum_add_rms_norm(
     residual_TD: torch.Tensor,
     weight_D: torch.Tensor,
     eps: float,
-    fp8: bool = False,
+    fp8: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """add_rms_norm of x[t] = Σ_k rows[t, k], summed in fp32 and rounded: the last step of `experts(combined=False)`.
     Rows of id −1 count for nothing, whatever they hold. Writes over no input."""

@@ -9,7 +9,7 @@ from anabranch import ops
 
 pytest.importorskip("triton")
 from anabranch.conformance.judge import copy, faults
-from anabranch.kernels.triton import experts
+from anabranch.kernels.triton import experts, split_rows
 from anabranch.kernels.triton import norm as kernel
 from anabranch.kernels.triton.launch import launch_options
 from anabranch.kernels.triton.quantize_rows import ATTACHED, quantize_rows
@@ -209,7 +209,7 @@ def test_rows_in_fp8(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 (kernel.add_rms_norm, (x_TD, rows_TKD[:, 0].contiguous())),
                 (kernel.sum_add_rms_norm, (rows_TKD, expert_TK, x_TD)),
             ):
-                (y_TD, _), (plain_TD, _) = norm(*given, weight_D, 1e-6, True), norm(*given, weight_D, 1e-6)
+                (y_TD, _), (plain_TD, _) = norm(*given, weight_D, 1e-6, "groups"), norm(*given, weight_D, 1e-6)
                 assert torch.equal(y_TD, plain_TD)
                 q_TD, scale_GT = quantize_rows(y_TD.clone())
                 attached_q_TD, attached_scale_GT = quantize_rows(y_TD)
@@ -220,3 +220,31 @@ def test_rows_in_fp8(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
                     judged = q_TD[:tokens].double().unflatten(1, (-1, 128)) * scale_GT.T[:tokens, :, None].double()
                     least = 2.0**-9 * scale_GT[:, :tokens].max().item()  # the others are not written
                     torch.testing.assert_close(judged.flatten(1), y_TD.double(), rtol=2.0**-4 * 1.001, atol=least)
+
+
+@everywhere
+def test_rows_in_two_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a norm attaches are those of a kernel of their own; the result is the same as without."""
+    monkeypatch.setattr(kernel, "is_hopper", lambda device: True)
+    for tokens, D in ((5, 512), (6, 2880), (64, 2048)):
+        rows_TKD = torch.randn(tokens, 3, D, device=device).to(torch.bfloat16)
+        expert_TK = torch.zeros(tokens, 3, dtype=torch.int32, device=device)
+        x_TD, weight_D = rows_TKD[:, 1].contiguous(), torch.rand(D, device=device).to(torch.bfloat16)
+        for norm, given in (
+            (kernel.add_rms_norm, (x_TD, rows_TKD[:, 0].contiguous())),
+            (kernel.sum_add_rms_norm, (rows_TKD, expert_TK, x_TD)),
+        ):
+            (y_TD, _), (plain_TD, _) = norm(*given, weight_D, 1e-6, "parts"), norm(*given, weight_D, 1e-6)
+            assert torch.equal(y_TD, plain_TD)
+            attached = split_rows.split_rows(y_TD)
+            assert attached is getattr(y_TD, split_rows.ATTACHED)
+            for one, other in zip(attached[:2], split_rows.split_rows(y_TD.clone()), strict=False):
+                assert torch.equal(one.float(), other.float())
+            torch.testing.assert_close(attached[2], split_rows.split_rows(y_TD.clone())[2])  # in another order
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(4, torch.bfloat16), (65, torch.bfloat16), (16, torch.float16)])
+def test_no_parts_where_nobody_reads_them(tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "is_hopper", lambda device: True)
+    assert kernel.attach_rows(torch.zeros(tokens, 512, dtype=dtype), "parts") == (None, None, None)
+    assert kernel.attach_rows(torch.zeros(16, 512, dtype=torch.bfloat16), "") == (None, None, None)

@@ -20,14 +20,14 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torc
 
 
 def accepts_add(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: str = ""
 ) -> bool:
     return x_TD.shape[0] <= MAX_ROWS and is_plain(x_TD, residual_TD, weight_D)
 
 
 @ops.add_rms_norm.kernel("c", on=("cpu",), accepts=accepts_add)
 def add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     y_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     inputs = x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr()

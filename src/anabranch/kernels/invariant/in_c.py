@@ -56,7 +56,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torc
 
 @ops.add_rms_norm.kernel("invariant", on=("cpu", "fake"))
 def add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if problem or not fp32(x_TD, residual_TD, weight_D):
         return ops.add_rms_norm.reference(x_TD, residual_TD, weight_D, eps)

@@ -17,14 +17,14 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torc
 
 
 def accepts_add(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: str = ""
 ) -> bool:
     return x_TD.dtype == torch.float32
 
 
 @ops.add_rms_norm.kernel("torch", on=("cpu", "fake"), accepts=accepts_add)
 def add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total_TD = x_TD + residual_TD
     return rms_norm(total_TD, weight_D, eps), total_TD

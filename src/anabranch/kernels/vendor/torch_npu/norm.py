@@ -16,14 +16,14 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torc
 
 
 def accepts_add(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: str = ""
 ) -> bool:
     return weight_D.dtype == x_TD.dtype == residual_TD.dtype and x_TD.numel() > 0
 
 
 @ops.add_rms_norm.kernel("torch_npu", on=("npu",), accepts=accepts_add)
 def add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: bool = False
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, fp8: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     y_TD, _, total_TD = torch_npu.npu_add_rms_norm(x_TD, residual_TD, weight_D, eps)
     return y_TD, total_TD
