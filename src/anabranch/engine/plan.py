@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -78,11 +78,13 @@ def quantized_kinds(config: ModelConfig) -> tuple[WeightKind, ...]:
     return QUANTIZED if config.sources and config.sources[0].names("layer.weight") else ("routed experts",)
 
 
-def weight_bytes(config: ModelConfig, dtype: str) -> dict[WeightKind, int]:
-    """Memory of the weights by kind, in the model's format."""
+def weight_bytes(
+    config: ModelConfig, dtype: str, shapes: Iterable[tuple[WeightKind, Shape]] = ()
+) -> dict[WeightKind, int]:
+    """Memory of the weights by kind, in the model's format; of those `shapes`, if they are given."""
     format, kinds = config.sources[0].format() if config.sources else formats.PLAIN, quantized_kinds(config)
     total: dict[WeightKind, int] = dict.fromkeys(get_args(WeightKind), 0)
-    for kind, shape in weights(config):
+    for kind, shape in shapes or weights(config):
         quantized = kind in kinds and len(shape) > 1
         try:
             total[kind] += (format if quantized else formats.PLAIN).num_bytes(shape, dtype)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from anabranch.engine import plan
-from anabranch.formats import ITEM_BYTES, PLAIN, Shape
+from anabranch.formats import ITEM_BYTES, Shape
 from anabranch.models.config import ModelConfig
 
 
@@ -64,17 +64,8 @@ def weights(config: ModelConfig, division: Division) -> Iterator[tuple[plan.Weig
 
 def weight_bytes(config: ModelConfig, division: Division, dtype: str) -> dict[plan.WeightKind, int]:
     """Memory of rank 0's weights by kind."""
-    format = config.sources[0].format() if config.sources else PLAIN
-    total: dict[plan.WeightKind, int] = {}
-    kinds = plan.quantized_kinds(config)
-    for kind, shape in weights(config, division):
-        quantized = kind in kinds and len(shape) > 1
-        try:
-            count = (format if quantized else PLAIN).num_bytes(shape, dtype)
-        except ValueError:  # a shape that the format cannot have stays plain
-            count = PLAIN.num_bytes(shape, dtype)
-        total[kind] = total.get(kind, 0) + count
-    return total
+    total = plan.weight_bytes(config, dtype, weights(config, division))
+    return {kind: size for kind, size in total.items() if size}
 
 
 @dataclass(frozen=True, slots=True)
