@@ -213,6 +213,25 @@ def test_plan_of_qwen3_30b_quantised(quantization: str, most: float, capsys: pyt
     assert f"weights (bfloat16, {quantization})" in capsys.readouterr().out
 
 
+def test_plan_in_fp32_counts_matrices_as_they_are_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*words: str) -> tuple[str, int, int]:
+        assert main(["plan", "qwen3-30b-a3b", "--json", *words]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["dtype"], sum(found["weights"].values()), found["kv_bytes_per_token"][0]["bytes"]
+
+    dtype, weights, kv = planned()
+    assert dtype == "bfloat16"
+    monkeypatch.setenv("ANABRANCH_KERNELS", "reference")
+    assert planned("--dtype", "float32") == ("float32", 2 * weights, 2 * kv)
+    monkeypatch.delenv("ANABRANCH_KERNELS")
+    if "c" in platforms.current().providers and not kernels.c_problem(platforms.current()):
+        dtype, stored, kv_fp32 = planned("--dtype", "float32")
+        assert dtype == "float32" and weights < stored < 1.01 * weights and kv_fp32 == 2 * kv
+    kernels.bind(platforms.current())
+
+
 def test_plan_of_a_config_alone_is_quick_and_needs_no_torch(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     started = time.perf_counter()

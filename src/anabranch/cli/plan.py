@@ -2,7 +2,8 @@
 Of a model that is divided among ranks: what each has, and what a step moves between them.
 
 Reads config.json and the headers of safetensors files only, so it needs no GPU and no weights. Without --memory it
-shows common sizes.
+shows common sizes. --dtype auto is the model's own here, on every machine; with float32, the matrices of a model in
+bf16 are counted as this machine keeps them.
 """
 
 import argparse
@@ -63,6 +64,12 @@ def run(options: argparse.Namespace) -> int:
     config = read_config(folder, kv_cache_dtype=options.kv_cache_dtype, state_dtype=options.state_dtype)
     config = planning.quantized(config, options.quantization)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
+    on_disk = _on_disk(folder, config)
+    if dtype == "float32" and planning.kept(config) is not config:
+        from anabranch import kernels, ops, platforms  # with torch, which takes seconds
+
+        kernels.bind(platforms.current())
+        config = planning.kept(config) if ops.linear.has_trait("bf16") else config
     if len(options.link_rate) > 2:
         raise ValueError("--link-rate takes one rate or two: inside a node, and between nodes")
     division = plan_ranks.Division(
@@ -85,7 +92,6 @@ def run(options: argparse.Namespace) -> int:
     if division.num_ranks > 1:
         weights = sum(plan_ranks.weight_bytes(config, division, dtype).values())
         plans = [replace(plan, weights=weights, kv=plan.kv + plan.weights - weights) for plan in plans]
-    on_disk = _on_disk(folder, config)
     if options.json:
         found = _as_json(config, dtype, plans, on_disk)
         if division.num_ranks > 1:
