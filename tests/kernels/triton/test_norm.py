@@ -138,7 +138,7 @@ def test_what_it_does_not_accept() -> None:
 @pytest.mark.parametrize("early", [False, True])
 def test_a_chain_that_overlaps(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel starts before its predecessor is done; the last result must be that of one after the other."""
-    monkeypatch.setattr(kernel, "EARLY", early)
+    monkeypatch.setattr(kernel, "EARLY_TOKENS", 500 if early else 0)
     for tokens in (1, 7, 64, 500):
         x_TD, total_TD = torch.randn(2, tokens, 2048, device="cuda").bfloat16()
         weight_D = torch.rand(2048, device="cuda").bfloat16()
