@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anabranch import platforms
+from anabranch.formats import Grouped
 from anabranch.loader import names
 from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
 from anabranch.loader.load import build, load_model
 from anabranch.models.config import read_config
-from anabranch.models.decoder import Decoder
+from anabranch.models.decoder import Decoder, DecoderLayer
 from tests.models import tiny
 
 BY_NAME = {case.name: case for case in tiny.CASES}
@@ -161,3 +162,19 @@ def test_dummy_weights_need_only_a_config(folder: Path) -> None:
         assert parameter.numel() < 8 or parameter.std() > 2e-4, name
     again = load_model(folder, dtype="float32", load_format="dummy")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("format", "form"), [("fp8", "groups"), ("int4", "parts"), ("fp4", "parts"), ("int8", "")])
+def test_norms_know_how_their_rows_are_multiplied(format: str, form: str, folder: Path) -> None:
+    """By the weights that read them: here those of the experts, not those of attention."""
+    quantized = {
+        "fp8": Grouped("fp8", 128, 128, "float32"),
+        "int4": Grouped("int4", 1, 128, "bfloat16"),
+        "fp4": Grouped("fp4", 1, 32, "uint8"),
+        "int8": Grouped("int8", 1, 0, "float32"),
+    }[format]
+    layer = next(module for module in load_model(folder).modules() if isinstance(module, DecoderLayer))
+    for weight in layer.mlp.experts.children():
+        weight.format = quantized
+    layer.set_fp8_norms()
+    assert (layer.input_layernorm.fp8, layer.post_attention_layernorm.fp8) == ("", form)

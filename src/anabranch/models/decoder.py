@@ -46,11 +46,9 @@ class DecoderLayer(nn.Module):
         """After loading: norms whose rows are multiplied in FP8 may attach them in that form."""
         readers = (self.input_layernorm, self.mixer_name), (self.post_attention_layernorm, "mlp")
         for norm, name in readers:
-            weights = [module for module in self.get_submodule(name).modules() if isinstance(module, Weight)]
-            fp8 = any(weight.format.is_block_fp8 for weight in weights)
-            norm.fp8 = (
-                "groups" if fp8 else "parts" if any(weight.format.kind in ("int4", "fp4") for weight in weights) else ""
-            )
+            formats = [module.format for module in self.get_submodule(name).modules() if isinstance(module, Weight)]
+            packed = any(format.kind in ("int4", "fp4") for format in formats)
+            norm.fp8 = "groups" if any(format.is_block_fp8 for format in formats) else "parts" if packed else ""
 
     @property
     def mixer(self) -> Mixer:
