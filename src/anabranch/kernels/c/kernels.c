@@ -44,23 +44,32 @@ INLINE vec load(const float *p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
-/* Two vectors of numbers in bf16. */
-INLINE void widen(const uint16_t *p, vec *low, vec *high) {
+/* A vector of numbers in bf16. */
+INLINE vec widened(const uint16_t *p) {
 #if defined(__aarch64__)
+    return (vec)vshll_n_u16(vld1_u16(p), 16);
+#elif defined(__AVX512F__)
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#elif defined(__AVX__)
+    __m128i both = _mm_loadu_si128((const __m128i *)p), zero = _mm_setzero_si128();
+    return (vec)_mm256_set_m128i(_mm_unpackhi_epi16(zero, both), _mm_unpacklo_epi16(zero, both));
+#elif defined(__x86_64__)
+    return (vec)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p));
+#else
+    uint32_t words[LANES];
+    for (int i = 0; i < LANES; i++) words[i] = (uint32_t)p[i] << 16;
+    return load((const float *)words);
+#endif
+}
+/* Two of them. */
+INLINE void widen(const uint16_t *p, vec *low, vec *high) {
+#if defined(__aarch64__) /* which does two zips at a time, and one shift */
     uint16x8_t both = vld1q_u16(p), zero = vdupq_n_u16(0);
     *low = (vec)vzip1q_u16(zero, both), *high = (vec)vzip2q_u16(zero, both);
-#elif defined(__AVX512F__)
-    __m512i both = _mm512_loadu_si512(p);
-    *low = (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
-    *high = (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
-#elif defined(__AVX2__)
-    __m256i both = _mm256_loadu_si256((const __m256i *)p);
-    *low = (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(both)), 16);
-    *high = (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(both, 1)), 16);
 #else
-    uint32_t words[2 * LANES];
-    for (int i = 0; i < 2 * LANES; i++) words[i] = (uint32_t)p[i] << 16;
-    memcpy(low, words, sizeof *low), memcpy(high, words + LANES, sizeof *high);
+    *low = widened(p), *high = widened(p + LANES);
 #endif
 }
 INLINE float wide(uint16_t number) {
@@ -89,6 +98,52 @@ INLINE float total(vec v) {
 #pragma GCC unroll 8
         for (int i = 0; i < width; i++) part[i] += part[i + width];
     return part[0];
+}
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+/* Halves (quarters ...) of vectors or of their parts are added, as in `total`: what is left of a, then what is of b. */
+#if LANES == 16
+INLINE vec add_8(vec a, vec b) {
+    return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+INLINE vec add_4(vec a, vec b) {
+    return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+#define EACH(i, j, k, l) i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, k + 8, l + 8, i + 12, j + 12, k + 12, l + 12
+#define QUARTER(v, p) add_4(add_8(v[p], v[p + 4]), add_8(v[p + 8], v[p + 12]))
+#elif LANES == 8
+INLINE vec add_4(vec a, vec b) {
+    return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+#define EACH(i, j, k, l) i, j, k, l, i + 4, j + 4, k + 4, l + 4
+#define QUARTER(v, p) add_4(v[p], v[p + 4])
+#else
+#define EACH(i, j, k, l) i, j, k, l
+#define QUARTER(v, p) v[p]
+#endif
+INLINE vec add_2(vec a, vec b) {
+    return SHUFFLE(a, b, EACH(0, 1, LANES, LANES + 1)) + SHUFFLE(a, b, EACH(2, 3, LANES + 2, LANES + 3));
+}
+INLINE vec add_1(vec a, vec b) {
+    return SHUFFLE(a, b, EACH(0, 2, LANES, LANES + 2)) + SHUFFLE(a, b, EACH(1, 3, LANES + 1, LANES + 3));
+}
+#define UP(n) (((n) + LANES - 1) / LANES * LANES)
+/* `total` of each of some vectors; those after them, UP(count) together, may be anything. */
+INLINE void collect(float *result, const vec *v, int count) {
+    if (count == 1) {
+        *result = total(*v);
+        return;
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i += LANES)
+        store(result + i, add_1(add_2(QUARTER((v + i), 0), QUARTER((v + i), 1)),
+                                add_2(QUARTER((v + i), 2), QUARTER((v + i), 3))));
 }
 
 /* -- threads ------------------------------------------------------------------------------------------------------- */
@@ -185,75 +240,94 @@ static void parallel(Work work, void *job, long chunks, int threads) {
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
-INLINE void tile(int rows, int columns, const float *w, const float *const *x, float *const *y, const float *bias,
-                 long f, long D) {
-    vec sum[8][4];
+/* Some rows of a matrix times some rows of x. */
+INLINE void tile(int rows, int columns, int bf16, const void *matrix, const float *const *x, float *const *y,
+                 const float *bias, long f, long D) {
+    const float *w = (const float *)matrix + f * D;
+    const uint16_t *half = (const uint16_t *)matrix + f * D;
+    vec sum[UP(16)]; /* of column c and row r: c * rows + r */
     long d = 0;
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 16
+    for (int i = 0; i < UP(16); i++) sum[i] = (vec){0};
+    if (bf16)
+        for (; d + 2 * LANES <= D; d += 2 * LANES) {
+            vec a[COLUMNS], b[COLUMNS];
 #pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) sum[r][c] = (vec){0};
-    for (; d + LANES <= D; d += LANES) {
-        vec part[4];
+            for (int c = 0; c < columns; c++) a[c] = load(x[c] + d), b[c] = load(x[c] + d + LANES);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                vec low, high;
+                widen(half + r * D + d, &low, &high);
+                __builtin_prefetch(half + (r + rows) * D + d); /* of the next tile */
 #pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) part[c] = load(x[c] + d);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            vec row = load(w + (f + r) * D + d);
-            if (columns == 1) __builtin_prefetch(w + (f + r + rows) * D + d); /* of the next tile */
-#pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) sum[r][c] += row * part[c];
+                for (int c = 0; c < columns; c++) sum[c * rows + r] += low * a[c], sum[c * rows + r] += high * b[c];
+            }
         }
+    else
+        for (; d + LANES <= D; d += LANES) {
+            vec part[COLUMNS];
+#pragma GCC unroll 4
+            for (int c = 0; c < columns; c++) part[c] = load(x[c] + d);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                vec row = load(w + r * D + d);
+                if (columns == 1) __builtin_prefetch(w + (r + rows) * D + d); /* of the next tile */
+#pragma GCC unroll 4
+                for (int c = 0; c < columns; c++) sum[c * rows + r] += row * part[c];
+            }
+        }
+    if (bf16 && d + LANES <= D) { /* a vector that is left */
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < columns; c++) sum[c * rows + r] += widened(half + r * D + d) * load(x[c] + d);
+        d += LANES;
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) {
-            float s = total(sum[r][c]);
-            for (long i = d; i < D; i++) s = plus_product(s, w[(f + r) * D + i], x[c][i]);
-            y[c][f + r] = bias ? s + bias[f + r] : s;
+    float result[UP(16)];
+    collect(result, sum, rows * columns);
+    for (; d < D; d++)
+        for (int n = 0; n < rows * columns; n++) {
+            long i = n % rows * D + d;
+            result[n] = plus_product(result[n], bf16 ? wide(half[i]) : w[i], x[n / rows][d]);
         }
+    for (int c = 0; c < columns; c++)
+        if (bias)
+            for (int r = 0; r < rows; r++) y[c][f + r] = result[c * rows + r] + bias[f + r];
+        else
+            memcpy(y[c] + f, result + c * rows, sizeof(float) * rows);
 }
 
-/* As tile(8, 1, ...), of a matrix in bf16. */
-INLINE void bf16_tile(const uint16_t *w, const float *x, float *y, const float *bias, long f, long D) {
-    vec sum[8];
-    long d = 0;
-#pragma GCC unroll 8
-    for (int r = 0; r < 8; r++) sum[r] = (vec){0};
-    for (; d + 2 * LANES <= D; d += 2 * LANES) {
-        vec a = load(x + d), b = load(x + d + LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < 8; r++) {
-            vec low, high;
-            widen(w + (f + r) * D + d, &low, &high);
-            __builtin_prefetch(w + (f + r + 8) * D + d); /* of the next tile */
-            sum[r] += low * a;
-            sum[r] += high * b;
-        }
+#define MOST (LANES > 8 ? LANES : 8) /* rows of a tile for one row of x */
+#define EVERY_ROW(rows, columns) \
+    for (; f + rows <= end; f += rows) tile(rows, columns, bf16, w, x, y, bias, f, D)
+
+/* y[t][f] = w[f] . x[t] + bias[f] for f from begin to end. */
+INLINE void multiply(int bf16, const void *w, const float *bias, const float *const *x, float *const *y, long T,
+                     long begin, long end, long D) {
+    long f = begin;
+    if (T == 1) EVERY_ROW(MOST, 1);
+    if (T == 2) EVERY_ROW(2 * COLUMNS, 2);
+    for (; f + 4 <= end; f += 4) {
+        long t = 0;
+        for (; t + COLUMNS <= T; t += COLUMNS) tile(4, COLUMNS, bf16, w, x + t, y + t, bias, f, D);
+        for (; COLUMNS > 3 && t + 3 <= T; t += 3) tile(4, 3, bf16, w, x + t, y + t, bias, f, D);
+        for (; t < T; t++) tile(4, 1, bf16, w, x + t, y + t, bias, f, D);
     }
-    float rest[2 * LANES]; /* a vector that is left, and numbers that are no vector */
-    for (int r = 0; r < 8; r++) {
-        const uint16_t *row = w + (f + r) * D + d;
-        for (long i = 0; i < D - d; i++) rest[i] = wide(row[i]);
-        long i = d + LANES <= D ? LANES : 0;
-        if (i) sum[r] += load(rest) * load(x + d);
-        float s = total(sum[r]);
-        for (; i < D - d; i++) s = plus_product(s, rest[i], x[d + i]);
-        y[f + r] = bias ? s + bias[f + r] : s;
-    }
+    for (; f < end; f++)
+        for (long t = 0; t < T; t++) tile(1, 1, bf16, w, x + t, y + t, bias, f, D);
 }
 
-static void products(const float *, const float *, const float *const *, float *const *, long, long, long, long);
+static void products(const float *w, const float *bias, const float *const *x, float *const *y, long T, long begin,
+                     long end, long D) {
+    multiply(0, w, bias, x, y, T, begin, end, D);
+}
 
-/* As `products`, of a matrix in bf16: a few of its rows at a time are widened for all of x. */
+/* As `products`, of a matrix in bf16: for many rows of x, a few of its rows at a time are widened for all of them. */
 static void bf16_products(const uint16_t *w, const float *bias, const float *const *x, float *const *y, long T,
                           long begin, long end, long D) {
-    long f = begin;
-    if (T == 1)
-        for (; f + 8 <= end; f += 8) bf16_tile(w, x[0], y[0], bias, f, D);
+    if (T <= COLUMNS) return multiply(1, w, bias, x, y, T, begin, end, D);
     float rows[4 * D], *places[T];
-    for (long count; f < end; f += count) {
+    for (long f = begin, count; f < end; f += count) {
         count = f + 4 <= end ? 4 : end - f;
         const uint16_t *from = w + f * D;
         long i = 0;
@@ -267,21 +341,6 @@ static void bf16_products(const uint16_t *w, const float *bias, const float *con
         for (long t = 0; t < T; t++) places[t] = y[t] + f;
         products(rows, bias ? bias + f : NULL, x, places, T, 0, count, D);
     }
-}
-
-/* y[t][f] = w[f] . x[t] + bias[f] for f from begin to end. */
-static void products(const float *w, const float *bias, const float *const *x, float *const *y, long T, long begin,
-                     long end, long D) {
-    long f = begin;
-    if (T == 1)
-        for (; f + 8 <= end; f += 8) tile(8, 1, w, x, y, bias, f, D);
-    for (; f + 4 <= end; f += 4) {
-        long t = 0;
-        for (; t + COLUMNS <= T; t += COLUMNS) tile(4, COLUMNS, w, x + t, y + t, bias, f, D);
-        for (; t < T; t++) tile(4, 1, w, x + t, y + t, bias, f, D);
-    }
-    for (; f < end; f++)
-        for (long t = 0; t < T; t++) tile(1, 1, w, x + t, y + t, bias, f, D);
 }
 
 #define ROWS 64
@@ -431,31 +490,29 @@ typedef struct {
 /* Scores of a few heads, D apart, for a few keys. */
 INLINE void scores(int heads, int keys, const float *q, const float *const *k, float *score, long step, long D,
                    float scale) {
-    vec sum[4][COLUMNS];
+    vec sum[UP(16)]; /* of head h and key r: h * keys + r */
     long d = 0;
-#pragma GCC unroll 4
-    for (int r = 0; r < keys; r++)
-#pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) sum[r][h] = (vec){0};
+#pragma GCC unroll 16
+    for (int i = 0; i < UP(16); i++) sum[i] = (vec){0};
     for (; d + LANES <= D; d += LANES) {
         vec part[COLUMNS];
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) part[h] = load(q + h * D + d);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
         for (int r = 0; r < keys; r++) {
             vec row = load(k[r] + d);
+            __builtin_prefetch(k[r + 8] + d);
 #pragma GCC unroll 4
-            for (int h = 0; h < heads; h++) sum[r][h] += row * part[h];
+            for (int h = 0; h < heads; h++) sum[h * keys + r] += row * part[h];
         }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < keys; r++)
-#pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) {
-            float s = total(sum[r][h]);
-            for (long i = d; i < D; i++) s = plus_product(s, q[h * D + i], k[r][i]);
-            score[h * step + r] = s * scale;
-        }
+    float result[UP(16)];
+    collect(result, sum, heads * keys);
+    for (; d < D; d++)
+        for (int n = 0; n < heads * keys; n++)
+            result[n] = plus_product(result[n], q[n / keys * D + d], k[n % keys][d]);
+    for (int h = 0; h < heads; h++)
+        for (int r = 0; r < keys; r++) score[h * step + r] = result[h * keys + r] * scale;
 }
 
 /* A few vectors of the outputs of a few heads, E apart: the sum of values in the order of keys. */
@@ -469,7 +526,10 @@ INLINE void weighted(int heads, int vectors, float *out, const float *const *v, 
     for (long i = 0; i < count; i++) {
         vec part[4];
 #pragma GCC unroll 4
-        for (int c = 0; c < vectors; c++) part[c] = load(v[i] + e + c * LANES);
+        for (int c = 0; c < vectors; c++) {
+            part[c] = load(v[i] + e + c * LANES);
+            __builtin_prefetch(v[i + 8] + e + c * LANES);
+        }
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) {
             vec factor = all(weight[h * step + i]);
@@ -486,6 +546,8 @@ INLINE void weighted(int heads, int vectors, float *out, const float *const *v, 
 INLINE void all_scores(int heads, const float *q, const float *const *k, float *score, long step, long count, long D,
                        float scale) {
     long i = 0;
+    if (heads <= 2)
+        for (; i + 8 <= count; i += 8) scores(heads, 8, q, k + i, score + i, step, D, scale);
     for (; i + 4 <= count; i += 4) scores(heads, 4, q, k + i, score + i, step, D, scale);
     for (; i < count; i++) scores(heads, 1, q, k + i, score + i, step, D, scale);
 }
@@ -503,30 +565,35 @@ INLINE void all_values(int heads, float *out, const float *const *v, const float
         }
 }
 
+#define BY_HEADS(work) \
+    for (h = 0; h + COLUMNS <= num_heads; h += COLUMNS) work(COLUMNS); \
+    for (; COLUMNS > 3 && h + 3 <= num_heads; h += 3) work(3); \
+    for (; h + 2 <= num_heads; h += 2) work(2); \
+    for (; h < num_heads; h++) work(1)
+
 /* One request's row, the query heads of one key head. */
 static void attention_chunk(void *job, long chunk) {
     Attention *j = job;
     long r = chunk / j->G, g = chunk % j->G, D = j->D, E = j->E, num_heads = j->H / j->G;
     long end = j->length[r], begin = j->window && end > j->window ? end - j->window : 0, count = end - begin;
-    long step = count + LANES, h = 0; /* scores of a head, with room for whole vectors */
+    long step = count + LANES, h; /* scores of a head, with room for whole vectors */
     const float *q = j->q + r * j->q_stride + g * num_heads * D;
     float *out = j->out + (r * j->H + g * num_heads) * E, *score = malloc(sizeof(float) * num_heads * step);
-    const float **k = malloc(2 * sizeof(float *) * (count + 1)), **v = k + count;
-    for (long i = 0; i < count; i++) {
-        long key = begin + i, page = j->table[r * j->width + key / j->page_size];
-        long row = (page * j->page_size + key % j->page_size) * j->G + g;
-        k[i] = j->k + row * D, v[i] = j->v + row * E;
+    const float **k = calloc(2 * count + 16, sizeof(float *)), **v = k + count; /* others than these are prefetched */
+    for (long i = 0, size = j->page_size; i < count;) { /* a division for a page, not for a key */
+        long page = (begin + i) / size, at = (begin + i) % size;
+        for (long row = (j->table[r * j->width + page] * size + at) * j->G + g; at < size && i < count; at++, i++)
+            k[i] = j->k + row * D, v[i] = j->v + row * E, row += j->G;
     }
-    for (; h + COLUMNS <= num_heads; h += COLUMNS)
-        all_scores(COLUMNS, q + h * D, k, score + h * step, step, count, D, j->scale);
-    for (; h + 2 <= num_heads; h += 2) all_scores(2, q + h * D, k, score + h * step, step, count, D, j->scale);
-    for (; h < num_heads; h++) all_scores(1, q + h * D, k, score + h * step, step, count, D, j->scale);
+#define SCORES(heads) all_scores(heads, q + h * D, k, score + h * step, step, count, D, j->scale)
+    BY_HEADS(SCORES);
     for (h = 0; h < num_heads && count; h++) {
         float *s = score + h * step, *sink = j->sink ? (float *)j->sink + g * num_heads + h : NULL;
         float peak = sink ? *sink : -INFINITY;
-        for (long i = 0; i < count; i++) peak = s[i] > peak ? s[i] : peak;
-        vec sum = {0};
+        vec sum = {0}, peaks = all(peak);
         for (long i = count; i < count + LANES; i++) s[i] = -INFINITY;
+        for (long i = 0; i < count; i += LANES) peaks = choose(load(s + i) > peaks, load(s + i), peaks);
+        for (int i = 0; i < LANES; i++) peak = peaks[i] > peak ? peaks[i] : peak;
         for (long i = 0; i < count; i += LANES) {
             vec weight = load(s + i);
             weight = choose(weight == -INFINITY, all(0.0f), exponential(weight - peak));
@@ -536,10 +603,8 @@ static void attention_chunk(void *job, long chunk) {
         float whole = total(sum) + (sink ? expf(*sink - peak) : 0.0f), factor = j->v_scale / whole;
         for (long i = 0; i < count; i++) s[i] *= factor;
     }
-    for (h = 0; h + COLUMNS <= num_heads; h += COLUMNS)
-        all_values(COLUMNS, out + h * E, v, score + h * step, step, count, E);
-    for (; h + 2 <= num_heads; h += 2) all_values(2, out + h * E, v, score + h * step, step, count, E);
-    for (; h < num_heads; h++) all_values(1, out + h * E, v, score + h * step, step, count, E);
+#define VALUES(heads) all_values(heads, out + h * E, v, score + h * step, step, count, E)
+    BY_HEADS(VALUES);
     free(k);
     free(score);
 }
