@@ -299,7 +299,8 @@ def nearest(parser: argparse.ArgumentParser, word: str) -> str:
     """The option that a mistyped one is most like, or is a part of; "" where none is, or where others have that very
     option."""
     visible = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
-    shown = [option for action in visible for option in action.option_strings]
+    off = word.startswith("--n")  # else it is no mistyped --no-x, which means the opposite
+    shown = [option for action in visible for option in action.option_strings if off or option[:5] != "--no-"]
     if word in FLAGS or reason(word):
         return ""
     parts = [option for option in shown if len(word) > 4 and (option.startswith(word) or option.endswith(word[1:]))]
@@ -381,6 +382,8 @@ def engine_options(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict
     found: dict[str, Any] = {}
     for name, given in options.items():
         flag = FLAGS.get(f"--{name.replace('_', '-')}")
+        if given is None and (flag or name in known or name in FIELDS):
+            continue  # the default, as elsewhere
         off = FLAGS.get(f"--no-{name.replace('_', '-')}") if given is False else None
         if off is not None and not off.use:
             flag, given = off, True
@@ -394,7 +397,7 @@ def engine_options(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         elif flag is not None and not flag.use:
-            if given is None or given is False or str(given) in flag.unless:
+            if given is False or str(given) in flag.unless:
                 continue
             if flag.refused:
                 raise ValueError(f"{name}: {flag.why}")

@@ -172,6 +172,8 @@ def test_an_option_that_is_right_is_not_suggested(capsys: pytest.CaptureFixture[
         (["generate", "Once", "--temp", "1"], "--temperature"),
         (["bench", "serve", "--url", "x"], "--base-url"),
         (["serve", "--max", "1"], ""),
+        (["serve", "--enable-prefix-cachin"], ""),  # not --no-prefix-cache
+        (["serve", "--n-prefix-cache"], "--no-prefix-cache"),
     ],
 )
 def test_a_part_of_an_option_names_it(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:

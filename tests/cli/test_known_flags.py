@@ -84,6 +84,17 @@ def test_no_command_takes_one_for_another(command: str, capsys: pytest.CaptureFi
         assert "did you mean" not in capsys.readouterr().err, name
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("bench serve", "--port=8000"), ("plan", "--enable-prefix-caching"), ("doctor", "--tp=2")],
+)
+def test_an_option_of_serve_alone_is_named(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(command, *["model"] * (command == "plan"), option)
+    said, name = capsys.readouterr().err, option.partition("=")[0]
+    assert f"; {name}: an option of `anabranch serve`\n" in said and "did you mean" not in said
+
+
 def test_values_by_other_names(capsys: pytest.CaptureFixture[str]) -> None:
     found = parse("serve", "--dtype", "half", "--kv-cache-dtype", "fp8", "--generation-config", "vllm")
     assert (found.dtype, found.kv_cache_dtype, found.generation_config) == ("float16", "fp8_e4m3", "none")
@@ -118,6 +129,9 @@ def test_keyword_arguments_of_others() -> None:
     wanted = {"memory_fraction": 0.5, "graphs": "none", "prefix_cache": False, "dtype": "float16"}
     assert engine_options(given, FIELDS) == wanted | {"tensor_parallel_size": 2, "typo": 1}
     assert engine_options({"enforce_eager": False, "disable_radix_cache": True}, FIELDS) == {"prefix_cache": False}
+    others = "enable_prefix_caching block_size num_gpu_blocks_override gpu_memory_utilization tokenizer swap_space"
+    assert engine_options(dict.fromkeys([*FIELDS, *others.split()]), FIELDS) == {}, "None is the default"
+    assert engine_options({"typo": None}, FIELDS) == {"typo": None}, "which is then refused"
 
 
 def test_keyword_arguments_that_are_refused() -> None:

@@ -134,7 +134,7 @@ def test_what_the_page_asks_for_is_what_is_set(browser: Browser, server: Running
             tab.js(f"document.querySelector('#{name}').value = '{value}'")
         ask(tab, PROMPT, 24)
         tab.until(IDLE)
-        assert re.match(r"24 tokens · .* tokens/s · first after \d+ ms · cut at", tab.text("#log .figures"))
+        assert re.match(r"24 tokens · .* tokens/s · first after (\d+ ms|\d\.\d\d s) · cut at", tab.text("#log .figures"))
         ask(tab, "And then?", 8)
         tab.until(IDLE)
     first, second = bodies
@@ -789,11 +789,16 @@ def test_it_says_when_the_server_is_gone(browser: Browser, endless: Path) -> Non
         tab.until("document.querySelector('#status').textContent === 'ready'")
         ask(tab, PROMPT, 50_000)
         tab.until(f"{BUSY} && {ANSWER}.length > 3")
+        left, right = (f"document.querySelector('{name}').getBoundingClientRect()" for name in ("#chat-title", "#export"))
+        assert tab.js(f"{right}.left - {left}.right") > 100, "the first answer grows: no history yet"
+        faded = "getComputedStyle(document.querySelector('.side')).opacity"
+        assert tab.js(faded) == "1"
         server.engine.kill()
         tab.until("document.querySelector('#log .error') !== null")
         assert "engine" in tab.text("#log .error")
         server.process.wait(QUICK)
         tab.until("document.querySelector('#status').textContent === 'server unreachable'")
+        assert tab.js(faded) == "0.5", "its figures are of before"
         ask(tab, PROMPT, 4)
         tab.until(f"{IDLE} && document.querySelectorAll('#log .error').length === 2")
         assert tab.text("#log article:last-of-type .error").startswith("The server is unreachable.")

@@ -55,11 +55,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hints = []
+        serves = {} if self.prog == "anabranch serve" else make_parser("serve")[1]._option_string_actions
         for word in message.split() if message.startswith("unrecognized") else ():
             name = word.partition("=")[0] if word.startswith("-") else ""
-            why, near = known_flags.reason(name), known_flags.nearest(self, name)
+            why = known_flags.reason(name) or "an option of `anabranch serve`" * (name in serves)
+            near = known_flags.nearest(self, name)
             hints += [f"{name}: {why}"] if why else [f"did you mean {near}?"] if near else []
-        print(f"{self.prog}: {message}{'; ' + ' '.join(hints) if hints else ''}", file=sys.stderr)
+        print(f"{self.prog}: {'; '.join([message, *hints])}", file=sys.stderr)
         print(f"{self.prog} --help lists the options", file=sys.stderr)
         sys.exit(2)
 

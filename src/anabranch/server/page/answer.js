@@ -1,6 +1,7 @@
 // What the log shows: a row for each message, and an answer as it grows.
 
 import { Refused } from "./api.js";
+import { seconds as time } from "./charts.js";
 import { render } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
@@ -70,7 +71,7 @@ export class Answer {
     const seconds = (this.last - this.first) / 1000;
     if (this.tokens) figures.push(`${this.tokens} tokens`);
     if (this.tokens > 1 && seconds > 0) figures.push(`${((this.tokens - 1) / seconds).toFixed(1)} tokens/s`);
-    if (this.first) figures.push(`first after ${Math.round(this.first - this.began)} ms`);
+    if (this.first) figures.push(`first after ${time((this.first - this.began) / 1000)}`);
     if (this.finish === "length") figures.push("cut at max tokens");
     if (this.finish === "stopped") figures.push("stopped");
     this.figures = figures.join(" · ");

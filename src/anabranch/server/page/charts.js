@@ -7,7 +7,7 @@ const H = 56;
 const SVG = "http://www.w3.org/2000/svg";
 
 const count = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : String(+value.toFixed(1)));
-const seconds = (value) => (value >= 1 ? `${value.toFixed(2)} s` : value ? `${Math.round(1000 * value)} ms` : "–"); // 0: none yet
+export const seconds = (value) => (value >= 1 ? `${value.toFixed(2)} s` : value ? `${Math.round(1000 * value)} ms` : "–"); // 0: none yet
 const percent = (value) => `${(100 * value).toFixed(value < 0.1 && value > 0 ? 1 : 0)}%`;
 
 const CHARTS = [
