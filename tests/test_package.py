@@ -94,7 +94,7 @@ def test_the_images_have_what_they_need() -> None:
     (entry,), (command,) = (
         [json.loads(rest) for word, rest in found if word == name] for name in ("ENTRYPOINT", "CMD")
     )
-    assert entry[0] in PYPROJECT["project"]["scripts"]
+    assert entry[:2] == ["tini", "--"] and entry[2] in PYPROJECT["project"]["scripts"]
     options = make_parser(command[0])[1].parse_intermixed_args(command[1:])
     (port,) = (rest for word, rest in found if word == "EXPOSE")
     assert options.host == "0.0.0.0" and options.port == int(port)
@@ -105,13 +105,18 @@ def test_the_images_have_what_they_need() -> None:
     assert ["--torch-backend cpu" in rest for rest in installs] == [True, False]
     assert all(rest.endswith("-c constraints.txt .") for rest in installs)
     base = found[: found.index(("FROM", "base AS cpu"))]  # for kernels in C on CPUs, for launchers of Triton's on GPUs
-    assert [rest for word, rest in base if word == "RUN" and " gcc libc6-dev " in rest]
+    (tools,) = (rest for word, rest in base if word == "RUN" and "apt-get install" in rest)
+    assert {"gcc", "libc6-dev", "tini"} <= set(tools.split())
+    (uid,) = (rest.split()[-2] for word, rest in base if word == "RUN" and "useradd" in rest)
+    assert [rest for word, rest in found if word == "USER"] == [uid, uid]  # Kubernetes does not accept a name
 
 
-def test_the_readme_says_that_no_image_was_built() -> None:
-    """Until one is: then this goes, with the words that it looks for."""
+def test_pages_say_that_no_image_has_run_on_a_gpu() -> None:
+    """Until one has: then this goes, with the words that it looks for."""
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert ["not built yet" in line for line in lines if line.startswith("docker build")] == [True]
+    assert ["not run on a GPU yet" in line for line in lines if line.startswith("docker build")] == [True]
+    page = (ROOT / "docs" / "installing.md").read_text()
+    assert "No image has been run on a GPU" in " ".join(page.split())
 
 
 def test_the_unit_starts_a_server(tmp_path: Path) -> None:

@@ -72,6 +72,16 @@ def test_verbose_says_where_the_time_of_the_start_went(
     assert sum(table.values()) == pytest.approx(2 * table["ready"], abs=0.05)
 
 
+def test_the_figures_stand_on_a_line_of_their_own(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where stdout and stderr go into one file, or one pipe, as in the log of a container."""
+    path = tmp_path / "log"
+    with open(path, "a") as out, open(path, "a", buffering=1) as error:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", error)
+        assert main(["generate", str(model), *GENERATE]) == 0
+    assert re.fullmatch(r"Once upon.*\n\[12 tokens in .*\]\n", path.read_text(), re.S)
+
+
 @pytest.mark.slow  # tests/ops holds every kernel against its reference
 def test_reference_kernels_write_the_same_text(model: Path, generated: subprocess.CompletedProcess[str]) -> None:
     done = anabranch("generate", str(model), *GENERATE, "--quiet", ANABRANCH_KERNELS="reference")

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         params = sampling_params(options, llm.sampling_defaults)
         count = asyncio.run(write_answer(llm, prompt, params, [], before=prompt))
         drafted, accepted = llm.engine.metrics.draft_tokens, llm.engine.metrics.accepted_tokens
-    print()
+    print(flush=True)  # before the line on stderr, where both go into one pipe
     if not options.quiet:
         seconds = time.perf_counter() - loaded
         drafts = f"; {accepted} of {drafted} drafts were right" if drafted else ""
