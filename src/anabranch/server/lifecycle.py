@@ -231,8 +231,8 @@ class Server:
     async def _drain(self, client: Client, death: asyncio.Task[str]) -> int:
         """Refuse new requests and let the running ones finish."""
         name, timeout = signal.Signals(self.signals[0]).name, self.settings.shutdown_timeout
-        timeout = max(timeout - END, timeout / 2)
-        log.info("%s: waiting up to %g s for %d sequences", name, timeout, self.service.num_admitted)
+        timeout, waiting = max(timeout - END, timeout / 2), self.service.num_admitted
+        log.info("%s: %s", name, f"waiting up to {timeout:g} s for {waiting} sequences" if waiting else "ending")
         self.service.leave("draining", "the server is shutting down")
         async with tasks(self._until_idle(), self.second_signal.wait()) as (drained, again):
             await asyncio.wait((drained, again, death), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
