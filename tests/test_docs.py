@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from anabranch import kernels, ops, platforms
 from anabranch.cli.main import COMMANDS, main, make_parser
 
 ROOT = Path(__file__).parents[1]
@@ -245,3 +246,19 @@ def test_pictures_that_are_kept_are_shown_and_small() -> None:
     text = "".join(page.read_text() for page in PAGES)
     kept = sorted((ROOT / "docs").glob("*.png"))
     assert kept and all(f"{file.name})" in text and file.stat().st_size < 150_000 for file in kept)
+
+
+def test_ops_without_a_kernel_of_torchs_are_the_ones_that_the_changelog_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = platforms.make("cpu")
+    if kernels.c_problem(cpu) or "c" not in cpu.providers:
+        pytest.skip("no kernels in C")
+    text = (ROOT / "CHANGELOG.md").read_text()
+    (named,) = re.findall(r"ops without a kernel of torch's for CPUs \((.*?)\)", text)
+    monkeypatch.setenv("ANABRANCH_KERNELS", "torch")
+    try:
+        kernels.bind(cpu)
+        kept = {name for name, op in ops.OPS.items() if any(kernel.provider == "c" for kernel in op.bound)}
+    finally:
+        monkeypatch.undo()
+        kernels.bind(platforms.current())
+    assert set(re.findall(r"`(\w+)`", named)) == kept

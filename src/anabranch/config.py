@@ -139,6 +139,8 @@ class EngineConfig:
             raise ValueError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction!r}")
         if self.data_parallel_size > 1 and not self.expert_parallel:
             raise ValueError("data_parallel_size divides experts among ranks: it needs expert_parallel")
+        if self.num_ranks % self.nodes:
+            raise ValueError(f"{self.num_ranks} ranks cannot be divided among {self.nodes} nodes")
 
     @property
     def model_options(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from anabranch.loader import names
 from anabranch.loader.checkpoint import read_checkpoint
 from anabranch.loader.load import load_model
 from anabranch.loader.read import DTYPES, read_weights
+from anabranch.models.config import read_config
 from anabranch.models.keys import ConfigError
 from anabranch.moe import dispatch
 from anabranch.moe.layer import RoutedExperts
@@ -349,10 +350,10 @@ def test_a_rank_reads_its_bytes_and_no_others(folders: dict[str, Path], model_ty
 @pytest.mark.parametrize(
     ("model_type", "num_ranks", "expert_parallel", "words"),
     [
-        ("qwen3_moe", 3, False, "cannot be divided among 3 ranks"),
-        ("qwen3_moe", 16, True, "num_experts = 8 cannot be divided among 16 ranks"),
-        ("llama", 8, False, "4 attention heads cannot be divided among 8 ranks"),
-        ("qwen3_5_moe", 8, True, "shared_width = 28 cannot be divided among 8 ranks"),
+        ("qwen3_moe", 3, False, "qwen3_moe: .* cannot be divided among 3 ranks; it can be among 1, 2, 4$"),
+        ("qwen3_moe", 16, True, "num_experts = 8 cannot be divided among 16 ranks, at most among 8"),
+        ("llama", 8, False, "4 attention heads cannot be divided among 8 ranks; it can be among 1, 2, 4$"),
+        ("qwen3_5_moe", 8, True, "shared_width = 28 cannot be divided among 8 ranks; it can be among 1, 2, 4$"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(
@@ -360,3 +361,20 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         load_model(folders[model_type], group=Rank(0, num_ranks), expert_parallel=expert_parallel)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_5_moe", "gemma4_text", "deepseek_v3"])
+def test_a_refusal_names_the_numbers_of_ranks_that_work(
+    folders: dict[str, Path], model_type: str, expert_parallel: bool
+) -> None:
+    config = read_config(folders[model_type])
+    refused = {}
+    for num_ranks in range(1, 33):
+        try:
+            config.divide(0, num_ranks, expert_parallel)
+        except ConfigError as error:
+            refused[num_ranks] = str(error).partition("; it can be among ")[2].split(", ")
+    assert len(refused) > 16
+    for num_ranks, named in refused.items():
+        assert [int(number) for number in named] == [n for n in range(1, min(33, 2 * num_ranks)) if n not in refused]

@@ -9,7 +9,6 @@ bf16 are counted as this machine keeps them.
 import argparse
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +85,10 @@ def run(options: argparse.Namespace) -> int:
             dtype=dtype,
             page_size=options.page_size,
             captured_tokens=min(batch_tokens(size) // 2, config.max_position),
+            weights=sum(plan_ranks.weight_bytes(config, division, dtype).values()),
         )
         for size in sizes
     ]
-    if division.num_ranks > 1:
-        weights = sum(plan_ranks.weight_bytes(config, division, dtype).values())
-        plans = [replace(plan, weights=weights, kv=plan.kv + plan.weights - weights) for plan in plans]
     if options.json:
         found = _as_json(config, dtype, plans, on_disk)
         if division.num_ranks > 1:

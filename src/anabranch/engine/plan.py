@@ -94,8 +94,8 @@ def weight_bytes(
 
 
 def rank_bytes(config: ModelConfig, dtype: str, num_ranks: int, expert_share: float) -> int:
-    """Memory of one rank's weights. `config` is a rank's own, which has its attention heads alone; every rank has all
-    routers and norms."""
+    """Memory of one rank's weights, which has `expert_share` of the routed experts. `config` is a rank's own, which has
+    its attention heads alone; every rank has all routers and norms."""
     total = weight_bytes(config, dtype)
     experts = total.pop("routed experts")
     whole: tuple[WeightKind, ...] = ("embeddings",) if config.vocab_size % num_ranks else ()
@@ -238,15 +238,12 @@ def plan_memory(
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 512,
     captured_tokens: int = 0,
-    num_ranks: int = 1,
-    expert_share: float = 1.0,
     weights: int | None = None,
 ) -> MemoryPlan:
-    """`captured_tokens`: of the largest step that is captured; graphs have memory of their own. `num_ranks`: among
-    which the weights are divided, of routed experts that share; `config` is one rank's. `weights`: their bytes, where
-    they are loaded."""
+    """`captured_tokens`: of the largest step that is captured; graphs have memory of their own. `weights`: their bytes,
+    where not all are this rank's, or they are loaded."""
     usable = int(total * fraction)
-    weights = rank_bytes(config, dtype, num_ranks, expert_share) if weights is None else weights
+    weights = sum(weight_bytes(config, dtype).values()) if weights is None else weights
     workspace = workspace_bytes(config, max_num_batched_tokens + captured_tokens, max_num_seqs, dtype)
     return MemoryPlan(
         total=total,
@@ -274,7 +271,7 @@ def check_memory(
 ) -> None:
     """ValueError if weights, workspace and KV pages do not fit into what is free, before any of it is taken. `options`
     are resolved. Where the number of pages is given, they and the weights are all that is certain to be needed.
-    `num_ranks`, `expert_share` as in `plan_memory`; `weights`: their bytes, where headers have been read."""
+    `num_ranks`, `expert_share`: as of `rank_bytes`; `weights`: their bytes, where headers have been read."""
     stored = "" if weights is not None else f" in {'bfloat16' if config.sources == (BF16_SOURCE,) else dtype}"
     if weights is None:
         weights = rank_bytes(quantized(config, options.quantization), dtype, num_ranks, expert_share)

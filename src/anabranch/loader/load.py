@@ -29,7 +29,6 @@ from anabranch.loader.resolve import resolve_dtype
 from anabranch.models import family
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.models.decoder import Decoder, DecoderLayer
-from anabranch.models.keys import ConfigError
 from anabranch.moe.dispatch import Exchange
 from anabranch.moe.experts import Experts
 from anabranch.moe.layer import RoutedExperts
@@ -83,7 +82,7 @@ def load_model(
             config = _untie(config, checkpoint)
         platform = platform or platforms.current()
         kernels.bind(platform, deterministic)
-        config = _divide(config, group, expert_parallel, exchange)
+        config = config.divide(group.rank, group.size, expert_parallel)
         moe = make_setup(platform, combine=moe_combine, shared_expert=shared_expert)
         moe = replace(moe, group=group, expert_parallel=expert_parallel, expert_slots=expert_slots, exchange=exchange)
         decoder = build(config, DTYPES[resolve_dtype(dtype, config, platform)], moe)
@@ -115,15 +114,6 @@ def load_model(
         lay_out(decoder, platform)
     keep_attributes(decoder)
     return decoder
-
-
-def _divide(config: ModelConfig, group: Group, expert_parallel: bool, exchange: Exchange | None) -> ModelConfig:
-    try:
-        if exchange is not None:
-            config.check_experts(exchange.group.size)
-        return config.divide(group.rank, group.size, expert_parallel)
-    except ValueError as error:
-        raise ConfigError(f"{config.model_type}: {error}; take another number of ranks") from None
 
 
 def settle(decoder: Decoder, platform: platforms.Platform, copies: Sequence[names.Copy]) -> None:

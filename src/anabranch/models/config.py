@@ -12,6 +12,7 @@ name; `tests/models/test_config_fuzz.py` compares the two.
 from __future__ import annotations
 
 import difflib
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from anabranch.formats import Source, sources_of
 from anabranch.layers.cache import CacheGroup, CacheSpec
 from anabranch.layers.config import AttentionConfig, GatedDeltaConfig, LatentConfig, MixerConfig
 from anabranch.models import family
-from anabranch.models.keys import Keys, read_json, shown
+from anabranch.models.keys import ConfigError, Keys, read_json, shown
 from anabranch.moe.config import MoEConfig
 
 MAX_EXPERTS = 1 << 17
@@ -82,8 +83,19 @@ class ModelConfig:
         return "+".join(kinds) or ("mlx" if self.packed else "none")
 
     def divide(self, rank: int, num_ranks: int, expert_parallel: bool = False) -> ModelConfig:
-        """What a rank computes: its share of every mixer. ValueError, with the cause, if the model cannot be divided
-        among so many ranks; `expert_parallel`: among them are whole experts."""
+        """What a rank computes: its share of every mixer. ConfigError, with the cause and other numbers, if the model
+        cannot be divided among so many ranks; `expert_parallel`: among them are whole experts."""
+        try:
+            return self._divide(rank, num_ranks, expert_parallel)
+        except ValueError as error:
+            others: list[int] = []
+            for number in range(1, 2 * num_ranks):
+                with suppress(ValueError):
+                    self._divide(0, number, expert_parallel)
+                    others.append(number)
+            raise ConfigError(f"{self.model_type}: {error}; it can be among {str(others)[1:-1]}") from None
+
+    def _divide(self, rank: int, num_ranks: int, expert_parallel: bool) -> ModelConfig:
         if num_ranks == 1:
             return self
         if expert_parallel:
@@ -103,10 +115,10 @@ class ModelConfig:
         return replace(self, layers=tuple(divided), draft_layer=last)
 
     def check_experts(self, num_ranks: int) -> None:
-        """ValueError if there are not as many experts as ranks."""
-        fewest = min((layer.moe.num_experts for layer in self.layers if layer.moe is not None), default=num_ranks)
-        if fewest < num_ranks:
-            raise ValueError(f"num_experts = {fewest} cannot be divided among {num_ranks} ranks")
+        """ConfigError if there are not as many experts as ranks."""
+        most = min((layer.moe.num_experts for layer in self.layers if layer.moe is not None), default=num_ranks)
+        if most < num_ranks:
+            raise ConfigError(f"num_experts = {most} cannot be divided among {num_ranks} ranks, at most among {most}")
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

@@ -122,7 +122,7 @@ class Slots:
         return slot_PE[..., row_T1, expert_TK]
 
 
-class FilteringDispatcher:
+class FilteringDispatcher(LocalDispatcher):
     """Every rank of a group has all tokens and some experts: nothing moves, and each rank's rows are terms of a sum
     over the group."""
 
@@ -134,10 +134,7 @@ class FilteringDispatcher:
     def dispatch(
         self, x_TD: torch.Tensor, weight_TK: torch.Tensor, expert_TK: torch.Tensor
     ) -> tuple[torch.Tensor, Dispatched]:
-        return x_TD, Dispatched(self.slots.of(expert_TK, self.rank), weight_TK, x_TD.shape[0])
-
-    def combine(self, rows_MD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        return rows_MD
+        return super().dispatch(x_TD, weight_TK, self.slots.of(expert_TK, self.rank))
 
 
 class Exchange:

@@ -163,8 +163,7 @@ def convolve(call: GatedDeltaCall, x_TC: torch.Tensor, page: int, first: bool) -
 def gated_delta(call: GatedDeltaCall) -> torch.Tensor:
     """y_THV. Updates the pages of the requests that have rows; rows after the last request, and those of requests
     without context, are padding: they touch no page, and their result is zero."""
-    heads, V = call.state_PHKV.shape[1], call.state_PHKV.shape[3]
-    y_THV = call.x_TX.new_zeros(call.x_TX.shape[0], heads, V)
+    y_THV = call.x_TX.new_zeros(call.x_TX.shape[0], *call.state_PHKV.shape[1::2])
     for _, rows, page, before in request_rows(call):
         first = before == 0
         x_TC, z_THV, b_TH, a_TH = split_row(call, call.x_TX[rows])

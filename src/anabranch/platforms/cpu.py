@@ -4,7 +4,7 @@ import functools
 import os
 import platform as host
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -53,6 +53,20 @@ def _text(file: Path) -> str:
         return ""
 
 
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """torch's, on the host."""
+    before = torch.get_num_threads()
+    if before == number:  # setting it takes longer than many a product
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class CpuPlatform(HostPlatform):
     name = "cpu"
     providers = {"c": "anabranch.kernels.c", "torch": "anabranch.kernels.torch"}
@@ -79,17 +93,8 @@ class CpuPlatform(HostPlatform):
         names = {"avx512_bf16", "amx_bf16", "bf16"} if capability == "bf16" else {capability}
         return bool(cpu_flags() & names)
 
-    @contextmanager
-    def step(self, num_products: int) -> Iterator[None]:
-        threads = torch.get_num_threads()
-        if threads == 1 or num_products >= FEW_PRODUCTS:
-            yield
-            return
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+    def step(self, num_products: int) -> AbstractContextManager[None]:
+        return threads(1) if num_products < FEW_PRODUCTS else nullcontext()
 
     def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
         """bf16 only where the CPU has instructions for it: elsewhere it is 40-270 times slower than fp32."""

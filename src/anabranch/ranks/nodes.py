@@ -51,8 +51,6 @@ def place(config: EngineConfig) -> Place | None:
         raise ValueError(f"nodes = {config.nodes}: {missing[0]} is not set; on every node run the same: {command} ...")
     if (size := int(os.environ["WORLD_SIZE"])) != config.nodes:
         raise ValueError(f"nodes = {config.nodes}, and WORLD_SIZE is {size}; start one process on each: {command} ...")
-    if config.num_ranks % config.nodes:
-        raise ValueError(f"{config.num_ranks} ranks cannot be divided among {config.nodes} nodes")
     return Place(int(os.environ["RANK"]), os.environ["MASTER_ADDR"])
 
 

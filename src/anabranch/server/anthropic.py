@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
 from itertools import groupby
 from typing import Annotated, Any, Literal
 from uuid import uuid4
@@ -155,16 +154,12 @@ async def count_tokens(request: Request) -> Response:
 
 async def generate(chat: ChatAnswer, reply: Reply) -> AsyncGenerator[bytes, None]:
     """The events of an answer; `reply` grows to the whole message."""
-    service = chat.service
-    with service.admitted(1):
-        await chat.prepare()
+    async with chat.deltas() as deltas:
         output = chat.answers[0].output
-        async with aclosing(service.generate(chat.answers)) as generated:
-            async for _, delta in generated:
-                some = [*reply.start(output), *reply.feed(chat.parts(delta))]
-                if some:  # text may be held back, for part of a character or of a tag
-                    yield b"".join(map(stream.event, some))
-    chat.log_usage()
+        async for _, delta in deltas:
+            some = [*reply.start(output), *reply.feed(chat.parts(delta))]
+            if some:  # text may be held back, for part of a character or of a tag
+                yield b"".join(map(stream.event, some))
     yield b"".join(map(stream.event, reply.finish(output)))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -211,13 +210,10 @@ async def _generate(answer: ChatAnswer | CompletionAnswer, reply: Reply) -> Asyn
     def parts(delta: Delta) -> list[Part]:
         return answer.parts(delta) if isinstance(answer, ChatAnswer) else [Content(delta.text)]
 
-    with answer.service.admitted(1):
-        await answer.prepare()
-        async with aclosing(answer.service.generate(answer.answers)) as generated:
-            async for _, delta in generated:
-                if lines := reply.feed(parts(delta), delta.completion.finish_reason is not None):
-                    yield b"".join(map(_line, lines))
-    answer.log_usage()
+    async with answer.deltas() as deltas:
+        async for _, delta in deltas:
+            if lines := reply.feed(parts(delta), delta.completion.finish_reason is not None):
+                yield b"".join(map(_line, lines))
     output = answer.answers[0].output
     (completion,) = output.completions
     yield _line(reply.finish(str(completion.finish_reason), len(output.prompt_ids), len(completion.token_ids)))

@@ -9,8 +9,8 @@ import base64
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
@@ -182,42 +182,50 @@ class OpenAIAnswer(ABC, Generic[SamplingBody]):
             settings = self.service.settings
             self.accepted.set_result(settings.begin_timeout if params.grammar is None else settings.grammar_timeout)
 
-    async def whole(self) -> dict[str, Any]:
+    @asynccontextmanager
+    async def deltas(self) -> AsyncIterator[AsyncIterator[tuple[int, Delta]]]:
+        """What is generated, with the numbers of the prompts, once there is room for it; at the end, logs how much."""
         with self.service.admitted(self.num_prompts * max(1, self.n)):
             await self.prepare()
             async with aclosing(self.service.generate(self.answers)) as generated:
-                async for _ in generated:
-                    pass
+                yield generated
+        found = usage(self.answers)
+        completions = [completion for answer in self.answers for completion in answer.output.completions]
+        self.log |= {name: found[name] for name in ("prompt_tokens", "completion_tokens")}
+        self.log["finish"] = ",".join(sorted({str(completion.finish_reason) for completion in completions}))
+
+    async def whole(self) -> dict[str, Any]:
+        async with self.deltas() as deltas:
+            async for _ in deltas:
+                pass
         choices = []
         for number, answer in enumerate(self.answers):
             for one in answer.output.completions:
                 delta = Delta(one.index, one.text, one.token_ids, one)
                 choice = self.choice(number, delta, first=True, whole=True)
                 choices.append({"index": number * self.n + one.index, **choice})
-        return self.head(self.object_name) | {"choices": choices, "usage": self.log_usage()} | self.extras(whole=True)
+        about = {"choices": choices, "usage": usage(self.answers)}
+        return self.head(self.object_name) | about | self.extras(whole=True)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options or protocol.StreamOptions()
         counted = options.include_usage
         begun: set[int] = set()
-        with self.service.admitted(self.num_prompts * max(1, self.n)):
-            await self.prepare()
-            head = self.head(self.chunk_object_name)
-            async with aclosing(self.service.generate(self.answers)) as generated:
-                async for number, delta in generated:
-                    index = number * self.n + delta.index
-                    first = index not in begun
-                    choice = self.choice(number, delta, first)
-                    if not first and not any(choice.values()):  # text is held back, for part of a character or of a tag
-                        continue
-                    chunk = head | {"choices": [{"index": index, **choice}]}
-                    if counted:
-                        chunk["usage"] = usage(self.answers) if options.continuous_usage_stats else None
-                    yield event(chunk if begun else chunk | self.extras(whole=False))
-                    begun.add(index)
-        found = self.log_usage()
+        head = self.head(self.chunk_object_name)
+        async with self.deltas() as deltas:
+            async for number, delta in deltas:
+                index = number * self.n + delta.index
+                first = index not in begun
+                choice = self.choice(number, delta, first)
+                if not first and not any(choice.values()):  # text is held back, for part of a character or of a tag
+                    continue
+                chunk = head | {"choices": [{"index": index, **choice}]}
+                if counted:
+                    chunk["usage"] = usage(self.answers) if options.continuous_usage_stats else None
+                yield event(chunk if begun else chunk | self.extras(whole=False))
+                begun.add(index)
         if counted:
-            yield event(head | {"choices": [], "usage": found})
+            yield event(head | {"choices": [], "usage": usage(self.answers)})
         yield b"data: [DONE]\n\n"
 
     def head(self, object_name: str) -> dict[str, Any]:
@@ -239,14 +247,6 @@ class OpenAIAnswer(ABC, Generic[SamplingBody]):
         if self.body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
-
-    def log_usage(self) -> dict[str, Any]:
-        """The usage of all answers, which have ended."""
-        found = usage(self.answers)
-        completions = [completion for answer in self.answers for completion in answer.output.completions]
-        self.log |= {name: found[name] for name in ("prompt_tokens", "completion_tokens")}
-        self.log["finish"] = ",".join(sorted({str(completion.finish_reason) for completion in completions}))
-        return found
 
 
 class ChatAnswer(OpenAIAnswer[ChatCompletion]):

@@ -12,7 +12,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Any, Literal
@@ -228,13 +227,10 @@ async def delete(request: Request, id: str) -> Response:
 async def generate(chat: ChatAnswer, output: ResponseOutput, keep: Any) -> AsyncGenerator[bytes, None]:
     """The events of a response; `output` grows to the whole one. Calls `keep` before the last event, which tells the
     client that it can continue the response."""
-    with chat.service.admitted(1):
-        await chat.prepare()
-        async with aclosing(chat.service.generate(chat.answers)) as generated:
-            async for _, delta in generated:
-                if some := [*output.start(), *output.feed(chat.parts(delta))]:
-                    yield b"".join(map(stream.event, some))
-    chat.log_usage()
+    async with chat.deltas() as deltas:
+        async for _, delta in deltas:
+            if some := [*output.start(), *output.feed(chat.parts(delta))]:
+                yield b"".join(map(stream.event, some))
     events = output.finish(chat.answers[0].output)
     keep()
     yield b"".join(map(stream.event, events))

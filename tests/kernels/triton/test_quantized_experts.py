@@ -302,7 +302,7 @@ def test_packed_mxfp4_is_exact_on_a_gpu(split: bool, poison: None) -> None:
         assert torch.equal(found, wanted.to(torch.bfloat16)), f"input {place}"
 
 
-def ptx_of(name: str, module: str = "experts_hopper_packed") -> list[str]:
+def ptx_of(name: str, module: str = "experts_hopper_unpack") -> list[str]:
     """The instructions of a function."""
     function = getattr(importlib.import_module(f"anabranch.kernels.triton.{module}"), name)
     body = re.search(r'\{\n(.*?)\n +\}\n +"""', function.src, re.DOTALL)
@@ -471,9 +471,9 @@ def test_split_rows_compile_ahead_of_time(D: int) -> None:
 def test_threads_have_the_numbers_that_the_matrix_unit_takes_from_them() -> None:
     """Of an operand of 64 rows and 16 inputs, lane l of warp w has rows 16 w + l / 4 and 8 more, and of each the
     inputs 2 (l % 4), the next, and 8 more (PTX ISA, wgmma with A in registers)."""
-    from anabranch.kernels.triton import experts_hopper_packed
+    from anabranch.kernels.triton import experts_hopper_unpack
 
-    layout = experts_hopper_packed.GROUPS.value
+    layout = experts_hopper_unpack.GROUPS.value
 
     def place(index: int, bases: Any) -> np.ndarray:
         chosen = [base for bit, base in enumerate(bases) if index >> bit & 1]

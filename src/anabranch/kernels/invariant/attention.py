@@ -19,9 +19,10 @@ import torch.nn.functional as F
 
 from anabranch import ops
 from anabranch.kernels.invariant import in_c
-from anabranch.kernels.invariant.blocks import agreeing, threads
+from anabranch.kernels.invariant.blocks import agreeing
 from anabranch.ops.attention import AttentionCall, take
 from anabranch.ops.latent_attention import LatentAttentionCall
+from anabranch.platforms.cpu import threads
 
 KEYS = 512
 """Keys that the kernel takes at once."""

@@ -6,29 +6,17 @@ agree with PIVOT rows in every bit are used. What is used may thus not be the sa
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
+
+from anabranch.platforms.cpu import threads
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 PIVOT = 16
 """The fallback too: a few rows cost little more than one where weights come from memory."""
 THREADS = torch.get_num_threads()
 """As many as the process has when kernels are bound; steps take these or one."""
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if before == number:  # setting it takes longer than many a product
-        yield
-        return
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def agreeing(same: Callable[[int], bool], sizes: Sequence[int], pivot: int) -> tuple[int, ...]:

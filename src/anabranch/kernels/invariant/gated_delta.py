@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from anabranch import ops
-from anabranch.kernels.invariant.blocks import threads
 from anabranch.ops.gated_delta import (
     DeltaAcceptCall,
     DeltaDraftsCall,
@@ -15,6 +14,7 @@ from anabranch.ops.gated_delta import (
     one_request,
     request_rows,
 )
+from anabranch.platforms.cpu import threads
 
 
 def _rows(

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 
 from anabranch import ops
 from anabranch.kernels.invariant import in_c
-from anabranch.kernels.invariant.blocks import PIVOT, SIZES, agreeing, cover, threads
+from anabranch.kernels.invariant.blocks import PIVOT, SIZES, agreeing, cover
 from anabranch.ops.weight import Weight
+from anabranch.platforms.cpu import threads
 
 PROBED = 1 << 34
 """Multiplications of the largest product that is tried."""

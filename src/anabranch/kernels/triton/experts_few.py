@@ -58,7 +58,7 @@ def unpack_int4(words):
 
 @gluon.jit
 def unpack_fp4(words, scale):
-    """The same of MXFP4, times scale · 2⁻⁶⁴: see experts_hopper_packed.unpack_scaled. Sign and other bits are moved to
+    """The same of MXFP4, times scale · 2⁻⁶⁴: see experts_hopper_unpack.unpack_scaled. Sign and other bits are moved to
     where bf16 has them."""
     return gl.inline_asm_elementwise(
         """
