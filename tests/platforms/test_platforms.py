@@ -78,17 +78,12 @@ def test_the_cpu() -> None:
     assert order == ["side"]
 
 
-@pytest.mark.parametrize("flag", ["avx512_bf16", "amx_bf16", "bf16"])
-def test_a_cpu_with_bf16_instructions_keeps_bf16(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "cpu_flags", lambda: frozenset({"avx2", flag}))
-    assert CpuPlatform().compute_dtype(torch.bfloat16) == torch.bfloat16
-    assert CpuPlatform().compute_dtype(torch.float16) == torch.float32
-
-
-def test_a_cpu_without_them_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "cpu_flags", lambda: frozenset({"avx2", "avx512f"}))
+@pytest.mark.parametrize("flags", [{"avx2"}, {"avx2", "avx512_bf16", "amx_bf16"}, {"bf16"}], ids=str)
+def test_a_cpu_computes_in_fp32(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "cpu_flags", lambda: frozenset(flags))
     for wanted in (torch.bfloat16, torch.float16, torch.float32):
         assert CpuPlatform().compute_dtype(wanted) == torch.float32
+    assert CpuPlatform().compute_dtype(torch.float64) == torch.float64
     assert "computes in fp32" in CpuPlatform().describe()
 
 
