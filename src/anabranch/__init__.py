@@ -3,6 +3,7 @@
 Importing this package is cheap on purpose: nothing here imports torch.
 """
 
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
 
 # torch's word where numpy is missing, at every start of every process. Nothing but the MLX runner needs it.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+
+# torch's threads on a CPU wait in a loop for milliseconds, on cores that kernels in C need: prompts took 1.5 x as long.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
 

@@ -1,8 +1,9 @@
 """Matrices that a model which computes in fp32 keeps in bf16: products are those of the same numbers in fp32, to the
-bit where both are computed in C."""
+bit where both are computed in C without matrix units."""
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from anabranch import kernels, ops, platforms
 from anabranch.engine.single import SingleSequence
 from anabranch.formats import BF16, PLAIN
-from anabranch.kernels.c.library import problem
+from anabranch.kernels.c.library import matrix_units, problem
 from anabranch.loader.load import load_model
 from anabranch.models.decoder import Decoder
 from anabranch.ops.weight import Weight
@@ -27,6 +28,21 @@ def both(*shape: int, seed: int) -> tuple[Weight, Weight]:
     return Weight.view(BF16, tuple(data.shape), {"data": data}), Weight.of(data.float())
 
 
+@pytest.fixture
+def vectors() -> Iterator[None]:
+    """Matrix units are not used."""
+    assert not matrix_units(0)
+    yield
+    matrix_units(1)
+
+
+@pytest.fixture
+def units() -> None:
+    if not matrix_units(1):
+        pytest.skip("this CPU has no matrix units (AMX)")
+
+
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("inputs", [1, 7, 16, 31, 64, 100, 576])
 @pytest.mark.parametrize("outputs", [1, 6, 8, 259])
 def test_products_are_those_of_fp32_to_the_bit(inputs: int, outputs: int) -> None:
@@ -41,6 +57,65 @@ def test_products_are_those_of_fp32_to_the_bit(inputs: int, outputs: int) -> Non
             assert torch.equal(linear.linear(x, half, given), linear.product(x, full.data, given)), tokens
 
 
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("inputs", [32, 96, 576])
+@pytest.mark.parametrize("outputs", [1, 16, 40, 259])
+def test_matrix_units_are_as_exact_and_each_row_is_by_itself(inputs: int, outputs: int) -> None:
+    from anabranch.kernels.c import linear
+
+    half, _ = both(outputs, inputs, seed=inputs)
+    generator = torch.Generator().manual_seed(outputs)
+    x, bias = torch.randn(530, inputs, generator=generator), torch.randn(outputs, generator=generator)
+    x *= 2.0 ** torch.randint(-60, 60, (530, 1), generator=generator)
+    whole = linear.product(x, half.data, None)
+    exact, size = x.double() @ half.data.double().T, x.double().abs() @ half.data.double().abs().T
+    assert ((whole.double() - exact).abs() <= 1e-6 * size).all()
+    for tokens in (1, 2, 5, 6, 16, 17, 33, 512):
+        for begin in (0, 11):
+            part = x[begin : begin + tokens].contiguous()
+            assert torch.equal(linear.product(part, half.data, None), whole[begin : begin + tokens]), tokens
+            assert torch.equal(linear.product(part, half.data, bias), whole[begin : begin + tokens] + bias), tokens
+
+
+@pytest.mark.usefixtures("units")
+def test_matrix_units_keep_what_is_not_finite_in_its_row() -> None:
+    from anabranch.kernels.c import linear
+
+    half, full = both(40, 64, seed=1)
+    x = torch.randn(9, 64)
+    expected = linear.product(x, half.data, None)
+    x[2, 7], x[4, 1], x[5] = torch.inf, torch.nan, torch.finfo(torch.float32).max
+    x[6, 3] = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)  # a NaN by its last bit alone
+    y, plain = linear.product(x, half.data, None), x @ full.data.T
+    good = [0, 1, 3, 7, 8]
+    assert torch.equal(y[good], expected[good])
+    assert torch.equal(y[2], plain[2]) and y[2].isinf().all()
+    assert y[4].isnan().all() and y[6].isnan().all() and not y[5].isfinite().all()
+
+
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("width", [64, 96])
+def test_experts_by_matrix_units_are_as_exact_and_each_token_is_by_itself(width: int) -> None:
+    from anabranch.kernels.c import experts
+
+    generator = torch.Generator().manual_seed(width)
+    (gate_up, full_gate_up), (down, full_down) = both(6, 2 * 32, width, seed=1), both(6, width, 32, seed=2)
+    expert = torch.rand(300, 6, generator=generator).argsort(-1)[:, :2].int()
+    expert[7] = -1
+    x, weight = torch.randn(300, width, generator=generator), torch.rand(300, 2, generator=generator)
+    call = ops.ExpertsCall(x, weight, expert, gate_up, down, "silu", scaling=1.5)
+    whole = experts.experts(call)
+    doubles = [Weight.of(matrix.data.double()) for matrix in (full_gate_up, full_down)]
+    exact = ops.experts.reference(call._replace(x_TD=x.double(), gate_up_EFD=doubles[0], down_EDI=doubles[1]))
+    assert ((whole - exact).norm(dim=1) <= 1e-6 * exact.norm(dim=1)).all()
+    for tokens in (1, 5, 40):
+        part = call._replace(x_TD=x[:tokens], weight_TK=weight[:tokens], expert_TK=expert[:tokens])
+        assert torch.equal(experts.experts(part), whole[:tokens]), tokens
+    nobody = call._replace(x_TD=x[7:8], weight_TK=weight[7:8], expert_TK=expert[7:8])
+    assert not experts.experts(nobody).any()
+
+
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("tokens", [1, 3, 40, 300])
 def test_experts_are_those_of_fp32_to_the_bit(tokens: int) -> None:
     from anabranch.kernels.c import experts

@@ -1,6 +1,8 @@
 """Which platform is chosen, what it must implement, and that a stranger's package can bring one."""
 
 import inspect
+import os
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -78,13 +80,25 @@ def test_the_cpu() -> None:
     assert order == ["side"]
 
 
-@pytest.mark.parametrize("flags", [{"avx2"}, {"avx2", "avx512_bf16", "amx_bf16"}, {"bf16"}], ids=str)
-def test_a_cpu_computes_in_fp32(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "cpu_flags", lambda: frozenset(flags))
+@pytest.mark.parametrize("flags", ["avx2", "avx2 avx512_bf16 amx_bf16", "bf16"])
+def test_a_cpu_computes_in_fp32(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "cpu_flags", lambda: frozenset(flags.split()))
     for wanted in (torch.bfloat16, torch.float16, torch.float32):
         assert CpuPlatform().compute_dtype(wanted) == torch.float32
     assert CpuPlatform().compute_dtype(torch.float64) == torch.float64
     assert "computes in fp32" in CpuPlatform().describe()
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}], ids=str)
+def test_threads_of_torch_leave_their_cores_soon(given: dict[str, str]) -> None:
+    """Unless the user says how they wait."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    script = "import os, anabranch; print(os.environ.get('GOMP_SPINCOUNT'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment | given, capture_output=True, text=True, check=True
+    )
+    expected = given.get("GOMP_SPINCOUNT", "1000" if not given else "None")
+    assert done.stdout.strip() == expected
 
 
 def test_the_fake_platform_implements_the_whole_contract_itself() -> None:

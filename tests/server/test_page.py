@@ -134,7 +134,8 @@ def test_what_the_page_asks_for_is_what_is_set(browser: Browser, server: Running
             tab.js(f"document.querySelector('#{name}').value = '{value}'")
         ask(tab, PROMPT, 24)
         tab.until(IDLE)
-        assert re.match(r"24 tokens · .* tokens/s · first after (\d+ ms|\d\.\d\d s) · cut at", tab.text("#log .figures"))
+        figures = r"24 tokens · .* tokens/s · first after (\d+ ms|\d\.\d\d s) · cut at"
+        assert re.match(figures, tab.text("#log .figures"))
         ask(tab, "And then?", 8)
         tab.until(IDLE)
     first, second = bodies
@@ -789,7 +790,8 @@ def test_it_says_when_the_server_is_gone(browser: Browser, endless: Path) -> Non
         tab.until("document.querySelector('#status').textContent === 'ready'")
         ask(tab, PROMPT, 50_000)
         tab.until(f"{BUSY} && {ANSWER}.length > 3")
-        left, right = (f"document.querySelector('{name}').getBoundingClientRect()" for name in ("#chat-title", "#export"))
+        names = ("#chat-title", "#export")
+        left, right = (f"document.querySelector('{name}').getBoundingClientRect()" for name in names)
         assert tab.js(f"{right}.left - {left}.right") > 100, "the first answer grows: no history yet"
         faded = "getComputedStyle(document.querySelector('.side')).opacity"
         assert tab.js(faded) == "1"

@@ -2,7 +2,8 @@
    be in bf16: their numbers are widened to fp32, exactly.
 
    A result depends on its own row alone, to the bit: every product of a row with a weight's row is summed in the same
-   order however many rows there are, however many threads compute them, and whether the matrix is fp32 or bf16.
+   order however many rows there are, however many threads compute them, and whether the matrix is fp32 or bf16 (but
+   for matrix units, which multiply by matrices in bf16 alone).
 
    T tokens, D inputs, F outputs, K experts per token, E experts, I expert width, R requests, H query heads, G key-value
    heads, N pairs of a token and an expert. */
@@ -15,6 +16,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -353,18 +357,225 @@ static long chunk_size(long T, long F, long D, int threads) {
     return size ? size : 8;
 }
 
+/* -- matrix units of x86 (AMX) ------------------------------------------------------------------------------------- */
+
+/* They multiply numbers in bf16 and sum in fp32. A number in fp32 is the sum of three in bf16, exactly: its first, its
+   middle and its last bits. So x times a matrix in bf16 is three products, which are added: as exact as a sum in fp32,
+   and a row's bits do not depend on other rows, but they are not those of the products above.
+
+   A tile of the matrix has 16 of its rows and 32 inputs. Of x there is, for 32 inputs: a pair of inputs in each of 16
+   lines, and in a line a column for each row of x; first bits, then middle, then last. Up to FEW_ROWS rows of x have
+   all of these in one tile, others in three of 16 rows. */
+
+#define FEW_ROWS 5
+#define UNIT 16 /* rows of a tile */
+
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && LANES == 16 && defined(SYS_arch_prctl)
+static int use_units = -1; /* unknown */
+
+/* Whether there are matrix units that this process may use: Linux asks for a request, once. -1: find out; 0: do not use
+   them; 1: do, if they are there. */
+int units(int wanted) {
+    static int there = -1;
+    if (there < 0) there = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18L /* XTILEDATA */) == 0;
+    if (wanted >= 0 || use_units < 0) use_units = there && wanted;
+    return use_units;
+}
+
+/* Rows of x in a block, and bytes of the parts of T rows. */
+INLINE long block_rows(long T) { return T < UNIT ? T : UNIT; }
+INLINE long split_size(long T, long D) { return (T + UNIT - 1) / UNIT * block_rows(T) * 6 * D; }
+
+/* Rows of the matrix in a chunk, at most `size`: for many rows of x they stay in a cache. */
+INLINE long unit_rows(long size, long T, long D) {
+    long most = T > UNIT && 1 << 17 < size * D ? (1 << 17) / D : size;
+    return most < 4 * UNIT ? 4 * UNIT : most / (4 * UNIT) * (4 * UNIT);
+}
+
+/* A block of rows of x as its parts. */
+static void split(uint32_t *parts, const float *const *x, long T, long columns, long D) {
+    long line = T <= FEW_ROWS && T == columns ? 3 * columns : columns, next = line == columns ? UNIT * columns : columns;
+    ivec place = (ivec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * (int)line;
+    for (long d = 0; d < D; d += 32, parts += 3 * UNIT * columns)
+        for (long t = 0; t < columns; t++) {
+            __m512i pairs[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+            for (int half = 0; t < T && half < 2; half++) {
+                __m512i bits = _mm512_loadu_si512(x[t] + d + half * 16), top = _mm512_set1_epi32((int)0xffff0000);
+                __m512i exponent = _mm512_set1_epi32(0x7f800000), first = _mm512_and_si512(bits, top);
+                __mmask16 finite = _mm512_cmpneq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
+                __mmask16 nan = _mm512_cmpgt_epi32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), exponent);
+                __m512 rest = _mm512_maskz_sub_ps(finite, (__m512)bits, (__m512)first);
+                __m512i middle = _mm512_and_si512((__m512i)rest, top);
+                __m512i last = (__m512i)_mm512_sub_ps(rest, (__m512)middle), each[3] = {first, middle, last};
+                each[0] = _mm512_mask_mov_epi32(first, nan, _mm512_set1_epi32(0x7fc00000));
+                for (int part = 0; part < 3; part++) {
+                    __m512i low = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(_mm512_srli_epi32(each[part], 16)));
+                    pairs[part] = half ? _mm512_inserti64x4(pairs[part], _mm512_castsi512_si256(low), 1) : low;
+                }
+            }
+            for (int part = 0; part < 3; part++)
+                _mm512_i32scatter_epi32(parts + part * next + t, (__m512i)place, pairs[part], 4);
+        }
+}
+
+#define BARRIER __asm__ volatile("" ::: "memory") /* compilers know not which memory instructions for tiles touch */
+
+typedef struct {
+    uint8_t palette, start, zero[14];
+    uint16_t bytes[16]; /* of a line */
+    uint8_t lines[16];
+} __attribute__((aligned(64))) Tiles;
+
+/* Tiles from 0 to 5 are sums, 6 is of the matrix, 7 of x. */
+static void set_tiles(long columns) {
+    Tiles tiles = {.palette = 1};
+    for (int i = 0; i < 8; i++) tiles.lines[i] = UNIT, tiles.bytes[i] = i == 6 ? 64 : 4 * columns;
+    BARRIER;
+    _tile_loadconfig(&tiles);
+}
+
+INLINE ivec pick(ivec yes, ivec a, ivec b) { return (yes & a) | (~yes & b); }
+/* 16 vectors of 16, transposed. */
+INLINE void transpose(vec *v) {
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (int step = 8; step; step /= 2) {
+        ivec upper = (lane & step) != 0, from_low = pick(upper, lane + 16 - step, lane);
+        ivec from_high = pick(upper, lane + 16, lane + step);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+            if (!(i & step)) {
+                vec a = v[i], b = v[i + step];
+                v[i] = (vec)_mm512_permutex2var_ps((__m512)a, (__m512i)from_low, (__m512)b);
+                v[i + step] = (vec)_mm512_permutex2var_ps((__m512)a, (__m512i)from_high, (__m512)b);
+            }
+    }
+}
+
+/* Sums of 16 rows of the matrix, of which `count` are wanted, into y. */
+INLINE void put_few(float *const *y, const float *sum, const float *bias, long f, int count, long T) {
+    for (long t = 0; t < T; t++)
+        for (int r = 0; r < count; r++) {
+            const float *line = sum + r * 3 * T + t;
+            float result = line[0] + (line[T] + line[2 * T]);
+            y[t][f + r] = bias ? result + bias[f + r] : result;
+        }
+}
+INLINE void put(float *const *y, const float *sum, const float *bias, long f, int count, long T, long columns) {
+    vec row[16];
+    __mmask16 most = (__mmask16)((1u << columns) - 1), wanted = (__mmask16)((1u << count) - 1);
+#pragma GCC unroll 16
+    for (int r = 0; r < UNIT; r++) {
+        const float *line = sum + r * columns;
+        __m512 small = _mm512_add_ps(_mm512_maskz_loadu_ps(most, line + UNIT * columns),
+                                     _mm512_maskz_loadu_ps(most, line + 2 * UNIT * columns));
+        row[r] = (vec)_mm512_add_ps(_mm512_maskz_loadu_ps(most, line), small);
+    }
+    transpose(row);
+    __m512 offset = bias ? _mm512_maskz_loadu_ps(wanted, bias + f) : _mm512_setzero_ps();
+    for (long t = 0; t < T; t++) {
+        __m512 result = bias ? _mm512_add_ps((__m512)row[t], offset) : (__m512)row[t];
+        _mm512_mask_storeu_ps(y[t] + f, wanted, result);
+    }
+}
+
+#define ZERO(tile) ({ _tile_zero(tile); })
+#define LOAD(tile, from, stride) ({ _tile_loadd(tile, from, stride); })
+#define MULTIPLY(sum, a, b) ({ _tile_dpbf16ps(sum, a, b); })
+#define STORE(tile, to, stride) ({ _tile_stored(tile, to, stride); })
+
+/* y = x times rows of the matrix from begin to end, for x of T rows in parts; as `products` otherwise. */
+static void unit_products(const uint16_t *w, const float *bias, const uint32_t *parts, float *const *y, long T,
+                          long begin, long end, long D) {
+    int few = T <= FEW_ROWS;
+    long columns = block_rows(T), width = few ? 3 * columns : columns;
+    float sum[6 * UNIT * UNIT] __attribute__((aligned(64)));
+    uint16_t copy[end % UNIT ? UNIT * D : 1]; /* of the last rows, with others after them */
+    set_tiles(width);
+    for (long t = 0; t < T; t += UNIT, parts += 3 * D / 2 * columns) {
+        long rows = T - t < UNIT ? T - t : UNIT;
+        for (long f = begin, done; f < end; f += done) {
+            const uint16_t *m = w + f * D;
+            long stride = 2 * D, left = end - f, line = 4 * width;
+            if (left < UNIT) memcpy(copy, m, sizeof *m * left * D), m = copy;
+            BARRIER;
+            if (few) {
+                ZERO(0);
+                for (long d = 0; d < D; d += 32) {
+                    LOAD(7, parts + d / 2 * width, line);
+                    LOAD(6, m + d, stride), MULTIPLY(0, 6, 7);
+                    for (int r = 0; r < UNIT; r++) __builtin_prefetch(m + (UNIT + r) * D + d);
+                }
+                STORE(0, sum, line);
+                done = UNIT;
+            } else {
+                int two = T > UNIT && left >= 2 * UNIT;
+                ZERO(0), ZERO(1), ZERO(2), ZERO(3), ZERO(4), ZERO(5);
+                for (long d = 0; d < D; d += 32) {
+                    const uint32_t *p = parts + d / 32 * 3 * UNIT * columns;
+                    LOAD(6, m + d, stride);
+                    LOAD(7, p, line), MULTIPLY(0, 6, 7);
+                    LOAD(7, p + UNIT * columns, line), MULTIPLY(1, 6, 7);
+                    LOAD(7, p + 2 * UNIT * columns, line), MULTIPLY(2, 6, 7);
+                    if (T <= UNIT)
+                        for (int r = 0; r < UNIT; r++) __builtin_prefetch(m + (UNIT + r) * D + d);
+                    if (!two) continue;
+                    LOAD(6, m + d + 16 * D, stride);
+                    LOAD(7, p, line), MULTIPLY(3, 6, 7);
+                    LOAD(7, p + UNIT * columns, line), MULTIPLY(4, 6, 7);
+                    LOAD(7, p + 2 * UNIT * columns, line), MULTIPLY(5, 6, 7);
+                }
+                STORE(0, sum, line), STORE(1, sum + UNIT * columns, line);
+                STORE(2, sum + 2 * UNIT * columns, line), STORE(3, sum + 3 * UNIT * columns, line);
+                STORE(4, sum + 4 * UNIT * columns, line), STORE(5, sum + 5 * UNIT * columns, line);
+                done = two ? 2 * UNIT : UNIT;
+            }
+            BARRIER;
+            for (long r = 0; r < done && f + r < end; r += UNIT) {
+                int count = left - r < UNIT ? (int)(left - r) : UNIT;
+                if (few)
+                    put_few(y + t, sum + r * width, bias, f + r, count, rows);
+                else
+                    put(y + t, sum + r * 3 * columns, bias, f + r, count, rows, columns);
+            }
+        }
+    }
+    _tile_release();
+}
+#else
+int units(int wanted) { return 0; }
+INLINE long block_rows(long T) { return T; }
+INLINE long split_size(long T, long D) { return 0; }
+INLINE long unit_rows(long size, long T, long D) { return size; }
+INLINE void split(uint32_t *parts, const float *const *x, long T, long columns, long D) {}
+INLINE void unit_products(const uint16_t *w, const float *bias, const uint32_t *parts, float *const *y, long T,
+                          long begin, long end, long D) {}
+#endif
+
+#define MOST_SPLIT 512 /* rows of x, for whose parts there is memory at a time */
+
+/* -- linear -------------------------------------------------------------------------------------------------------- */
+
 typedef struct {
     const void *w;
     const float *bias, *const *x;
     float *const *y;
+    uint32_t *parts; /* of x, for matrix units */
     long T, F, D, size, bf16;
 } Linear;
 
+static void split_chunk(void *job, long chunk) {
+    Linear *j = job;
+    long t = chunk * UNIT, rows = j->T - t < UNIT ? j->T - t : UNIT;
+    split(j->parts + t * 3 * j->D / 2, j->x + t, rows, block_rows(j->T), j->D);
+}
+
 static void linear_chunk(void *job, long chunk) {
     Linear *j = job;
-    long begin = chunk * j->size, end = begin + j->size;
+    long begin = chunk * j->size, end = begin + j->size, last = end < j->F ? end : j->F;
+    if (j->parts) return unit_products(j->w, j->bias, j->parts, j->y, j->T, begin, last, j->D);
     for (long t = 0; t < j->T; t += ROWS) { /* rows that stay in a cache while weights go by */
-        long count = t + ROWS < j->T ? ROWS : j->T - t, last = end < j->F ? end : j->F;
+        long count = t + ROWS < j->T ? ROWS : j->T - t;
         if (j->bf16)
             bf16_products(j->w, j->bias, j->x + t, j->y + t, count, begin, last, j->D);
         else
@@ -372,13 +583,27 @@ static void linear_chunk(void *job, long chunk) {
     }
 }
 
-void linear(float *y, const float *x, const void *w, const float *bias, long T, long F, long D, int bf16,
-            int threads) {
+static void some_rows(float *y, const float *x, const void *w, const float *bias, long T, long F, long D, int bf16,
+                      int threads, int in_units) {
     const float *rows[T];
     float *results[T];
     for (long t = 0; t < T; t++) rows[t] = x + t * D, results[t] = y + t * F;
-    Linear job = {w, bias, rows, results, T, F, D, chunk_size(T, F, D, threads), bf16};
+    Linear job = {w, bias, rows, results, NULL, T, F, D, chunk_size(T, F, D, threads), bf16};
+    if (in_units) {
+        job.parts = aligned_alloc(64, split_size(T, D));
+        job.size = unit_rows(job.size, T, D);
+        parallel(split_chunk, &job, (T + UNIT - 1) / UNIT, T * D < FEW / 16 ? 1 : threads);
+    }
     parallel(linear_chunk, &job, (F + job.size - 1) / job.size, threads);
+    free(job.parts);
+}
+
+void linear(float *y, const float *x, const void *w, const float *bias, long T, long F, long D, int bf16,
+            int threads) {
+    int in_units = bf16 && D % 32 == 0 && units(-1);
+    long most = in_units ? MOST_SPLIT : T;
+    for (long t = 0; t < T; t += most)
+        some_rows(y + t * F, x + t * D, w, bias, T - t < most ? T - t : most, F, D, bf16, threads, in_units);
 }
 
 /* -- rows by themselves -------------------------------------------------------------------------------------------- */
@@ -650,14 +875,24 @@ typedef struct {
     const float *const *x;
     float *const *y;
     const long *expert, *begin; /* of those that are hit: their number, and their first pair */
+    uint32_t *const *split;     /* of x, for matrix units */
     long F, D, size, parts, bf16;
 } Grouped;
+
+static void split_group(void *job, long hit) {
+    Grouped *j = job;
+    long n = j->begin[hit], T = j->begin[hit + 1] - n;
+    for (long t = 0; t < T; t += UNIT)
+        split(j->split[hit] + t * 3 * j->D / 2, j->x + n + t, T - t < UNIT ? T - t : UNIT, block_rows(T), j->D);
+}
 
 static void grouped_chunk(void *job, long chunk) {
     Grouped *j = job;
     long hit = chunk / j->parts, f = chunk % j->parts * j->size, end = f + j->size, n = j->begin[hit];
     long first = j->expert[hit] * j->F * j->D, count = j->begin[hit + 1] - n, last = end < j->F ? end : j->F;
-    if (j->bf16)
+    if (j->split)
+        unit_products((const uint16_t *)j->w + first, NULL, j->split[hit], j->y + n, count, f, last, j->D);
+    else if (j->bf16)
         bf16_products((const uint16_t *)j->w + first, NULL, j->x + n, j->y + n, count, f, last, j->D);
     else
         products((const float *)j->w + first, NULL, j->x + n, j->y + n, count, f, last, j->D);
@@ -667,6 +902,21 @@ typedef struct {
     float *const *mid;
     long pairs, I;
 } Activation;
+
+/* Rows of experts times their matrices; `parts`: memory for those of all rows, for matrix units. */
+static void grouped_products(Grouped job, long hits, uint32_t *parts, int threads) {
+    uint32_t *split[hits + 1];
+    if (parts) {
+        for (long hit = 0; hit < hits; hit++) {
+            split[hit] = parts;
+            parts += split_size(job.begin[hit + 1] - job.begin[hit], job.D) / 4;
+        }
+        job.split = split;
+        parallel(split_group, &job, hits, job.begin[hits] * job.D < FEW / 16 ? 1 : threads);
+    }
+    job.parts = (job.F + job.size - 1) / job.size;
+    parallel(grouped_chunk, &job, hits * job.parts, threads);
+}
 
 #define PAIRS 16 /* of a chunk */
 
@@ -718,15 +968,24 @@ void experts(float *y, const float *x, const float *weight, const int32_t *exper
         if (place[n] >= 0) in[place[n]] = x + n / K * D;
     }
     for (long n = 0; n < pairs; n++) mid[n] = h + n * 2 * I, out[n] = rows + n * D;
+    uint32_t *parts = NULL;
+    if (hits && bf16 && D % 32 == 0 && I % 32 == 0 && units(-1)) {
+        long bytes = 0;
+        for (long i = 0; i < hits; i++) bytes += split_size(begin[i + 1] - begin[i], D > I ? D : I);
+        parts = aligned_alloc(64, bytes);
+    }
     threads = pairs * 3 * I * D < FEW ? 1 : threads;
-    long size = threads > 1 && hits < 4 * threads ? chunk_size(FEW, 2 * I, D, threads) : 2 * I;
-    Grouped job = {gate_up, in, mid, hit, begin, 2 * I, D, size, (2 * I + size - 1) / size, bf16};
-    parallel(grouped_chunk, &job, hits * job.parts, threads);
+    int few = threads > 1 && hits < 4 * threads;
+    long size = few ? chunk_size(FEW, 2 * I, D, threads) : 2 * I;
+    if (parts) size = unit_rows(size, pairs / hits, D);
+    grouped_products((Grouped){gate_up, in, mid, hit, begin, NULL, 2 * I, D, size, 0, bf16}, hits, parts, threads);
     Activation activation = {mid, pairs, I};
     parallel(activation_chunk, &activation, (pairs + PAIRS - 1) / PAIRS, pairs * I * 4 < FEW ? 1 : threads);
-    size = threads > 1 && hits < 4 * threads ? chunk_size(FEW, D, I, threads) : D;
-    job = (Grouped){down, (const float *const *)mid, out, hit, begin, D, I, size, (D + size - 1) / size, bf16};
-    parallel(grouped_chunk, &job, hits * job.parts, threads);
+    size = few ? chunk_size(FEW, D, I, threads) : D;
+    if (parts) size = unit_rows(size, pairs / hits, I);
+    const float *const *from = (const float *const *)mid;
+    grouped_products((Grouped){down, from, out, hit, begin, NULL, D, I, size, 0, bf16}, hits, parts, threads);
+    free(parts);
     Combine combine = {y, rows, weight, place, K, D, scaling};
     parallel(combine_chunk, &combine, T, N * D < FEW ? 1 : threads);
     free(h);

@@ -32,6 +32,12 @@ problem = _loaded if isinstance(_loaded, str) else ""
 """Why there are no kernels; "": there are."""
 
 
+def matrix_units(wanted: int = -1) -> bool:
+    """Whether matrices in bf16 are multiplied by the CPU's matrix units (AMX); 0: not from here on, 1: where it has
+    any."""
+    return bool(getattr(_loaded, "units", int)(wanted))
+
+
 def function(name: str) -> Callable[..., None]:
     found: Any = getattr(_loaded, name)
     found.argtypes, found.restype = ARGUMENTS[name], None
