@@ -389,49 +389,7 @@ INLINE long split_size(long T, long D) { return (T + UNIT - 1) / UNIT * block_ro
 /* Rows of the matrix in a chunk, at most `size`: for many rows of x they stay in a cache. */
 INLINE long unit_rows(long size, long T, long D) {
     long most = T > UNIT && 1 << 17 < size * D ? (1 << 17) / D : size;
-    return most < 4 * UNIT ? 4 * UNIT : most / (4 * UNIT) * (4 * UNIT);
-}
-
-/* A block of rows of x as its parts. */
-static void split(uint32_t *parts, const float *const *x, long T, long columns, long D) {
-    long line = T <= FEW_ROWS && T == columns ? 3 * columns : columns, next = line == columns ? UNIT * columns : columns;
-    ivec place = (ivec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * (int)line;
-    for (long d = 0; d < D; d += 32, parts += 3 * UNIT * columns)
-        for (long t = 0; t < columns; t++) {
-            __m512i pairs[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
-            for (int half = 0; t < T && half < 2; half++) {
-                __m512i bits = _mm512_loadu_si512(x[t] + d + half * 16), top = _mm512_set1_epi32((int)0xffff0000);
-                __m512i exponent = _mm512_set1_epi32(0x7f800000), first = _mm512_and_si512(bits, top);
-                __mmask16 finite = _mm512_cmpneq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
-                __mmask16 nan = _mm512_cmpgt_epi32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), exponent);
-                __m512 rest = _mm512_maskz_sub_ps(finite, (__m512)bits, (__m512)first);
-                __m512i middle = _mm512_and_si512((__m512i)rest, top);
-                __m512i last = (__m512i)_mm512_sub_ps(rest, (__m512)middle), each[3] = {first, middle, last};
-                each[0] = _mm512_mask_mov_epi32(first, nan, _mm512_set1_epi32(0x7fc00000));
-                for (int part = 0; part < 3; part++) {
-                    __m512i low = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(_mm512_srli_epi32(each[part], 16)));
-                    pairs[part] = half ? _mm512_inserti64x4(pairs[part], _mm512_castsi512_si256(low), 1) : low;
-                }
-            }
-            for (int part = 0; part < 3; part++)
-                _mm512_i32scatter_epi32(parts + part * next + t, (__m512i)place, pairs[part], 4);
-        }
-}
-
-#define BARRIER __asm__ volatile("" ::: "memory") /* compilers know not which memory instructions for tiles touch */
-
-typedef struct {
-    uint8_t palette, start, zero[14];
-    uint16_t bytes[16]; /* of a line */
-    uint8_t lines[16];
-} __attribute__((aligned(64))) Tiles;
-
-/* Tiles from 0 to 5 are sums, 6 is of the matrix, 7 of x. */
-static void set_tiles(long columns) {
-    Tiles tiles = {.palette = 1};
-    for (int i = 0; i < 8; i++) tiles.lines[i] = UNIT, tiles.bytes[i] = i == 6 ? 64 : 4 * columns;
-    BARRIER;
-    _tile_loadconfig(&tiles);
+    return (most + 2 * UNIT - 1) / (2 * UNIT) * (2 * UNIT);
 }
 
 INLINE ivec pick(ivec yes, ivec a, ivec b) { return (yes & a) | (~yes & b); }
@@ -450,6 +408,60 @@ INLINE void transpose(vec *v) {
                 v[i + step] = (vec)_mm512_permutex2var_ps((__m512)a, (__m512i)from_high, (__m512)b);
             }
     }
+}
+
+/* A block of rows of x as its parts. */
+static void split(uint32_t *parts, const float *const *x, long T, long columns, long D) {
+    const __m512i top = _mm512_set1_epi32((int)0xffff0000), exponent = _mm512_set1_epi32(0x7f800000);
+    long few = T <= FEW_ROWS && T == columns, next = few ? T : UNIT, width = few ? 3 * T : columns;
+    __mmask16 line = (__mmask16)((1u << width) - 1);
+    vec pairs[3 * UNIT]; /* of the first bits of all rows, of the middle, of the last */
+    memset(pairs, 0, sizeof pairs);
+    for (long d = 0; d < D; d += 32) {
+        for (long t = 0; t < T; t++) {
+            __m256i half[2][3];
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                __m512i bits = _mm512_loadu_si512(x[t] + d + i * 16), first = _mm512_and_si512(bits, top);
+                __mmask16 finite = _mm512_cmpneq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
+                __mmask16 nan = _mm512_cmp_ps_mask((__m512)bits, (__m512)bits, _CMP_UNORD_Q);
+                __m512 rest = _mm512_maskz_sub_ps(finite, (__m512)bits, (__m512)first);
+                __m512i middle = _mm512_and_si512((__m512i)rest, top);
+                __m512i last = (__m512i)_mm512_sub_ps(rest, (__m512)middle);
+                first = _mm512_mask_mov_epi32(first, nan, _mm512_set1_epi32(0x7fc00000));
+                half[i][0] = _mm512_cvtepi32_epi16(_mm512_srli_epi32(first, 16));
+                half[i][1] = _mm512_cvtepi32_epi16(_mm512_srli_epi32(middle, 16));
+                half[i][2] = _mm512_cvtepi32_epi16(_mm512_srli_epi32(last, 16));
+            }
+#pragma GCC unroll 3
+            for (int part = 0; part < 3; part++)
+                pairs[part * next + t] =
+                    (vec)_mm512_inserti64x4(_mm512_castsi256_si512(half[0][part]), half[1][part], 1);
+        }
+        for (int tile = 0; tile < (few ? 1 : 3); tile++) {
+            vec lines[UNIT];
+            memcpy(lines, pairs + tile * UNIT, sizeof lines);
+            transpose(lines);
+#pragma GCC unroll 16
+            for (int i = 0; i < UNIT; i++, parts += width) _mm512_mask_storeu_ps(parts, line, (__m512)lines[i]);
+        }
+    }
+}
+
+#define BARRIER __asm__ volatile("" ::: "memory") /* compilers know not which memory instructions for tiles touch */
+
+typedef struct {
+    uint8_t palette, start, zero[14];
+    uint16_t bytes[16]; /* of a line */
+    uint8_t lines[16];
+} __attribute__((aligned(64))) Tiles;
+
+/* Tiles from 0 to 5 are sums, 6 is of the matrix, 7 of x. */
+static void set_tiles(long columns) {
+    Tiles tiles = {.palette = 1};
+    for (int i = 0; i < 8; i++) tiles.lines[i] = UNIT, tiles.bytes[i] = i == 6 ? 64 : 4 * columns;
+    BARRIER;
+    _tile_loadconfig(&tiles);
 }
 
 /* Sums of 16 rows of the matrix, of which `count` are wanted, into y. */
@@ -504,7 +516,7 @@ static void unit_products(const uint16_t *w, const float *bias, const uint32_t *
                 for (long d = 0; d < D; d += 32) {
                     LOAD(7, parts + d / 2 * width, line);
                     LOAD(6, m + d, stride), MULTIPLY(0, 6, 7);
-                    for (int r = 0; r < UNIT; r++) __builtin_prefetch(m + (UNIT + r) * D + d);
+                    for (int r = 0; r < UNIT; r++) __builtin_prefetch(m + (UNIT + r) * D + d, 0, 2);
                 }
                 STORE(0, sum, line);
                 done = UNIT;
@@ -518,7 +530,7 @@ static void unit_products(const uint16_t *w, const float *bias, const uint32_t *
                     LOAD(7, p + UNIT * columns, line), MULTIPLY(1, 6, 7);
                     LOAD(7, p + 2 * UNIT * columns, line), MULTIPLY(2, 6, 7);
                     if (T <= UNIT)
-                        for (int r = 0; r < UNIT; r++) __builtin_prefetch(m + (UNIT + r) * D + d);
+                        for (int r = 0; r < UNIT; r++) __builtin_prefetch(m + (UNIT + r) * D + d, 0, 2);
                     if (!two) continue;
                     LOAD(6, m + d + 16 * D, stride);
                     LOAD(7, p, line), MULTIPLY(3, 6, 7);
