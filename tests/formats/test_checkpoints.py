@@ -146,6 +146,33 @@ def test_what_does_not_fit_is_dequantised_in_every_step(
     torch.testing.assert_close(found, tiny.Judge(plain, model.model_type).logits(prompt), rtol=0, atol=1e-4)
 
 
+def test_weights_stay_packed_where_dense_ones_leave_no_room_for_a_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would be refused after they have been read, though the packed ones fit."""
+    quantized, _, _ = save(next(case for case in writers.CASES if case.name == "fp8 blocks"), tmp_path)
+    sizes: list[int] = []
+    load_model(quantized, dtype="float32", check=sizes.append)
+    packed, dense = sizes
+    assert packed < dense / 2
+
+    def most(limit: int) -> Callable[[int], None]:
+        def check(num_bytes: int) -> None:
+            if num_bytes > limit:
+                raise ValueError("the model does not fit")
+
+        return check
+
+    for limit, fits in ((dense, True), (dense - 1, False)):
+        caplog.clear()
+        model = load_model(quantized, dtype="float32", check=most(limit))
+        assert ("dequantised in every step" not in caplog.text) == fits
+        assert (model.layers[0].mlp.experts.down_EDI.format is formats.PLAIN) == fits
+        assert (sum(parameter.nbytes for parameter in model.parameters()) == dense) == fits
+    with pytest.raises(ValueError, match="does not fit"):
+        load_model(quantized, dtype="float32", check=most(packed - 1))
+
+
 def test_the_formats_that_weights_take(tmp_path: Path) -> None:
     """Gate and up rows of 704 share a scale in blocks of 64, so that up rows begin at a block."""
     case = next(case for case in writers.CASES if case.name == "fp8 blocks, 704")

@@ -38,6 +38,8 @@ from anabranch.ops.weight import Weight
 from anabranch.parallel.group import ALONE, Group
 from anabranch.stages import count, stage
 
+Check = Callable[[int], None]
+
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -61,7 +63,7 @@ def load_model(
     expert_parallel: bool = False,
     expert_slots: int = 0,
     exchange: Exchange | None = None,
-    check: Callable[[int], None] | None = None,
+    check: Check | None = None,
 ) -> Decoder:
     """Load a local folder or a hub id. `dtype` auto: the checkpoint's, as far as the platform computes in it.
     `quantization`: a format of formats.rounded for the plain matrices of the layers. `kv_cache_dtype`, `state_dtype`:
@@ -110,16 +112,16 @@ def load_model(
         for module in decoder.modules():
             if isinstance(module, Attention):
                 module.part_neighbours()
-        settle(decoder, platform, copies)
+        settle(decoder, platform, copies, check)
         lay_out(decoder, platform)
     keep_attributes(decoder)
     return decoder
 
 
-def settle(decoder: Decoder, platform: platforms.Platform, copies: Sequence[names.Copy]) -> None:
+def settle(decoder: Decoder, platform: platforms.Platform, copies: Sequence[names.Copy], check: Check | None) -> None:
     """After loading: refuse scales that are no numbers, by the names that `copies` has; replace quantised weights by
-    dense ones where no kernel of this platform multiplies by them, if there is memory for that. If not, they are
-    dequantised in every call."""
+    dense ones where no kernel of this platform multiplies by them, if there is memory for that, and `check` allows so
+    many bytes of weights. If not, they are dequantised in every call."""
     quantized = {name: w for name, w in decoder.named_modules() if isinstance(w, Weight) and _is_quantized(w)}
     if not quantized:
         return
@@ -140,7 +142,9 @@ def settle(decoder: Decoder, platform: platforms.Platform, copies: Sequence[name
         if (op := multiplied.get(id(weight))) is None or not any(weight.format.kind in k.traits for k in op.bound)
     ]
     num_bytes = sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in dense)
-    if num_bytes > 0.8 * platform.memory().free:
+    packed = sum(x.nbytes for weight in dense for x in weight.tensors.values())
+    total = sum(parameter.nbytes for parameter in decoder.parameters()) - packed + num_bytes
+    if num_bytes > 0.8 * platform.memory().free or not _allows(check, total):
         log.warning(
             "%.1f GB of dequantised weights do not fit in memory: they are dequantised in every step, which is slow",
             num_bytes / 1e9,
@@ -153,6 +157,13 @@ def settle(decoder: Decoder, platform: platforms.Platform, copies: Sequence[name
             layer.set_fp8_norms()
     if dense:
         log.info("dequantised %d weights: no kernel of this platform multiplies by their format", len(dense))
+
+
+def _allows(check: Check | None, num_bytes: int) -> bool:
+    try:
+        return check is None or check(num_bytes) is None
+    except ValueError:
+        return False
 
 
 def _is_finite(scale: torch.Tensor) -> torch.Tensor:
