@@ -1,11 +1,12 @@
-"""Decode speed on a CPU: this checkout beside another one and beside transformers, in turns, in one run.
+"""Speed on a CPU, of decode and of prompts: this checkout beside another one and beside transformers, in turns, in one run.
 
     python benchmarks/cpu_decode.py [--model FOLDER] [--against CHECKOUT] [--streams 1 16] [--tokens N] [--runs N]
+                                    [--prompts 128 1024]
 
 Each side is a process of its own with the same threads, fp32, greedy, prompts of 32 tokens. Only one works at a time,
 and they take turns, so that other work on the machine slows all of them. A run is timed twice, with few and with many
 tokens: the difference is decode alone. tok/s of wall time, the best and the median of the runs, and the CPU time of a
-step, which other work disturbs less.
+step, which other work disturbs less. `--prompts`: seconds to the first token of prompts of so many tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ ROOT = Path(__file__).parents[1]
 PROMPT, FEW = 32, 4
 
 
-def prompts(streams: int) -> list[list[int]]:
-    return [[(7 * i + j) % 4000 + 3 for j in range(PROMPT)] for i in range(streams)]
+def prompts(streams: int, length: int) -> list[list[int]]:
+    return [[(7 * i + j) % 4000 + 3 for j in range(length)] for i in range(streams)]
 
 
 def serve(side: str, model: str) -> None:
-    """Answer lines [streams, tokens] with [wall seconds, CPU seconds]."""
+    """Answer lines [streams, tokens, tokens of a prompt] with [wall seconds, CPU seconds]."""
     if side == "transformers":
         import torch
         import transformers
@@ -37,8 +38,8 @@ def serve(side: str, model: str) -> None:
         transformers.logging.set_verbosity_error()
         theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
-        def run(streams: int, tokens: int) -> None:
-            ids = torch.tensor(prompts(streams))
+        def run(streams: int, tokens: int, length: int) -> None:
+            ids = torch.tensor(prompts(streams, length))
             with torch.inference_mode():
                 options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
                 theirs.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
@@ -47,9 +48,9 @@ def serve(side: str, model: str) -> None:
 
         llm = LLM(model, dtype="float32", max_num_seqs=64, prefix_cache=False, num_pages=2048)
 
-        def run(streams: int, tokens: int) -> None:
+        def run(streams: int, tokens: int, length: int) -> None:
             params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            llm.generate(prompts(streams), [params] * streams)
+            llm.generate(prompts(streams, length), [params] * streams)
 
     for line in sys.stdin:
         begin = time.perf_counter(), time.process_time()
@@ -65,9 +66,9 @@ class Side:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
-    def run(self, streams: int, tokens: int) -> list[float]:
+    def run(self, streams: int, tokens: int, length: int = PROMPT) -> list[float]:
         assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps([streams, tokens]), file=self.process.stdin, flush=True)
+        print(json.dumps([streams, tokens, length]), file=self.process.stdin, flush=True)
         seconds: list[float] = json.loads(self.process.stdout.readline())
         return seconds
 
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="another checkout of Anabranch")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16], metavar="N")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="steps that are timed (default 64)")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[], metavar="N")
     parser.add_argument("--runs", type=int, default=5, metavar="N")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -108,6 +110,17 @@ def main() -> None:
                 f"{found['median_tok_s']:8.1f}, CPU {found['cpu_ms_per_step']:7.2f} ms a step",
                 flush=True,
             )
+    for length in options.prompts:
+        seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+        for turn in range(options.runs + 1):
+            for side in sides:
+                wall, _ = side.run(1, 1, length)
+                if turn:
+                    seconds[side.name].append(wall)
+        for name, each in seconds.items():
+            result[f"{name} prompt {length}"] = {"best_s": min(each), "median_s": statistics.median(each)}
+            times = f"first token after {min(each):.3f} s, median {statistics.median(each):.3f}"
+            print(f"prompt of {length} tokens, {name:12}: {times}", flush=True)
     for side in sides:
         side.process.terminate()
     if options.json:
