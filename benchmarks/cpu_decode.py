@@ -1,4 +1,4 @@
-"""Speed on a CPU, of decode and of prompts: this checkout beside another one and beside transformers, in turns, in one run.
+"""Speed on a CPU, of decode and of prompts: this checkout beside another one and transformers, in turns, in one run.
 
     python benchmarks/cpu_decode.py [--model FOLDER] [--against CHECKOUT] [--streams 1 16] [--tokens N] [--runs N]
                                     [--prompts 128 1024]
