@@ -262,3 +262,18 @@ def test_sizes_that_do_not_agree_are_not_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(linear, "_known", {})
     x_TD, weight_DF = torch.randn(5, 8), torch.randn(8, 3)
     torch.testing.assert_close(linear.product(x_TD, weight_DF), x_TD @ weight_DF)
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (64, 131), (2, 33, 300)])
+def test_bf16_does_not_hide_another_order_of_sums(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that adds from the other end where there is one row: products are rounded to few bits after that."""
+    weight_XDF = torch.randn(*shape).bfloat16()
+
+    def matmul(x_XTD: torch.Tensor, weight_XDF: torch.Tensor) -> torch.Tensor:
+        terms = x_XTD.float()[..., None] * weight_XDF.float()[..., None, :, :]
+        terms = terms.flip(-2) if x_XTD.shape[-2] == 1 else terms
+        return sum(terms.unbind(-2), torch.zeros(())).to(x_XTD.dtype)
+
+    monkeypatch.setattr(torch, "matmul", matmul)
+    monkeypatch.setattr(linear, "SIZES", (1, 2, 16, 24))
+    assert linear._agreeing(weight_XDF) == (2, 16, 24)

@@ -15,6 +15,7 @@ from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
 from anabranch.loader.load import build, load_model
 from anabranch.models.config import read_config
 from anabranch.models.decoder import Decoder, DecoderLayer
+from anabranch.platforms.fake import FakePlatform
 from tests.models import tiny
 
 BY_NAME = {case.name: case for case in tiny.CASES}
@@ -133,13 +134,19 @@ def test_dtype_is_converted(folder: Path) -> None:
         assert torch.equal(a.bfloat16(), b), name
 
 
-def test_auto_dtype_follows_checkpoint_and_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_follows_checkpoint_and_platform(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU computes in fp32, also where it has instructions for bf16."""
+
+    class Chip(FakePlatform):
+        def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
+            return wanted
+
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(config))
-    for flags, expected in ((frozenset(), torch.float32), (frozenset({"avx512_bf16"}), torch.bfloat16)):
-        monkeypatch.setattr("anabranch.platforms.cpu.cpu_flags", lambda flags=flags: flags)
-        assert next(load_model(folder, platform=platforms.make("cpu")).parameters()).dtype == expected
+    monkeypatch.setattr("anabranch.platforms.cpu.cpu_flags", lambda: frozenset({"avx512_bf16", "bf16"}))
+    for platform, expected in ((platforms.make("cpu"), torch.float32), (Chip(), torch.bfloat16)):
+        assert next(load_model(folder, platform=platform).parameters()).dtype == expected
 
 
 def test_unknown_dtype(folder: Path) -> None:

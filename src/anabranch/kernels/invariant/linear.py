@@ -41,11 +41,14 @@ def _in_blocks(x_XTD: torch.Tensor, weight_XDF: torch.Tensor, blocks: tuple[tupl
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
-def _agreeing(weight_XDF: torch.Tensor) -> tuple[int, ...]:
-    """Numbers of rows that agree for weights like this one."""
-    sizes = [size for size in SIZES if size <= PIVOT or size * weight_XDF.numel() <= PROBED]
-    shape = *weight_XDF.shape[:-2], sizes[-1], weight_XDF.shape[-2]
-    x_XTD = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(weight_XDF.dtype)
+def _agreeing(like: torch.Tensor) -> tuple[int, ...]:
+    """Numbers of rows that agree for weights like this one. Sums cancel, so that short types hide no other order."""
+    sizes = [size for size in SIZES if size <= PIVOT or size * like.numel() <= PROBED]
+    generator, (*X, D, _) = torch.Generator().manual_seed(0), like.shape
+    weight_XDF = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).normal_(generator=generator)
+    x_XTD = torch.randn(*X, sizes[-1], D, generator=generator).to(like.dtype)
+    one, other, rest = torch.randperm(D, generator=generator).tensor_split((D // 2, D // 2 * 2))
+    x_XTD[..., other], x_XTD[..., rest], weight_XDF[..., other, :] = -x_XTD[..., one], 0, weight_XDF[..., one, :]
 
     def compute(x_XTD: torch.Tensor, size: int) -> torch.Tensor:
         return torch.cat([torch.matmul(block, weight_XDF) for block in x_XTD.split(size, -2)], -2)
