@@ -27,6 +27,9 @@ SIZES |= {"num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 132, "
 """A half of every matrix is whole blocks."""
 MOST = 0.51
 """Of all bytes: what one of two ranks reads at most, a half and what all ranks hold. In docs/many_devices.md too."""
+PROMPT = list(range(40, 80))
+"""No row makes more of roundings than `compare` allows: weights changed by a unit in their last place move each by 0.8
+of that at most, in any format. (One of 0 to 39 is moved by 1.1 of it.)"""
 
 
 def save(name: str, folder: Path, **sizes: int) -> Path:
@@ -52,21 +55,8 @@ def logits(group: Group, folders: dict[str, Path]) -> dict[tuple[str, bool], tor
             except ValueError as error:
                 found[name, expert_parallel] = str(error)
             else:
-                found[name, expert_parallel] = SingleSequence(model, 64).forward(list(range(40)))
+                found[name, expert_parallel] = SingleSequence(model, 64).forward(PROMPT)
     return found
-
-
-def rounding(folder: Path, expert_parallel: bool) -> torch.Tensor:
-    """How much each row of `logits` changes, at most, where weights change by a unit in their last place."""
-    generator, found = torch.Generator().manual_seed(0), []
-    for unit in (0.0, *[2.0**-23] * 8):
-        model = load_model(folder, dtype="float32", expert_parallel=expert_parallel)
-        for parameter in model.parameters():
-            if parameter.dtype == torch.float32:
-                signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
-                parameter.data.mul_(1 + unit * signs)
-        found.append(SingleSequence(model, 64).forward(list(range(40))))
-    return (torch.stack(found[1:]) - found[0]).abs().amax((0, 2))
 
 
 def num_read(folder: Path, group: Group, expert_parallel: bool, quantization: str = "none") -> int:
@@ -101,11 +91,7 @@ def compare(names: list[str], folder: Path) -> None:
     for found in run(2, logits, folders):
         for (name, expert_parallel), one in found.items():
             assert isinstance(one, torch.Tensor), f"{name}: {one}"
-            difference, bound = (one - expected[name]).abs().amax(-1), 1e-5 * expected[name].abs().max()
-            if (difference >= bound).any():  # rows that make much of a rounding, which are other ones on another CPU
-                assert (difference >= bound).sum() <= 2, (name, expert_parallel, difference)
-                bound = rounding(folders[name], expert_parallel).maximum(bound)
-            assert (difference < bound).all(), (name, expert_parallel, difference)
+            assert (one - expected[name]).abs().max() < 1e-5 * expected[name].abs().max(), (name, expert_parallel)
 
 
 def test_two_ranks_compute_what_one_computes(tmp_path: Path) -> None:
