@@ -38,8 +38,8 @@ packed_kernels = functools.partial(gluon_kernels, "linear_hopper_packed")
 Product = Callable[[torch.Tensor, Weight, torch.Tensor | None, torch.dtype], torch.Tensor]
 LIBRARY_TOKENS = 64
 """Above, where linear_hopper_fp8 does not multiply, the vendor's library does."""
-MULTIPLY_TOKENS = {4: 32, 8: 128}
-"""By bits of a weight. On an H200, INT4 is faster dequantised at 64 tokens and 8 bits at 256, not at 64."""
+MULTIPLY_TOKENS = {4: 32, 8: 64}
+"""By bits of a weight. On an H200, INT4 is faster dequantised at 64 tokens and 8 bits at 96, not at 64."""
 MAX_LOADS = 8
 """16-byte loads of weights that a thread of `stream_scaled` may have under way for each output."""
 NUM_LANES = 64 if torch.version.hip else 32
