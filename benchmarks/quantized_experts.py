@@ -3,6 +3,8 @@
     python benchmarks/quantized_experts.py --json FILE                  all models, 1 to 4,096 tokens
     python benchmarks/quantized_experts.py --tiles                      on Hopper: also other tiles
     python benchmarks/quantized_experts.py --models tiny --tokens 1 3   without a GPU
+    ncu --profile-from-start off --set full python benchmarks/quantized_experts.py --models gpt-oss-20b --tokens 64 \\
+        --once                                                          counters of its kernels
 
 From hidden rows and the router's choice to summed rows; experts of gpt-oss have biases and the clamped SwiGLU. Calls
 alternate between sets of weights that no cache holds together, and are replayed as one captured graph where there are
@@ -178,11 +180,24 @@ def time_tiles(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
     return found
 
 
+def once(call: Callable[[], torch.Tensor]) -> None:
+    for _ in range(3):  # compiled, and as warm as it gets
+        call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[name for name in MODELS if "tiny" not in name], choices=MODELS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096], metavar="N")
     parser.add_argument("--tiles", action="store_true", help="also tiles of experts_hopper_packed and experts_few")
+    parser.add_argument("--once", action="store_true", help="time nothing: one call of each, marked for a profiler")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     platform = platforms.current()
@@ -201,6 +216,9 @@ def main() -> None:
         for model in options.models:
             for tokens in options.tokens:
                 sets = calls(MODELS[model], tokens, device, dtype)
+                if options.once:
+                    once(partial(ops.experts, sets[0]))
+                    continue
                 hit = int(sets[0].expert_TK.unique().numel())
                 num_bytes = hit * bytes_of(MODELS[model])
                 ours = microseconds(platform, [partial(ops.experts, call) for call in sets])

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ pytest.importorskip("triton")
 from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.tuning import experts_tables, experts_tuner
 from anabranch.kernels.tuning import table as tables
-from anabranch.kernels.tuning.experts_candidates import searches
+from anabranch.kernels.tuning.experts_candidates import searches, searches_of
 from anabranch.kernels.tuning.experts_tables import CODEC
 from anabranch.kernels.tuning.experts_tiles import (
     FewTiles,
@@ -105,6 +106,22 @@ def test_candidates_for_quantized_weights(machine: str, format: str) -> None:
             assert CODEC.decode(json.loads(json.dumps(CODEC.encode(tiles)))) == tiles
         on_hopper = any(isinstance(tiles, HopperTiles if format == "fp8_128x128" else PackedTiles) for tiles in tried)
         assert on_hopper == (given.hopper and tokens > (2 if format.startswith("fp4") else 8))
+
+
+@pytest.mark.parametrize("format", ["plain", "fp8_128x128", "int4_1x128_bf16", "fp4_1x32_e8m0"])
+def test_a_table_knows_the_rule_between_its_sizes(format: str) -> None:
+    """A table of INT4 once chose other tiles than the rule's for 9 to 15 tokens, whose time it did not know."""
+    shape, sizes = replace(SHAPES["qwen3-30b-a3b"], format=format), experts_tuner.buckets("fast", 16384)
+    timed = {
+        size: {tiles: float(n + 1) for n, tiles in enumerate(dict.fromkeys(t for one in some for t in one.near()))}
+        for size, some in searches_of(sizes, shape, HOPPER).items()
+    }
+    table = tables.Table(timed, "fast", sizes)
+    for low, high in itertools.pairwise(sorted(sizes)):
+        for tokens in (low + 1, high - 1):
+            rule = choose(tokens, shape, machine=HOPPER)
+            known = table.estimate(tokens, partial(adapt, num_tokens=tokens, combine="fastest", machine=HOPPER))
+            assert rule in known, f"{tokens} tokens"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ Nothing here uses a device. The list is short because each entry is a pair of ke
 needs gets its tiles by adding a line here; benchmarks/results/experts_h200.json has the times it was made from.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,7 @@ from anabranch.kernels.tuning.experts_tiles import (
     Shape,
     Tile,
     Tiles,
+    adapt,
     choose,
     choose_small,
     fit,
@@ -48,6 +50,19 @@ def searches(num_tokens: int, shape: Shape, machine: Machine, full: bool = False
     if full and isinstance(rule, GroupedTiles) and shape.top_k > 2:
         found.append(Search(replace(rule, add=True)))
     return [Search(rule), *found]
+
+
+def searches_of(
+    sizes: Sequence[int], shape: Shape, machine: Machine, full: bool = False
+) -> dict[int, list[Search[Tiles]]]:
+    """The searches for several numbers of tokens. What the rule gives between two of them is timed at both: a table
+    can only compare what was."""
+    found = {size: searches(size, shape, machine, full) for size in sizes}
+    for low, high in itertools.pairwise(sorted(found)):
+        for size, between in ((low, high - 1), (high, low + 1)):
+            tiles = adapt(choose(between, shape, machine=machine), size, "fastest", machine)
+            found[size] += [] if tiles is None else [Search(tiles)]
+    return found
 
 
 def small_searches(num_tokens: int, shape: Shape, full: bool) -> Iterator[Search[Tiles]]:

@@ -20,7 +20,7 @@ from anabranch.formats import named
 from anabranch.kernels.compiling.precompile import Job, precompile, recording
 from anabranch.kernels.triton import experts as kernel
 from anabranch.kernels.tuning import experts_tables
-from anabranch.kernels.tuning.experts_candidates import searches
+from anabranch.kernels.tuning.experts_candidates import searches_of
 from anabranch.kernels.tuning.experts_tables import CODEC, good_for
 from anabranch.kernels.tuning.experts_tiles import Machine, Shape, Tiles, label
 from anabranch.kernels.tuning.search import FAST_SECONDS, Progress, buckets, measure
@@ -150,8 +150,7 @@ def ensure(
     if not left:
         return Tuned(table, time.monotonic() - began, ())
     bench, full = ExpertsBench(shape, weights[:SETS], activation, platform), level == "full"
-    machine = bench.machine()
-    candidates = {tokens: searches(tokens, shape, machine, full) for tokens in left}
+    candidates = searches_of(left, shape, bench.machine(), full)
     found = Table(measure(bench, candidates, float("inf") if full else FAST_SECONDS, progress), level, tuple(left))
     del bench
     torch.cuda.empty_cache()  # free memory determines how many KV pages there will be
