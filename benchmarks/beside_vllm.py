@@ -4,8 +4,9 @@
     anabranch bench offline /dev/shm/fp8 --json ours.json
     python benchmarks/beside_vllm.py /dev/shm/fp8 vllm.json [OPTION=JSON ...]
 
-vLLM must be installed; options are those of its LLM. load_format='"dummy"' does without a checkpoint, but vLLM's dummy
-weights send nearly all tokens of some models to the same experts, which flatters it from a few tokens on.
+vLLM must be installed; options are those of its LLM, and answers_only=true, which ends after the answers.
+load_format='"dummy"' does without a checkpoint, but vLLM's dummy weights send nearly all tokens of some models to the
+same experts, which flatters it from a few tokens on.
 
 Answers: 64 prompts of 100 random tokens (random.Random(7), 1,000 to 99,999), 64 tokens each, all at once.
 """
@@ -22,6 +23,7 @@ from typing import Any
 def main() -> None:
     model, out = sys.argv[1], Path(sys.argv[2])
     given = {name: json.loads(value) for name, value in (option.split("=", 1) for option in sys.argv[3:])}
+    answers_only = given.pop("answers_only", False)
     found: dict[str, Any] = {"engine": "vllm", "model": model, "options": given}
 
     begin = time.perf_counter()
@@ -53,6 +55,8 @@ def main() -> None:
     rng = random.Random(0)
     if given.get("load_format") != "dummy":
         keep("answers", [list(one.outputs[0].token_ids) for one in run(prompts(64, 100, random.Random(7)), 64)[1]])
+    if answers_only:
+        return
     run(prompts(8, 128, rng), 16)
     ttft = {}
     for length in (128, 1024, 4096, 8192):
