@@ -1,9 +1,6 @@
 """The gated delta net in Triton against its reference: in the interpreter, on a GPU, ahead of time."""
 
 import itertools
-import re
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ from anabranch.ops.gated_delta import DeltaAcceptCall, DeltaDraftsCall, GatedDel
 from tests.kernels.triton import ahead_of_time
 from tests.kernels.triton.ahead_of_time import compile_for, recorded, resources
 from tests.kernels.triton.places import dtypes, everywhere, interpreter
-from tests.kernels.triton.test_experts_few import load, point, store
 
 KERNELS = ("step_heads", "convolve_chunks", "prepare_chunks", "scan_chunks", "norm_rows")
 QWEN = {"key_heads": 16, "heads": 32, "K": 128, "V": 128}
@@ -449,110 +445,6 @@ def test_a_graph_follows_its_inputs() -> None:
             y_THV.fill_(float("nan"))
             graph.replay()
             assert all(map(same_bits, expected, (y_THV.cpu(), call.conv_PLC.cpu(), call.state_PHKV.cpu())))
-
-
-class Ring:
-    """Shared memory: blocks one after another."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
-
-    def index(self, place: Any) -> "Ring":
-        return Ring(self.tensor[place])
-
-    def permute(self, order: list[int]) -> "Ring":
-        return Ring(self.tensor.permute(order))
-
-    def load(self, layout: Any) -> torch.Tensor:
-        return self.tensor.clone()
-
-    def store(self, value: torch.Tensor) -> None:
-        self.tensor.copy_(value)
-
-
-def hopper_source() -> tuple[Any, list[int]]:
-    """gated_delta_hopper with torch in the place of Gluon, one partition after the other, and a program's ids."""
-    program, nothing = [0, 0, 0], lambda *args, **kwargs: None
-
-    def copy_block(desc: Any, place: list[Any], bar: Any, target: Ring) -> None:
-        target.tensor.zero_()
-        block = desc.base[place[0] :, place[1] :][: target.shape[0], : target.shape[1]]
-        target.tensor[: len(block)] = block
-
-    def multiply(a: Ring, b: Ring, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> torch.Tensor:
-        return a.tensor.float() @ b.tensor.float() + (acc if use_acc else 0)
-
-    def run_all(partitions: list[Any], *sizes: Any) -> None:
-        for function, arguments in reversed(partitions):  # what loads comes first, into a ring with room for all
-            function(*arguments)
-
-    gl = SimpleNamespace(
-        constexpr=int, int64=torch.int64, float32=torch.float32, static_range=range, exp=torch.exp,
-        **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout"), nothing),
-        program_id=lambda axis: torch.tensor(program[axis]),
-        arange=lambda begin, end, layout: torch.arange(begin, end),
-        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-        load=load,
-        store=lambda pointer, value, mask=True: store(pointer, value, torch.as_tensor(mask).expand(value.shape)),
-        where=lambda chosen, a, b: torch.where(chosen, torch.as_tensor(a), torch.as_tensor(b)),
-        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
-        allocate_shared_memory=lambda dtype, shape, layout: Ring(torch.full(shape, -1, dtype=dtype)),
-        warp_specialize=run_all,
-    )  # fmt: skip
-    names: dict[str, Any] = {
-        "gl": gl,
-        "mbarrier": SimpleNamespace(**dict.fromkeys(("wait", "expect", "arrive", "init", "MBarrierLayout"), nothing)),
-        "tma_load": copy_block,
-        "warpgroup_mma": multiply,
-        "warpgroup_mma_wait": lambda pending, deps: deps[0],
-        "load_request": lambda start, length, r, mask: (load(start + r), load(start + (r + 1)), load(length + r)),
-        **dict.fromkeys(("barrier", "fence_async_shared", "wait_for_predecessor"), nothing),
-    }
-    file = Path(kernel.__file__).with_name("gated_delta_hopper.py")
-    source = re.sub(r"@gluon\.\w+(\(.*?\))?\n", "", file.read_text().partition("# fmt: off\n")[2])
-    exec(compile(source, str(file), "exec"), names)
-    return names["scan_chunks_hopper"], program
-
-
-@interpreter
-def test_hopper_kernel_with_torch_in_the_place_of_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, columns, pages, cuts and masks are those of the kernel, and nothing is read that others have left."""
-    function, program = hopper_source()
-    launched = []
-
-    class Launcher:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def launch(*given: Any, num_warps: int, STAGES: int, launch_pdl: bool = False, **named: Any) -> None:
-                launched.append(named["BV"])
-                for program[0], program[1], program[2] in itertools.product(*map(range, grid)):
-                    function(*map(point, given), STAGES=8, **named)
-
-            return launch
-
-    def describe(x: torch.Tensor, columns: int, rows: int) -> Any:
-        return SimpleNamespace(base=x.view(x.shape[0], -1), layout=None)
-
-    hopper = SimpleNamespace(scan_chunks_hopper=Launcher(), descriptor=describe)
-    shape: dict[str, Any] = {"K": 128, "V": 128, "key_heads": 1, "heads": 2}
-    for state in (torch.float32, torch.float16):
-        call = draw([(130, 140), (1, 5), (65, 65), (3, 3), (64, 64)], torch.float16, state=state, **shape, padding=2)
-        cuts = torch.tensor([70, 0, 0, 1, 63], dtype=torch.int32)
-        spare = 2 * torch.arange(5, dtype=torch.int32)
-        pages = {name: torch.full((20, *getattr(call, name).shape[1:]), float("nan")).to(getattr(call, name).dtype)
-                 for name in ("conv_PLC", "state_PHKV")}  # fmt: skip
-        for name, tensor in pages.items():
-            tensor[1 + 2 * call.page_R.long()] = getattr(call, name)[call.page_R.long()]
-        call = call._replace(**pages, page_R=1 + 2 * call.page_R, cut_page_R=spare)
-        for cut_R, max_query in ((None, 0), (cuts, 0), (cuts, 130)):
-            given = call._replace(cut_R=cut_R, max_query=max_query)
-            expected = compute(on("cpu", given))
-            with monkeypatch.context() as patched:
-                patched.setattr(kernel, "gluon_kernels", lambda name, device: hopper)
-                found = compute(on("cpu", given))
-            for one, wanted in zip(found, expected):
-                assert torch.equal(one.isnan(), wanted.isnan())
-                assert distance(one.nan_to_num(), wanted.nan_to_num()) < 1e-3
-    assert launched == [32, 32, 64] * 2
 
 
 @pytest.mark.gpu

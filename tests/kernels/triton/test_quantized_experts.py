@@ -32,6 +32,7 @@ from anabranch.kernels.tuning.experts_tiles import (
 from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
+from tests.kernels.gluon.assembly import emulate
 from tests.kernels.triton.ahead_of_time import recorded, resources
 from tests.kernels.triton.places import everywhere, interpreter
 from tests.kernels.triton.test_experts import (
@@ -308,72 +309,6 @@ def ptx_of(name: str, module: str = "experts_hopper_unpack") -> list[str]:
     body = re.search(r'\{\n(.*?)\n +\}\n +"""', function.src, re.DOTALL)
     assert body is not None
     return [line.strip().rstrip(";") for line in body[1].splitlines() if ".reg" not in line]
-
-
-def emulate(ptx: list[str], given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Registers after some instructions of PTX, on arrays of numbers: `given` are those before."""
-    registers = dict(given)
-
-    def value(name: str) -> Any:
-        return registers[name] if name in registers else np.uint32(int(name, 0))
-
-    def lanes(x: Any) -> list[np.ndarray]:
-        return [np.asarray(x) & 0xFFFF, np.asarray(x) >> 16]
-
-    def join(low: Any, high: Any) -> np.ndarray:
-        return (np.asarray(low).astype(np.uint32) | (np.asarray(high).astype(np.uint32) << 16)).astype(np.uint32)
-
-    def fused(a: np.ndarray, b: Any, c: Any) -> np.ndarray:
-        """a · b + c in bf16."""
-        x, y, z = (
-            torch.from_numpy(np.int32(n) << np.int32(16) | np.zeros_like(np.atleast_1d(a), np.int32)) for n in (a, b, c)
-        )
-        exact = x.view(torch.float32).double() * y.view(torch.float32) + z.view(torch.float32)
-        return exact.float().to(torch.bfloat16).view(torch.int16).numpy().astype(np.uint32) & 0xFFFF
-
-    for line in ptx:
-        operation, rest = line.split(maxsplit=1)
-        if operation == "mov.b32" and rest.startswith("{"):  # one number apart
-            names, source = re.fullmatch(r"\{(.*)\}, (.*)", rest).groups()  # type: ignore[union-attr]
-            registers.update(zip(names.split(", "), lanes(value(source))))
-        elif operation == "mov.b32" and "{" in rest:  # two together
-            name, low, high = re.fullmatch(r"(.*), \{(.*), (.*)\}", rest).groups()  # type: ignore[union-attr]
-            registers[name] = join(value(low), value(high))
-        else:
-            name, *sources = rest.split(", ")
-            of = [value(source) for source in sources]
-            if operation in ("mov.b32", "cvt.u32.u16"):
-                result = of[0]
-            elif operation == "prmt.b32":
-                both = np.asarray(of[0]).astype(np.uint64) | (np.asarray(of[1]).astype(np.uint64) << np.uint64(32))
-                result = np.zeros_like(both)
-                for place in range(4):
-                    chosen = int(of[2]) >> 4 * place & 15
-                    assert chosen < 8
-                    result |= (both >> np.uint64(8 * chosen) & np.uint64(255)) << np.uint64(8 * place)
-            elif operation == "and.b32":
-                result = of[0] & of[1]
-            elif operation == "mul.lo.u32":
-                result = of[0].astype(np.uint64) * np.uint64(of[1])
-            elif operation == "mad.lo.u32":
-                result = of[0].astype(np.uint64) * np.uint64(of[1]) + np.uint64(of[2])
-            elif operation == "min.u16x2":
-                result = join(*(np.minimum(a, b) for a, b in zip(lanes(of[0]), lanes(of[1]))))
-            elif operation in ("shl.b32", "shr.b32"):
-                wide = np.asarray(of[0]).astype(np.uint64)
-                result = wide << np.uint64(of[1]) if operation == "shl.b32" else wide >> np.uint64(of[1])
-            elif operation == "lop3.b32":
-                assert sources[3] == "0xEA"
-                result = (of[0] & of[1]) | of[2]
-            elif operation == "add.rn.bf16x2":
-                result = join(*(fused(a, 0x3F80, b) for a, b in zip(lanes(of[0]), lanes(of[1]))))
-            elif operation == "fma.rn.bf16x2":
-                result = join(*(fused(a, b, c) for a, b, c in zip(lanes(of[0]), lanes(of[1]), lanes(of[2]))))
-            else:
-                assert operation == "mul.bf16x2", line
-                result = join(*(fused(a, b, 0x8000) for a, b in zip(lanes(of[0]), lanes(of[1]))))
-            registers[name] = (np.asarray(result).astype(np.uint64) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-    return registers
 
 
 def test_instructions_unpack_all_bytes_with_all_scales() -> None:

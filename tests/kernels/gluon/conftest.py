@@ -1,0 +1,28 @@
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+PROCESSORS = 3
+"""Few, so that a program has several work items."""
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU counts as a Hopper GPU where an op looks for kernels."""
+    from anabranch.kernels.triton import attention, launch
+
+    cached: list[Any] = [launch.gluon_kernels, launch.num_processors]
+    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
+    for module in (launch, attention):  # kernels are launched before their predecessor has ended
+        monkeypatch.setattr(module, "dependent_launch", lambda device: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
+    )
+    for one in cached:
+        one.cache_clear()
+    yield
+    for one in cached:
+        one.cache_clear()
