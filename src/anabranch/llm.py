@@ -105,7 +105,8 @@ class LLM:
         try:
             return make_engine(config, Bar("loading weights") if self.show_progress else None)
         finally:
-            compile_server.close()
+            with stage("compile"):
+                compile_server.close()
 
     @property
     def default_params(self) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""What a start spends its time on: import, config, weights, tune, compile, capture and the rest.
+"""What a start spends its time on: import, config, weights, tune, allocate, compile, capture and the rest.
 
     stages = Stages.of_process()
     with stages.shared():                # `stage("...")` anywhere below adds to this table
@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-ORDER = ("import", "config", "weights", "tune", "compile", "capture")
+ORDER = ("import", "config", "weights", "tune", "allocate", "compile", "capture")
 """The order in tables; other stages follow in the order in which they began."""
 
 _current: ContextVar[Stages | None] = ContextVar("stages", default=None)

@@ -487,7 +487,8 @@ def make_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     try:
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         make = resolve_name(f"{DATA_PARALLEL}:DataParallelEngine") if config.data_parallel_size > 1 else Engine
-        engine: Engine = make(config, runner, model, tokenizer)
+        with stage("allocate"):
+            engine: Engine = make(config, runner, model, tokenizer)
         runner.warm_up()
     except BaseException:
         runner.close()

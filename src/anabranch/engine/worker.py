@@ -42,7 +42,7 @@ FAIL_SECONDS = 2.0  # for a step to fail whose ranks have ended; after these the
 EXIT_SECONDS = 5.0  # after these the exit is forced
 PROGRESS = 0.1  # seconds between two reports of the same stage
 STAGES = {"import": "importing", "config": "loading", "weights": "loading", "tune": "tuning"}
-STAGES |= {"compile": "compiling", "capture": "capturing"}
+STAGES |= {"allocate": "loading", "compile": "compiling", "capture": "capturing"}
 """Names of a start's stages, as sent to the client."""
 
 
@@ -146,7 +146,8 @@ class Worker:
                 make_engine = resolve_name(start.engine)
             self._begin_stage("weights")
             self.engine = engine = make_engine(start.config, self._progress)
-        compile_server.close()
+            with self.stages("compile"):
+                compile_server.close()
         gc.freeze()  # these objects stay: no need to search them for garbage while requests wait
         self.stages.finish()
         self.pulse.engine = engine

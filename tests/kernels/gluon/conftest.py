@@ -18,9 +18,15 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launch, "is_hopper", lambda device: True)
     for module in (launch, attention):  # kernels are launched before their predecessor has ended
         monkeypatch.setattr(module, "dependent_launch", lambda device: True)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
-    )
+    facts = SimpleNamespace(multi_processor_count=PROCESSORS, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    multiply = torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """On a CPU torch has no other dtype for the result."""
+        return multiply(a, b) if out_dtype is None else multiply(a.to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(torch, "mm", mm)
     for one in cached:
         one.cache_clear()
     yield

@@ -67,6 +67,7 @@ class Accesses:
 class Launch:
     """Of a kernel. `overlaps`: it may start before its predecessor has ended."""
 
+    kernel: str
     overlaps: bool
     early: bool = False
     """It lets the next one start before it has waited itself."""
@@ -81,11 +82,11 @@ class Ended(BaseException):
 class Turn(threading.Thread):
     """A partition's thread; it runs while it has its turn."""
 
-    def __init__(self, scheduler: Scheduler, partition: Partition, run: Callable[[], None]) -> None:
+    def __init__(self, scheduler: Scheduler, partition: Partition, body: Callable[[], None]) -> None:
         super().__init__(daemon=True)
-        self.scheduler, self.partition, self.body = scheduler, partition, run
-        self.mine, self.blocked, self.ended = threading.Semaphore(0), None, False
-        self.blocked: Callable[[], bool] | None
+        self.scheduler, self.partition, self.body = scheduler, partition, body
+        self.mine, self.ended = threading.Semaphore(0), False
+        self.blocked: Callable[[], bool] | None = None
 
     def run(self) -> None:
         self.mine.acquire()
@@ -100,7 +101,7 @@ class Turn(threading.Thread):
         self.ended = True
         self.scheduler.turn_over.release()
 
-    def pause(self, until: Callable[[], bool] | None) -> None:
+    def pause(self, until: Callable[[], bool]) -> None:
         self.blocked = until
         self.scheduler.turn_over.release()
         self.mine.acquire()
@@ -113,8 +114,9 @@ class Scheduler:
         self.random = random.Random(seed)
         self.turn_over = threading.Semaphore(0)
         self.failures: list[BaseException] = []
-        self.turns: list[Turn] = []
-        self.current: Turn | None = None
+        self.turn: Turn | None = None
+        """Whose it is, where a program has several partitions."""
+        self.running: Partition
         self.launches: list[Launch] = []
 
     @property
@@ -140,65 +142,60 @@ class Scheduler:
                     raise RuntimeError("memory of the kernel before is used before the wait for that kernel")
         (self.launch.written if writes else self.launch.read).of(pointer.memory)[place] = True
 
-    @property
-    def running(self) -> Partition:
-        assert self.current is not None
-        return self.current.partition
-
     def chance(self) -> bool:
         return self.random.random() < 0.5
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        assert self.current is not None
-        if not condition() or self.chance():
-            self.current.pause(condition)
+        if self.turn is not None:
+            if not condition() or self.chance():
+                self.turn.pause(condition)
+            return
+        while not condition():
+            self.let_happen(self.running.program, [])
+
+    def let_happen(self, program: Program, ready: list[Turn]) -> None:
+        """One of these turns, or a copy that has started."""
+        if not ready and not program.events:
+            raise Deadlock("all partitions wait for a barrier that will not change")
+        choice: Any = self.random.choice([*ready, *program.events])
+        if isinstance(choice, Turn):
+            self.give(choice)
+        else:
+            program.events.remove(choice)
+            choice()
 
     def run_partitions(self, parts: list[tuple[tuple[Callable[..., None], tuple[Any, ...]], int]]) -> None:
-        """The first by the partition that calls this, after which it goes on when all have ended."""
-        caller = self.current
-        assert caller is not None
-        (first, first_args), _ = parts[0]
-        others = []
-        for (function, args), warps in parts[1:]:
-            partition = Partition(caller.partition.program, warps, waited=caller.partition.waited)
-            others.append(Turn(self, partition, lambda function=function, args=args: function(*args)))
-        self.turns += others
-        for turn in others:
+        """All of them, to their ends."""
+        parent = self.running
+        turns = []
+        for (function, args), warps in parts:
+            partition = Partition(parent.program, warps, waited=parent.waited)
+            turns.append(Turn(self, partition, lambda function=function, args=args: function(*args)))
+        for turn in turns:
             turn.start()
-        first(*first_args)
-        caller.pause(lambda: all(turn.ended for turn in others))
-
-    def run_program(self, program: Program, num_warps: int, body: Callable[[], None]) -> None:
-        main = Turn(self, Partition(program, num_warps, waited=not self.launch.overlaps), body)
-        self.turns = [main]
-        main.start()
-        while not self.failures:
-            alive = [turn for turn in self.turns if not turn.ended]
-            if not alive:
-                break
-            ready: list[Any] = [turn for turn in alive if turn.blocked is None or turn.blocked()]
-            choice = self.random.choice([*ready, *program.events]) if ready or program.events else None
-            if choice is None:
-                self.failures.append(Deadlock(f"{len(alive)} partitions wait for a barrier that will not change"))
-            elif isinstance(choice, Turn):
-                self.give(choice)
-            else:
-                program.events.remove(choice)
-                try:
-                    choice()
-                except Exception as error:
-                    self.failures.append(error)
-        for turn in self.turns:  # after a failure
+        try:
+            while not self.failures and (alive := [turn for turn in turns if not turn.ended]):
+                ready = [turn for turn in alive if turn.blocked is None or turn.blocked()]
+                self.let_happen(parent.program, ready)
+        except Exception as error:
+            self.failures.append(error)
+        for turn in turns:  # after a failure
             while not turn.ended:
                 self.give(turn)
+        self.turn, self.running = None, parent
         if self.failures:
             raise self.failures[0]
-        assert not program.events, "copies that nothing waits for"
 
     def give(self, turn: Turn) -> None:
-        turn.blocked, self.current = None, turn
+        turn.blocked, self.turn, self.running = None, turn, turn.partition
         turn.mine.release()
         self.turn_over.acquire()
+
+    def run_program(self, program: Program, num_warps: int, body: Callable[[], None]) -> None:
+        self.running = Partition(program, num_warps, waited=not self.launch.overlaps)
+        body()
+        while program.events:  # what nothing has waited for
+            self.let_happen(program, [])
 
 
 class Names:
@@ -294,8 +291,8 @@ def argument(value: Any) -> Any:
 
 
 @contextmanager
-def emulated(seed: int = 0) -> Iterator[None]:
-    """Launches of kernels run here."""
+def emulated(seed: int = 0) -> Iterator[list[Launch]]:
+    """Launches of kernels run here, and are listed."""
     scheduler = Scheduler(seed)
     names = Names(scheduler)
 
@@ -312,7 +309,8 @@ def emulated(seed: int = 0) -> Iterator[None]:
         places = list(itertools.product(*(range(size) for size in shape)))
         scheduler.random.shuffle(places)
         function = names.function(self)
-        scheduler.launches.append(Launch(bool(kwargs.get("launch_pdl")) and len(scheduler.launches) > 0))
+        overlaps = bool(kwargs.get("launch_pdl")) and len(scheduler.launches) > 0
+        scheduler.launches.append(Launch(self.__name__, overlaps))
         for place in places:
             program = Program(place, shape, scheduler)
             scheduler.run_program(program, kwargs.get("num_warps", 4), lambda: function(*made))
@@ -320,6 +318,6 @@ def emulated(seed: int = 0) -> Iterator[None]:
     before = JITFunction.run
     JITFunction.run, values.watch = run, scheduler.watch
     try:
-        yield
+        yield scheduler.launches
     finally:
         JITFunction.run, values.watch = before, values.no_watch

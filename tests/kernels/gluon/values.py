@@ -1,8 +1,9 @@
 """What is in registers when a kernel runs in Python: numbers of a Triton dtype, pointers, and operations on both.
 
-Integers are kept in int64 and wrapped to their width after every operation; floats have torch's dtype of the same name,
-so bf16 is rounded as on a GPU. Constants of Python take the dtype of what they are combined with, as in Triton. Layouts
-say which thread has a number, which changes no result: any object stands for any of them.
+Numbers have torch's dtype of the same name, so bf16 is rounded and int32 overflows as on a GPU; 16 and 32 bits without
+a sign, for which torch has no arithmetic, are kept in int64 and cut off after every operation. Constants of Python take
+the dtype of what they are combined with, as in Triton. Layouts say which thread has a number, which changes no result:
+any object stands for any of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ OF_TORCH = {torch_dtype: dtype for dtype, torch_dtype in FLOATS.items()} | {
     torch.uint32: tl.uint32,
 }
 SIGNED = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+HOLDERS = {dtype.name: torch_dtype for torch_dtype, dtype in OF_TORCH.items()}
+MASKS = {tl.uint16.name: (1 << 16) - 1, tl.uint32.name: (1 << 32) - 1}
+HOLDERS |= dict.fromkeys(MASKS, torch.int64)
+"""By name: Triton's dtypes take long to hash."""
 
 
 class Layout:
@@ -53,16 +58,7 @@ LAYOUT = Layout()
 
 def holder(dtype: tl.dtype) -> torch.dtype:
     """The torch dtype in which numbers of this dtype are kept."""
-    return FLOATS.get(dtype) or (torch.bool if dtype == tl.int1 else torch.int64)
-
-
-def wrapped(data: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
-    """Integers as they are in this width."""
-    if dtype in FLOATS or dtype == tl.int1 or dtype.primitive_bitwidth == 64:
-        return data
-    bits = dtype.primitive_bitwidth
-    data = data & ((1 << bits) - 1)
-    return data if dtype.is_int_unsigned() else data - ((data >> (bits - 1)) << bits)
+    return HOLDERS[dtype.name]
 
 
 class Type:
@@ -76,7 +72,9 @@ class Value:
     """Numbers in registers; without dimensions, one number."""
 
     def __init__(self, data: torch.Tensor, dtype: tl.dtype) -> None:
-        self.data, self.dtype = wrapped(data.to(holder(dtype)), dtype), dtype
+        kept, mask = HOLDERS[dtype.name], MASKS.get(dtype.name)
+        data = data if data.dtype == kept else data.to(kept)
+        self.data, self.dtype = data if mask is None else data & mask, dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,6 +106,8 @@ class Value:
         return Value(self.data[where], self.dtype)
 
     def to(self, dtype: tl.dtype, bitcast: bool = False) -> Value:
+        if dtype is self.dtype:
+            return self
         if bitcast:
             return from_bits(bits_of(self), dtype)
         data = self.data
@@ -115,8 +115,8 @@ class Value:
             data = data.float().clamp(-448, 448)
         elif self.dtype == tl.float8e4nv:
             data = data.float()
-        elif self.dtype in FLOATS and dtype not in FLOATS:
-            data = data.double().trunc()
+        elif data.is_floating_point() and dtype not in FLOATS:
+            data = data.double().trunc().to(torch.int64)
         return Value(data, dtype)
 
     __hash__ = None  # type: ignore[assignment]
@@ -141,7 +141,7 @@ def as_value(x: Any, dtype: tl.dtype | None = None) -> Value:
 
 def common(a: tl.dtype, b: tl.dtype) -> tl.dtype:
     """In which two numbers are combined."""
-    if a == b:
+    if a is b or a == b:
         return a
     for dtype in (tl.float64, tl.float32, tl.float16):
         if dtype in (a, b):
@@ -162,6 +162,8 @@ def together(a: Any, b: Any) -> tuple[Value, Value]:
         a = as_value(a, constant_dtype(a, b.dtype))
     elif not isinstance(b, Value):
         b = as_value(b, constant_dtype(b, a.dtype))
+    if a.dtype is b.dtype:
+        return a, b
     dtype = common(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
 
@@ -390,12 +392,17 @@ def min_(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
 def reduce(x: Any, axis: int | None, combine_fn: Callable[..., Any], keep_dims: bool = False) -> Any:
     """Neighbours are combined until one is left; of several tensors at once, if `x` is a tuple."""
     several = isinstance(x, tuple)
-    parts: list[Value] = [Value(one.data.reshape(-1) if axis is None else one.data, one.dtype) for one in (x if several else [x])]
+    parts: list[Value] = list(x) if several else [x]
+    if axis is None:
+        parts = [Value(one.data.reshape(-1), one.dtype) for one in parts]
     along = axis or 0
+
+    def every_other(one: Value, first: int) -> Value:
+        return Value(one.data.unflatten(along, (-1, 2)).select(along + 1, first), one.dtype)
+
     while (size := parts[0].shape[along]) > 1:
         assert size % 2 == 0, "a dimension of 2ⁿ"
-        halves = [[Value(one.data.unflatten(along, (-1, 2)).select(along + 1, which), one.dtype) for one in parts] for which in (0, 1)]
-        found = combine_fn(*halves[0], *halves[1])
+        found = combine_fn(*(every_other(one, 0) for one in parts), *(every_other(one, 1) for one in parts))
         parts = list(found) if several else [found]
     done = tuple(one if keep_dims else Value(one.data.squeeze(along), one.dtype) for one in parts)
     return done if several else done[0]
