@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from triton import language as tl
 
 from tests.kernels.gluon.values import Pointer, Value, as_value, bits_of, from_bits
+
+WIDTHS = {"h": 16, "r": 32, "l": 64}
+"""Bits of a register, by its letter."""
 
 
 def instructions(text: str) -> list[str]:
@@ -100,29 +102,35 @@ def inline_asm_elementwise(
     asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool = False, pack: int = 1, **_: Any
 ) -> Any:
     """`pack` elements share a register; which ones is free, as the same instructions run for all."""
-    kinds = [kind.strip() for kind in constraints.split(",")]
-    outputs = [kind for kind in kinds if kind.startswith("=")]
+    kinds = [kind.strip().lstrip("=&") for kind in constraints.split(",")]
+    num_outputs = constraints.count("=")
     dtypes = list(dtype) if isinstance(dtype, (tuple, list)) else [dtype]
     operands = [x if isinstance(x, (Value, Pointer)) else as_value(x) for x in args]
     shape = torch.broadcast_shapes(*(x.shape for x in operands))
     registers: dict[str, Any] = {}
-    for place, x in enumerate(operands, len(outputs)):
+    names = iter(range(num_outputs, len(kinds)))
+    for x in operands:
         if isinstance(x, Pointer):
-            registers[f"${place}"] = lambda x=x: read(x, shape)
-        else:
-            bits = bits_of(x).expand(shape).reshape(-1).numpy().astype(np.uint64)
-            width = x.dtype.primitive_bitwidth
-            bits = bits.reshape(-1, pack)
-            word = sum(bits[:, i] << np.uint64(width * i) for i in range(pack))
-            registers[f"${place}"] = np.asarray(word).astype(np.uint32)
+            registers[f"${next(names)}"] = lambda x=x: read(x, shape)
+            continue
+        bits = bits_of(x).expand(shape).reshape(-1, pack).numpy().astype(np.uint64)
+        width = x.dtype.primitive_bitwidth
+        per_register = max(1, min(pack, WIDTHS[kinds[num_outputs]] // width))
+        for first in range(0, pack, per_register):
+            word = sum(bits[:, first + i] << np.uint64(width * i) for i in range(per_register))
+            registers[f"${next(names)}"] = np.asarray(word).astype(np.uint32)
     found = emulate(instructions(asm), registers)
-    results = []
-    for place, kind in enumerate(dtypes):
-        word, width = found[f"${place}"].astype(np.uint64), kind.primitive_bitwidth
-        word = np.broadcast_to(word, (max(1, int(np.prod(shape)) // pack),))
-        mask = np.uint64((1 << width) - 1)
-        bits = np.stack([word >> np.uint64(width * i) & mask for i in range(pack)], -1)
-        results.append(from_bits(torch.from_numpy(bits.astype(np.int64)).reshape(shape), kind))
+    results, names = [], iter(range(num_outputs))
+    for kind in dtypes:
+        width = kind.primitive_bitwidth
+        per_register = max(1, min(pack, 32 // width))
+        columns = []
+        for _ in range(0, pack, per_register):
+            word = np.asarray(found[f"${next(names)}"]).astype(np.uint64)
+            word = np.broadcast_to(word, (max(1, int(np.prod(shape)) // pack),))
+            columns += [word >> np.uint64(width * i) & np.uint64((1 << width) - 1) for i in range(per_register)]
+        bits = np.stack(columns, -1).astype(np.int64)
+        results.append(from_bits(torch.from_numpy(bits).reshape(shape), kind))
     return tuple(results) if isinstance(dtype, (tuple, list)) else results[0]
 
 
@@ -133,4 +141,3 @@ def read(pointer: Pointer, shape: Any) -> np.ndarray:
 
 
 NAMES = {"inline_asm_elementwise": inline_asm_elementwise}
-assert tl.uint16.primitive_bitwidth == 16

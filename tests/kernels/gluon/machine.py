@@ -241,7 +241,7 @@ class Names:
             return self.of(thing.value)
         if isinstance(thing, JITFunction):
             return self.function(thing)
-        if isinstance(thing, ModuleType) and thing.__name__.startswith("triton"):
+        if isinstance(thing, ModuleType):
             return Module(self, thing)
         if getattr(thing, "__triton_builtin__", False):
             return missing(thing)
@@ -252,7 +252,7 @@ class Names:
             original = jitted.fn
             made = FunctionType(original.__code__, self.of_module(original.__globals__), original.__name__)
             made.__defaults__, made.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
-            self.functions[id(jitted)] = made
+            self.functions[id(jitted)] = with_tensors(made)
         return self.functions[id(jitted)]
 
     def of_module(self, names: dict[str, Any]) -> dict[str, Any]:
@@ -270,6 +270,16 @@ class Module:
 
     def __getattr__(self, name: str) -> Any:
         return self.names.of(getattr(self.original, name))
+
+
+def with_tensors(function: FunctionType) -> Callable[..., Any]:
+    """Constants that are given to it are tensors where it uses them as such."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = [as_value(arg) if type(arg) is float else arg for arg in args]
+        return function(*made, **kwargs)
+
+    return call
 
 
 def missing(builtin: Any) -> Callable[..., Any]:

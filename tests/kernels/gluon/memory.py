@@ -333,7 +333,7 @@ class Operations:
     def allocate(self, dtype: tl.dtype, shape: Any, layout: Any = None, value: Any = None) -> Any:
         if dtype == tl.int64 and isinstance(layout, BarrierLayout):
             return Barriers(tuple(shape))
-        data = torch.empty(tuple(shape), dtype=TORCH[dtype])
+        data = torch.zeros(tuple(shape), dtype=TORCH[dtype])
         memory = Shared(data, torch.zeros_like(data, dtype=torch.bool), dtype)
         self.here.program.unfenced.append(memory.unfenced)
         memory.poison()

@@ -127,6 +127,9 @@ class Value:
     def __invert__(self) -> Value:
         return Value(~self.data, self.dtype)
 
+    def reshape(self, *shape: Any) -> Value:
+        return reshape(self, *shape)
+
 
 def as_value(x: Any, dtype: tl.dtype | None = None) -> Value:
     """`dtype`: of a constant; without it, the one that a constant has by itself."""
@@ -244,7 +247,7 @@ class Pointer:
     @classmethod
     def to_tensor(cls, tensor: torch.Tensor) -> Pointer:
         storage = tensor.untyped_storage()
-        memory = torch.empty(0, dtype=tensor.dtype).set_(  # type: ignore[call-overload]
+        memory = torch.zeros(0, dtype=tensor.dtype).set_(  # type: ignore[call-overload]
             storage, 0, (storage.nbytes() // tensor.element_size(),)
         )
         return cls(memory, as_value(tensor.storage_offset(), tl.int64))
@@ -255,7 +258,9 @@ class Pointer:
 
     @property
     def dtype(self) -> Type:
-        return Type(self.element)
+        found = Type(self.element)
+        found.scalar = found  # type: ignore[assignment]  the dtype of one is that of a pointer
+        return found
 
     @property
     def type(self) -> Type:
@@ -358,12 +363,14 @@ def where(condition: Any, x: Any, y: Any) -> Value:
     return Value(torch.where(as_value(condition).data, left.data, right.data), left.dtype)
 
 
-def minimum(x: Any, y: Any, **_: Any) -> Value:
-    return combine(lambda a, b: torch.fmin(a, b) if a.is_floating_point() else torch.minimum(a, b), x, y)
+def minimum(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE, **_: Any) -> Value:
+    every = propagate_nan == tl.PropagateNan.ALL
+    return combine(lambda a, b: torch.minimum(a, b) if every or not a.is_floating_point() else torch.fmin(a, b), x, y)
 
 
-def maximum(x: Any, y: Any, **_: Any) -> Value:
-    return combine(lambda a, b: torch.fmax(a, b) if a.is_floating_point() else torch.maximum(a, b), x, y)
+def maximum(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE, **_: Any) -> Value:
+    every = propagate_nan == tl.PropagateNan.ALL
+    return combine(lambda a, b: torch.maximum(a, b) if every or not a.is_floating_point() else torch.fmax(a, b), x, y)
 
 
 def elementwise(operation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Value]:
@@ -414,8 +421,8 @@ def fma(x: Any, y: Any, z: Any) -> Value:
     return Value(exact, a.dtype)
 
 
-def clamp(x: Value, low: Any, high: Any, **_: Any) -> Value:
-    return minimum(maximum(x, low), high)
+def clamp(x: Value, low: Any, high: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Value:
+    return minimum(maximum(x, low, propagate_nan), high, propagate_nan)
 
 
 def cumsum(x: Value, axis: int = 0) -> Value:
