@@ -2,7 +2,7 @@
 
 The interpreter has to be chosen before Triton is imported, so its tests run in a pytest call of their own, with
 TRITON_INTERPRET=1 (`make test-interpreter`); `tests/conftest.py` selects them. bf16 is silently wrong there, and Gluon
-has no interpreter: those kernels run in tests/kernels/gluon, and a GPU judges them.
+has no interpreter: those kernels run in tests/kernels/emulation, and a GPU judges them.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""experts_few on a GPU, and compiled for one. On a CPU: tests/kernels/gluon. What its instructions do: see
+"""experts_few on a GPU, and compiled for one. On a CPU: tests/kernels/emulation. What its instructions do: see
 test_quantized_experts."""
 
 import itertools

@@ -32,7 +32,7 @@ from anabranch.kernels.tuning.experts_tiles import (
 from anabranch.kernels.tuning.experts_tiles import Shape as TileShape
 from anabranch.ops.experts import ExpertsCall
 from anabranch.ops.weight import Weight
-from tests.kernels.gluon.assembly import emulate
+from tests.kernels.emulation.assembly import emulate
 from tests.kernels.triton.ahead_of_time import recorded, resources
 from tests.kernels.triton.places import everywhere, interpreter
 from tests.kernels.triton.test_experts import (

@@ -247,8 +247,7 @@ def run_hopper(call: ExpertsCall, tiles: HopperTiles) -> torch.Tensor:
         common["maxnreg"] = 128
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     tile = tiles.gate_up
-    last = inner % tile.columns
-    narrow = tile.columns == 128 and 0 < last <= tile.columns // 2 and tiles.slabs == tiles.groups
+    narrow = tile.columns == 128 and 0 < inner % 128 <= 64 and tiles.slabs == tiles.groups
     gluon.gate_up_hopper[(min(places, plan.max_tiles * cdiv(inner, tile.columns)),)](
         call.x_TD, call.x_TD.stride(0),
         gluon.descriptor(call.gate_up_EFD.data, tile.columns // 2 if narrow else tile.columns, tile.depth), h_NI,

@@ -1,3 +1,5 @@
+"""A CPU in the place of an H200, where kernels run as machine runs them."""
+
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

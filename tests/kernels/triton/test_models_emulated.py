@@ -20,14 +20,17 @@ from anabranch.kernels.triton import attention, experts, latent_attention
 from anabranch.kernels.tuning.experts_tiles import Machine
 from anabranch.loader.load import load_model
 from anabranch.platforms.platform import HostPlatform, Memory
-from tests.kernels.gluon.machine import emulated
+from tests.kernels.emulation.h200 import hopper
+from tests.kernels.emulation.machine import emulated
 from tests.kernels.triton.ahead_of_time import NoDevice
 from tests.models import tiny
 
+__all__ = ["hopper"]
 pytestmark = pytest.mark.usefixtures("hopper")
 FAMILIES = {case.model_type: case for case in reversed(tiny.CASES)}
 SAME_LAYERS = ("gemma4", "qwen3_5", "qwen3_5_moe", "llama")
 """As others: gemma4_text, qwen3_5_text, qwen3_5_moe_text, qwen3."""
+FAST = ("qwen3_moe", "deepseek_v2")
 PROMPT = 19
 """Tokens: more than a page."""
 
@@ -68,7 +71,14 @@ def emulated_model(folder: Path, **options: Any) -> Iterator[Any]:
             kernels.bind(platforms.make("cpu"))
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in SAME_LAYERS])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+        if name not in SAME_LAYERS
+    ],
+)
 def test_families(model_type: str, tmp_path: Path) -> None:
     """A prompt and two steps of one token: the logits of transformers, in fp32."""
     case = FAMILIES[model_type]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.kernels.gluon.values import Pointer, Value, as_value, bits_of, from_bits
+from tests.kernels.emulation.values import Pointer, Value, as_value, bits_of, from_bits
 
 WIDTHS = {"h": 16, "r": 32, "l": 64}
 """Bits of a register, by its letter."""

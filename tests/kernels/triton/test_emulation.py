@@ -21,8 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.compiling.gluon_names import barrier, tma_load
-from tests.kernels.gluon.machine import Deadlock, emulated
-from tests.kernels.gluon.values import Value, as_value, minimum
+from tests.kernels.emulation.machine import Deadlock, emulated
+from tests.kernels.emulation.values import Value, as_value, minimum
 
 ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 SEEDS = range(12)

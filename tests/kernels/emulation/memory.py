@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from triton import language as tl
 
-from tests.kernels.gluon import values
-from tests.kernels.gluon.values import FLOATS, LAYOUT, OF_TORCH, Layout, Pointer, Type, Value, as_value
+from tests.kernels.emulation import values
+from tests.kernels.emulation.values import FLOATS, LAYOUT, OF_TORCH, Layout, Pointer, Type, Value, as_value
 
 TORCH = {dtype: torch_dtype for torch_dtype, dtype in OF_TORCH.items()}
 

@@ -19,12 +19,13 @@ from anabranch.conformance.judge import poisoned_memory
 from anabranch.kernels.triton import attention, attention_tiles, experts_ring, gated_delta
 from anabranch.kernels.triton.attention_tiles import HopperTile
 from anabranch.kernels.tuning.experts_tiles import HopperTiles, PackedTiles, Shape, Tile, Tiles, choose_few
-from tests.kernels.gluon.machine import emulated
+from tests.kernels.emulation.h200 import hopper
+from tests.kernels.emulation.machine import emulated
 from tests.kernels.triton import test_attention, test_experts, test_gated_delta, test_linear, test_quantized_experts
 from tests.kernels.triton.test_experts import TOLERANCE, distance, draw, poison
 from tests.kernels.triton.test_quantized_experts import FP8_TILES, MXFP4, in_fp8, quantized
 
-__all__ = ["poison"]
+__all__ = ["hopper", "poison"]
 pytestmark = pytest.mark.usefixtures("hopper")
 INT4 = Grouped("int4", 1, 128, "bfloat16")
 INT4_ZERO = Grouped("int4", 1, 128, "float16", zero=True)

@@ -33,9 +33,9 @@ from triton.language.extra import cuda, libdevice
 from triton.runtime.jit import JITFunction
 
 from anabranch.kernels.compiling import gluon_names
-from tests.kernels.gluon import assembly, values
-from tests.kernels.gluon.memory import BarrierLayout, Descriptor, Operations, Partition, Program
-from tests.kernels.gluon.values import LAYOUT, Pointer, as_value
+from tests.kernels.emulation import assembly, values
+from tests.kernels.emulation.memory import BarrierLayout, Descriptor, Operations, Partition, Program
+from tests.kernels.emulation.values import LAYOUT, Pointer, as_value
 
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg", "enable_fp_fusion", "num_ctas")
 LAYOUTS = (
@@ -284,7 +284,7 @@ def with_tensors(function: FunctionType) -> Callable[..., Any]:
 
 def missing(builtin: Any) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"{builtin.__name__} is not in tests/kernels/gluon")
+        raise NotImplementedError(f"{builtin.__name__} is not in tests/kernels/emulation")
 
     return refuse
 
