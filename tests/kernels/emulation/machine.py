@@ -38,6 +38,8 @@ from tests.kernels.emulation.memory import BarrierLayout, Descriptor, Operations
 from tests.kernels.emulation.values import LAYOUT, Pointer, as_value
 
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg", "enable_fp_fusion", "num_ctas")
+KEPT = 16
+"""Launches whose accesses are known: more than ever overlap."""
 LAYOUTS = (
     "BlockedLayout", "SliceLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout",
     "NVMMASharedLayout", "SwizzledSharedLayout", "AutoLayout", "CoalescedLayout",
@@ -73,6 +75,10 @@ class Launch:
     """It lets the next one start before it has waited itself."""
     read: Accesses = field(default_factory=Accesses)
     written: Accesses = field(default_factory=Accesses)
+
+    def forget(self) -> None:
+        """It has ended by now, whatever overlaps."""
+        self.read, self.written = Accesses(), Accesses()
 
 
 class Ended(BaseException):
@@ -321,6 +327,8 @@ def emulated(seed: int = 0) -> Iterator[list[Launch]]:
         function = names.function(self)
         overlaps = bool(kwargs.get("launch_pdl")) and len(scheduler.launches) > 0
         scheduler.launches.append(Launch(self.__name__, overlaps))
+        if len(scheduler.launches) > KEPT:
+            scheduler.launches[-KEPT - 1].forget()
         for place in places:
             program = Program(place, shape, scheduler)
             scheduler.run_program(program, kwargs.get("num_warps", 4), lambda: function(*made))
