@@ -57,10 +57,13 @@ class Model:
 
     @cached_property
     def chat_tokenizer(self) -> Tokenizer:
-        """The same, but tags of calls and thoughts stay in the text even where special tokens are skipped."""
+        """The same, but tags of calls and thoughts stay in the text even where special tokens are skipped, and some
+        have marks."""
         tokenizer = copy(self.tokenizer)
         tokenizer.spellings = {skip: Spellings(tokenizer, skip) for skip in (False, True)}
         tokenizer.spellings[True].skipped -= self.parsers.kept_tokens
+        for spellings in tokenizer.spellings.values():
+            spellings.update(self.parsers.marked_tokens)
         return tokenizer
 
     @cached_property

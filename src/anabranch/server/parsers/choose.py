@@ -52,6 +52,8 @@ class Parsers:
     added_tokens: Mapping[str, int] = field(default_factory=dict)
     short_ids: bool = False
     """Ids of calls are nine letters and digits, the only ones that the chat template takes."""
+    mark: str = ""
+    """Of Harmony's tags that are tokens."""
 
     @property
     def kept_tokens(self) -> frozenset[int]:
@@ -60,6 +62,11 @@ class Parsers:
         tags += (self.thinking.tag, self.thinking.closes) if self.thinking else ()
         tags += Harmony.tags if self.reasoning_parser == "harmony" else ()
         return frozenset(self.added_tokens[tag] for tag in tags if tag in self.added_tokens)
+
+    @property
+    def marked_tokens(self) -> dict[int, bytes]:
+        """Tags that are spelled with a mark where text is read, and how."""
+        return {self.added_tokens[tag]: (self.mark + tag).encode() for tag in Harmony.tags if self.mark}
 
     def start(
         self,
@@ -84,7 +91,7 @@ class Parsers:
         if "harmony" in (self.tool_parser, self.reasoning_parser):
             calls = bool(offered) and self.tool_parser == "harmony"
             thoughts = reasoning and self.reasoning_parser == "harmony"
-            return HarmonyReader(out, calls, thoughts, prompt, parallel, continued)
+            return HarmonyReader(out, calls, thoughts, prompt, parallel, continued, self.mark)
         thinks = thinking is not None and thinking.is_open(prompt, continued)
         within = thinking is not None and not prompt.rstrip().endswith(thinking.opens)
         return Reader(self.notation if offered else None, thinking, out, thinks, parallel, thinks and within)
@@ -149,7 +156,10 @@ def find_parsers(
     thoughts = thoughts or next(found, "none")
     short_ids = re.search(r"length\s*!=\s*9\b", template) is not None
     notation, thinking = NOTATIONS[tools](template), THINKING.get(thoughts)
-    return Parsers(tools, thoughts, notation, thinking, dict(added_tokens or {}), short_ids)
+    added, mark = dict(added_tokens or {}), ""
+    if "harmony" in (tools, thoughts) and added.keys() >= set(Harmony.tags):
+        mark = chr(SystemRandom().randrange(0x100000, 0x10FFFE))  # for private use, and not to be guessed
+    return Parsers(tools, thoughts, notation, thinking, added, short_ids, mark)
 
 
 def _known(what: str, name: str, names: Mapping[str, object], others: Mapping[str, str]) -> str:

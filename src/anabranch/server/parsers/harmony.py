@@ -6,29 +6,45 @@
 (one line). Messages of the channel `analysis` are thoughts, those with a recipient are calls, others are content. A
 recipient may stand before the channel too. `<|call|>` and `<|return|>` end an answer. Text without a header, or with
 one that is not understood, is content as it was written. An empty line separates two messages that are content.
+
+A model can spell a tag by other tokens, in a text about tags or in one that it quotes: then it is text. So where tags
+are tokens, a character stands before them in the text to be read, `mark`, which differs from process to process.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from anabranch.server.parsers.call_grammar import Rules, alternatives, arguments_schema
-from anabranch.server.parsers.parts import ToolSpec
+from anabranch.server.parsers.parts import Part, ToolCallBegin, ToolSpec
 from anabranch.server.parsers.reader import Notation, Output, Reader, Thinking
 from anabranch.server.parsers.source import Source, Tags, Wait
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 ROLE, NAMESPACE = "assistant", "functions."
-AFTER_HEADER = Tags(MESSAGE, START, *ENDS)
-AFTER_BODY = Tags(START, *ENDS)
-BEFORE_HEADER = Tags(START, CHANNEL, *ENDS)
-HEADER = re.compile(
-    rf"({re.escape(START)})?\s*+({ROLE})?\s*+(to=(?P<to>[^\s<]+))?\s*+"
-    rf"({re.escape(CHANNEL)}\s*+(?P<channel>analysis|commentary|final)\s*+(to=(?P<then>[^\s<]+))?\s*+"
-    rf"(({re.escape(CONSTRAIN)}\s*+|(?<=\s))\w+)?)?\s*+"
-)
-"""White space is matched once (`*+`): otherwise the cost is the fourth power of the number of blanks."""
+
+
+class Marked:
+    """The tags where `mark` stands before each of them."""
+
+    def __init__(self, mark: str) -> None:
+        start, channel, constrain = (re.escape(mark + tag) for tag in (START, CHANNEL, CONSTRAIN))
+        name = rf"[^\s<{mark}]+"
+        self.start, self.message, self.ends = mark + START, mark + MESSAGE, tuple(mark + end for end in ENDS)
+        self.after_header = Tags(self.message, self.start, *self.ends)
+        self.after_body = Tags(self.start, *self.ends)
+        self.before_header = Tags(self.start, mark + CHANNEL, *self.ends)
+        # White space is matched once (`*+`): otherwise the cost is the fourth power of the number of blanks.
+        self.header = re.compile(
+            rf"({start})?\s*+({ROLE})?\s*+(to=(?P<to>{name}))?\s*+"
+            rf"({channel}\s*+(?P<channel>analysis|commentary|final)\s*+(to=(?P<then>{name}))?\s*+"
+            rf"(({constrain}\s*+|(?<=\s))[\w/.+-]+)?)?\s*+"
+        )
+
+
+marked = cache(Marked)
 
 
 class Harmony(Notation):
@@ -86,7 +102,13 @@ def _last_message(prompt: str, continued: str) -> str:
 def _open_header(message: str) -> re.Match[str] | None:
     """The header of a message whose body has begun and not ended."""
     header, opened, body = message.partition(MESSAGE)
-    return HEADER.fullmatch(header) if opened and not any(end in body for end in ENDS) else None
+    return marked("").header.fullmatch(header) if opened and not any(end in body for end in ENDS) else None
+
+
+def _recipient(match: re.Match[str]) -> str:
+    """The tool of a call; empty if there is none, or two."""
+    first, second = match["to"], match["then"]
+    return "" if first and second and first != second else (first or second or "").removeprefix(NAMESPACE)
 
 
 ANALYSIS = Analysis(CHANNEL, ENDS[0], label=f"analysis{MESSAGE}")
@@ -94,11 +116,19 @@ ANALYSIS = Analysis(CHANNEL, ENDS[0], label=f"analysis{MESSAGE}")
 
 class HarmonyReader(Reader):
     def __init__(
-        self, out: Output, calls: bool, reasoning: bool, prompt: str, parallel: bool, continued: str = ""
+        self,
+        out: Output,
+        calls: bool,
+        reasoning: bool,
+        prompt: str,
+        parallel: bool,
+        continued: str = "",
+        mark: str = "",
     ) -> None:
         """`calls`, `reasoning`: give calls and thoughts; otherwise they stay in the content, with their tags.
-        `prompt`: it may have begun a message, with the text `continued`."""
+        `prompt`: it may have begun a message, with the text `continued`; no mark stands before its tags."""
         super().__init__(None, ANALYSIS, out, False, parallel)
+        self._mark, self._tags = mark, marked(mark)
         self._gives_calls, self._gives_reasoning = calls, reasoning
         self._gap = ""
         """What comes before the next message that is content."""
@@ -106,6 +136,15 @@ class HarmonyReader(Reader):
         """Of messages that are content."""
         begun = _last_message(prompt, continued)
         self._parser = self._messages(begun == ROLE, _open_header(begun))
+
+    def feed(self, text: str, final: bool = False) -> list[Part]:
+        parts = super().feed(text, final)
+        if self._mark:  # before tags that are given as text
+            parts = [
+                part if isinstance(part, ToolCallBegin) else replace(part, text=part.text.replace(self._mark, ""))
+                for part in parts
+            ]
+        return [part for part in parts if isinstance(part, ToolCallBegin) or part.text]
 
     def _messages(self, in_header: bool, header: re.Match[str] | None) -> Wait[None]:
         source, out = self._source, self._out
@@ -115,8 +154,8 @@ class HarmonyReader(Reader):
             if in_header and (yield from source.literal(" to=")):
                 yield from self._message()
             in_header = False
-            tag = yield from source.until(BEFORE_HEADER, lambda piece: out.content(source.release()))
-            if tag in ENDS:
+            tag = yield from source.until(self._tags.before_header, lambda piece: out.content(source.release()))
+            if tag in self._tags.ends:
                 source.skip(len(tag))
             elif tag:
                 yield from self._message()
@@ -124,33 +163,33 @@ class HarmonyReader(Reader):
     def _message(self) -> Wait[None]:
         """At a header, of which a part may be held."""
         source, out = self._source, self._out
-        yield from source.literal(START)
-        tag = yield from source.until(AFTER_HEADER)
+        yield from source.literal(self._tags.start)
+        tag = yield from source.until(self._tags.after_header)
         text = source.release()
-        match = HEADER.fullmatch(text) if tag == MESSAGE else None
+        match = self._tags.header.fullmatch(text) if tag == self._tags.message else None
         if match is None or not self._is_given(match):
             out.content(text)
-            if tag == MESSAGE:
+            if tag == self._tags.message:
                 out.content(source.take(len(tag)))
                 source.drop()
-                yield from source.until(AFTER_BODY, lambda piece: out.content(source.release()))
+                yield from source.until(self._tags.after_body, lambda piece: out.content(source.release()))
             return
         source.skip(len(tag))
         yield from self._body(match)
 
     def _is_given(self, match: re.Match[str]) -> bool:
         if match["to"] or match["then"]:
-            return self._gives_calls
+            return self._gives_calls and bool(_recipient(match))
         return self._gives_reasoning or match["channel"] != "analysis"
 
     def _body(self, match: re.Match[str]) -> Wait[None]:
         source, out = self._source, self._out
-        recipient = match["to"] or match["then"]
+        recipient = _recipient(match)
         emit = out.reasoning if match["channel"] == "analysis" and self._gives_reasoning else self._content
         if recipient and self._gives_calls:
-            out.begin(recipient.removeprefix(NAMESPACE))
+            out.begin(recipient)
             emit = out.arguments
-        yield from source.until(AFTER_BODY, lambda piece: emit(source.release()))
+        yield from source.until(self._tags.after_body, lambda piece: emit(source.release()))
         self._gap = "\n\n" if self._has_content else ""
 
     def _content(self, text: str) -> None:
