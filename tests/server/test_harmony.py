@@ -1,5 +1,6 @@
 """Harmony, the messages of gpt-oss: thoughts, content and calls however the text is cut; nothing is lost."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from anabranch.text.chat_template import ChatTemplate
 from anabranch.text.grammar import GrammarCompiler
 from anabranch.text.output import Detokenizer
 from anabranch.text.tokenizer import Tokenizer
+from tests.server.serving import running
 from tests.server.test_parsers import briefly, cut, read, start
 from tests.text import tiny_tokenizers
 from tests.text.test_chat_template import REAL_TEMPLATES, needs
 from tests.text.test_grammar import make_tokenizer
+from tools import tiny_model
 
 PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>Hm, {}?\n<|end|><|start|>assistant"
@@ -123,6 +126,7 @@ def test_what_is_not_asked_for_stays_in_the_content() -> None:
 
 
 TEMPLATE = """\
+{%- if tools %}{{ '<|start|>developer<|message|>' + tools | tojson + '<|end|>' }}{% endif %}
 {%- for message in messages %}
 {%- if message.tool_calls %}
 {%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}
@@ -281,3 +285,40 @@ def test_a_call_that_must_come(choice: Any) -> None:
     assert ends("Hm<|end|><|start|>assistant<|channel|>final<|message|>yes", answer) and not ends("yes", answer)
     grammar = parsers.tool_grammar(TOOLS, choice, thought)
     assert grammar is not None and ends("Hm<|end|><|start|>assistant" + call, grammar) and not ends(call, grammar)
+
+
+TEMPLATE = """\
+{%- if tools %}{{ '<|start|>developer<|message|>' + tools | tojson + '<|end|>' }}{% endif %}
+{%- for message in messages %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}{# answers begin with <|channel|> #}"""
+
+
+def test_a_call_that_must_come_over_http(tmp_path: Path) -> None:
+    """From the template to the client, streamed and not, by a model that writes noise where the grammar lets it."""
+    folder = tmp_path / "noise"
+    tiny_model.write(folder, config=tiny_model.CONFIG | {"vocab_size": 263, "eos_token_id": [261, 262]})
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken(tag, special=True) for tag in sorted({*Harmony.tags} - {"<|end|>"})])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    function = {"name": "weather", "parameters": {"type": "object", **CITY, "additionalProperties": False}}
+    body = {
+        "messages": [{"role": "user", "content": "Where does <|end|> end?"}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "temperature": 0,
+        "max_tokens": 100,
+        "logit_bias": {str(backend.token_to_id("a")): -100},  # no analysis, which might never end
+    }
+    with running(folder) as server:
+        found = server.post("/v1/chat/completions", json=body).json()
+        assert "choices" in found, found
+        answer = found["choices"][0]
+        lines = server.post("/v1/chat/completions", json=body | {"stream": True}).text.splitlines()
+    (call,) = answer["message"]["tool_calls"]
+    assert (answer["finish_reason"], call["function"]["name"]) == ("tool_calls", "weather")
+    assert json.loads(call["function"]["arguments"]) in ({"city": "Rome"}, {"city": "Oslo"})
+    assert not answer["message"]["content"]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    pieces = [piece for chunk in chunks for one in chunk["choices"] for piece in one["delta"].get("tool_calls", ())]
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == call["function"]["arguments"]
