@@ -287,7 +287,7 @@ def test_a_call_that_must_come(choice: Any) -> None:
     assert grammar is not None and ends("Hm<|end|><|start|>assistant" + call, grammar) and not ends(call, grammar)
 
 
-TEMPLATE = """\
+TO_SERVE = """\
 {%- if tools %}{{ '<|start|>developer<|message|>' + tools | tojson + '<|end|>' }}{% endif %}
 {%- for message in messages %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}{# answers begin with <|channel|> #}"""
@@ -300,7 +300,7 @@ def test_a_call_that_must_come_over_http(tmp_path: Path) -> None:
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens([AddedToken(tag, special=True) for tag in sorted({*Harmony.tags} - {"<|end|>"})])
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TO_SERVE)
     function = {"name": "weather", "parameters": {"type": "object", **CITY, "additionalProperties": False}}
     body = {
         "messages": [{"role": "user", "content": "Where does <|end|> end?"}],
