@@ -24,6 +24,9 @@ from anabranch.text.render_chat import Rendered, render_chat
 if TYPE_CHECKING:
     from anabranch.server.service import Model, Service
 
+LEFT_OUT: list[dict[str, Any]] = [{"description": ""}, {"parameters": {"type": "object", "properties": {}}}]
+"""Members that clients may leave out of a tool, and without which some templates fail."""
+
 
 class Chat:
     """The conversation in a body, in the form templates are written for; 400 for what no template can write."""
@@ -172,12 +175,20 @@ def render(model: Model, chat: Chat) -> Rendered:
     if tools and not model.template.writes_tools:
         raise bad_request(NO_TOOLS, "tools")
     chat.messages = fit_parts(model.template, model.tokenizer.special_text, chat.messages, bool(tools))
-    return render_chat(
-        model.template,
-        model.tokenizer,
-        fit_calls(model.template, chat.messages),
-        tools,
-        chat.add_generation_prompt,
-        continue_final_message=chat.continued,
-        **chat.template_options,
-    )
+    messages, refused = fit_calls(model.template, chat.messages), None
+    for added in ({}, LEFT_OUT[0], LEFT_OUT[0] | LEFT_OUT[1]) if tools else ({},):
+        functions = [{"name": tool["function"]["name"], **added, **tool["function"]} for tool in tools or []]
+        try:
+            return render_chat(
+                model.template,
+                model.tokenizer,
+                messages,
+                [{"type": "function", "function": function} for function in functions] or None,
+                chat.add_generation_prompt,
+                continue_final_message=chat.continued,
+                **chat.template_options,
+            )
+        except ValueError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
