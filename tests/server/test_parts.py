@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +22,9 @@ from anabranch.server.errors import ApiError, from_engine
 from anabranch.server.openai import LogprobWriter, npy_base64
 from anabranch.server.parsers.choose import find_parsers
 from anabranch.server.protocol import sampling_params
+from tests.text import tiny_tokenizers
+from tests.text.test_chat_template import REAL_TEMPLATES
+from tests.text.test_part_form import render
 
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = st.recursive(
@@ -121,6 +125,46 @@ def test_a_conversation_as_templates_want_it() -> None:
     assert answer["content"] == "" and answer["reasoning"] == answer["reasoning_content"] == "hm"
     assert [call["function"]["arguments"] for call in answer["tool_calls"]] == [{"a": 1}, "{broken", {}, "[1]"]
     assert result == {"role": "tool", "content": "done", "tool_call_id": "2", "name": "g"}
+
+
+NEEDS_DESCRIPTION = "{% for tool in tools %}{{ tool.function.description + '|' + tool | tojson }}{% endfor %}"
+NEEDS_BOTH = NEEDS_DESCRIPTION + "{% for tool in tools %}{{ tool.function.parameters.properties | length }}{% endfor %}"
+WRITES = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "members", "expected"),
+    [
+        (WRITES, {}, '{"type": "function", "function": {"name": "f"}}'),
+        (NEEDS_DESCRIPTION, {}, '|{"type": "function", "function": {"name": "f", "description": ""}}'),
+        (NEEDS_BOTH, {}, '|{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": '
+         '"object", "properties": {}}}}0'),
+        (NEEDS_BOTH, {"description": "d", "parameters": {"properties": {"a": {}}}},
+         'd|{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"properties": {"a": {}}}'
+         '}}1'),
+    ],
+)  # fmt: skip
+def test_what_a_tool_leaves_out_is_added_where_a_template_needs_it(
+    template: str, members: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", **members}}
+    folder = tiny_tokenizers.write("llama", tmp_path / "llama")
+    assert render(folder, template, [{"role": "user", "content": "Hi"}], tools=[tool]).text == expected
+
+
+def test_a_template_that_fails_with_all_of_a_tool_gives_its_first_error(tmp_path: Path) -> None:
+    template = NEEDS_BOTH + "{{ raise_exception('not today') }}"
+    folder, hello = tiny_tokenizers.write("llama", tmp_path / "llama"), [{"role": "user", "content": "Hi"}]
+    with pytest.raises(ValueError, match="has no attribute 'description'"):
+        render(folder, template, hello, tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+@pytest.mark.skipif(not REAL_TEMPLATES.exists(), reason="needs the real templates")
+def test_gpt_oss_takes_a_tool_without_a_description(tmp_path: Path) -> None:
+    folder = tiny_tokenizers.write("llama", tmp_path / "llama")
+    template, tool = str(REAL_TEMPLATES / "openai-gpt-oss-120b.jinja"), {"type": "function", "function": {"name": "f"}}
+    text = render(folder, template, [{"role": "user", "content": "Hi"}], tools=[tool]).text
+    assert "// \ntype f = () => any;" in text
 
 
 def test_one_call_if_only_one_is_wanted() -> None:

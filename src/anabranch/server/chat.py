@@ -18,10 +18,14 @@ from anabranch.server.parsers.parts import Named, ToolChoice, ToolSpec
 from anabranch.server.protocol import ChatCompletion, ContentPart, Message, NamedTool, Tokenize, ToolCall
 from anabranch.text.call_form import fit_calls
 from anabranch.text.chat_template import NO_TOOLS
+from anabranch.text.part_form import fit_parts
 from anabranch.text.render_chat import Rendered, render_chat
 
 if TYPE_CHECKING:
     from anabranch.server.service import Model, Service
+
+LEFT_OUT: list[dict[str, Any]] = [{"description": ""}, {"parameters": {"type": "object", "properties": {}}}]
+"""Members that clients may leave out of a tool, and without which some templates fail."""
 
 
 class Chat:
@@ -52,8 +56,9 @@ class Chat:
 
     @property
     def begun(self) -> str:
-        """The text of the message that the answer continues."""
-        return self.messages[-1]["content"] if self.continued else ""
+        """The text of the message that the answer continues, once it is rendered."""
+        content = self.messages[-1]["content"] if self.continued else ""
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
     def check(self) -> None:
         names = [tool["function"]["name"] for tool in self.tools]
@@ -74,11 +79,12 @@ class Chat:
 
 
 def read_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages in the form templates are written for: plain text, arguments as objects, tool results with a name."""
+    """Messages in the form templates are written for: text or a list of text parts, arguments as
+    objects, tool results with a name."""
     found: list[dict[str, Any]] = []
     called: dict[str, str] = {}  # call id → the tool's name: some templates write a result's tool and not its call
     for number, message in enumerate(messages):
-        content, name = _text(message.content, f"messages[{number}].content"), message.name
+        content, name = _content(message.content, f"messages[{number}].content"), message.name
         read: dict[str, Any] = {"role": message.role, "content": content or ""}
         match message.role:
             case "system" | "developer" | "user":
@@ -113,7 +119,7 @@ def read_messages(messages: list[Message]) -> list[dict[str, Any]]:
     return found
 
 
-def _text(content: str | list[ContentPart] | None, param: str) -> str | None:
+def _content(content: str | list[ContentPart] | None, param: str) -> str | list[dict[str, str]] | None:
     if content is None or isinstance(content, str):
         return content
     texts = []
@@ -122,7 +128,7 @@ def _text(content: str | list[ContentPart] | None, param: str) -> str | None:
         if text is None:
             raise bad_request(f"{param}[{number}]: {part.type!r} {ContentPart.OTHER_TYPES}", param)
         texts.append(text)
-    return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts] if any(texts) else ""
 
 
 def _arguments(arguments: Any) -> Any:
@@ -163,17 +169,26 @@ def prepare(service: Service, chat: Chat, params: SamplingParams) -> tuple[str, 
 
 
 def render(model: Model, chat: Chat) -> Rendered:
-    """The text of the prompt; ValueError if the template refuses the messages."""
+    """The text of the prompt; ValueError if the template refuses the messages. Leaves `chat` with parts as written."""
     model.template.check_variables(chat.template_options)
     tools = chat.tools if chat.offered else None
     if tools and not model.template.writes_tools:
         raise bad_request(NO_TOOLS, "tools")
-    return render_chat(
-        model.template,
-        model.tokenizer,
-        fit_calls(model.template, chat.messages),
-        tools,
-        chat.add_generation_prompt,
-        continue_final_message=chat.continued,
-        **chat.template_options,
-    )
+    chat.messages = fit_parts(model.template, model.tokenizer.special_text, chat.messages, bool(tools))
+    messages, refused = fit_calls(model.template, chat.messages), None
+    for added in ({}, LEFT_OUT[0], LEFT_OUT[0] | LEFT_OUT[1]) if tools else ({},):
+        functions = [{"name": tool["function"]["name"], **added, **tool["function"]} for tool in tools or []]
+        try:
+            return render_chat(
+                model.template,
+                model.tokenizer,
+                messages,
+                [{"type": "function", "function": function} for function in functions] or None,
+                chat.add_generation_prompt,
+                continue_final_message=chat.continued,
+                **chat.template_options,
+            )
+        except ValueError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused

@@ -12,6 +12,7 @@ ARGUMENTS = {"probed_city": "Zug"}
 NAME, RESULT = "probed_tool", "probed result"
 SCHEMA = {"type": "object", "properties": {}, "required": []}
 TOOL = {"type": "function", "function": {"name": "other", "description": "d", "parameters": SCHEMA}}
+CALL = {"id": "call00000", "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
 
 
 def fit_calls(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -40,11 +41,10 @@ def find_form(template: ChatTemplate) -> tuple[bool, bool]:
 
 
 def _arrives(template: ChatTemplate, tools: Any, null: bool, text: bool) -> bool:
-    call = {"id": "call00000", "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
     messages = [
         {"role": "user", "content": "?"},
-        _call({"role": "assistant"}, [call], None if null else "", text),
-        {"role": "tool", "content": RESULT, "tool_call_id": "call00000", "name": NAME},
+        _call({"role": "assistant"}, [CALL], None if null else "", text),
+        {"role": "tool", "content": RESULT, "tool_call_id": CALL["id"], "name": NAME},
     ]
     try:
         written = template.render(messages, tools if template.writes_tools else None)

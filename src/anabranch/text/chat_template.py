@@ -48,6 +48,8 @@ class ChatTemplate:
         self.templates = {name: _compile(name, text) for name, text in self.sources.items()}
         self.call_form: tuple[bool, bool] | None = None
         """See text/call_form, which finds it out."""
+        self.part_form: dict[tuple[str, bool], bool] = {}
+        """See text/part_form: (kind of message, with tools) → whether content may be a list of parts."""
 
     def render(
         self,

@@ -44,8 +44,10 @@ def render_chat(
     `continue_final_message`: the text ends where the content of the last message does."""
     if continue_final_message:
         content = messages[-1]["content"]
-        mark = next(mark for mark in map(chr, END_MARKS) if mark not in content)
-        messages = [*messages[:-1], {**messages[-1], "content": content + mark}]
+        text = content if isinstance(content, str) else content[-1]["text"]
+        mark = next(mark for mark in map(chr, END_MARKS) if mark not in text)
+        ended = text + mark if isinstance(content, str) else [*content[:-1], {"type": "text", "text": text + mark}]
+        messages = [*messages[:-1], {**messages[-1], "content": ended}]
         return _cut(render_chat(template, tokenizer, messages, tools, False, **variables), mark)
     special = tokenizer.special_text
     try:

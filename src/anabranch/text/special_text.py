@@ -43,6 +43,11 @@ class SpecialText:
         """Special tokens that any of the texts spells."""
         return sorted({token for text in texts for token in self.pattern.findall(text)})
 
+    def arises(self, texts: Sequence[str]) -> bool:
+        """Whether texts spell a special token together, written one after the other, trimmed or not."""
+        alone = [token for text in texts for token in self.pattern.findall(text)]
+        return any(self.pattern.findall(whole) != alone for whole in ("".join(texts), "".join(map(str.strip, texts))))
+
     def encode(self, text: str, add_special_tokens: bool, plain: Spans) -> list[int]:
         """The tokens of a text in which special tokens are text within `plain` and tokens everywhere else."""
         pieces: list[str] = []
