@@ -177,13 +177,13 @@ def render(model: Model, chat: Chat) -> Rendered:
     chat.messages = fit_parts(model.template, model.tokenizer.special_text, chat.messages, bool(tools))
     messages, refused = fit_calls(model.template, chat.messages), None
     for added in ({}, LEFT_OUT[0], LEFT_OUT[0] | LEFT_OUT[1]) if tools else ({},):
-        functions = [{"name": tool["function"]["name"], **added, **tool["function"]} for tool in tools or []]
+        offered = [{**tool, "function": tool["function"] | added | tool["function"]} for tool in tools or []]
         try:
             return render_chat(
                 model.template,
                 model.tokenizer,
                 messages,
-                [{"type": "function", "function": function} for function in functions] or None,
+                offered or None,
                 chat.add_generation_prompt,
                 continue_final_message=chat.continued,
                 **chat.template_options,
