@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from anabranch.loader.checkpoint import Checkpoint, CheckpointError, TensorInfo, read_checkpoint
+from anabranch.loader.checkpoint import Checkpoint, CheckpointError, TensorInfo, read_checkpoint, with_stored_dtype
+from anabranch.models.config import ModelConfig
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -151,6 +153,37 @@ def test_symlinked_files_and_folder(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(tmp_path / "link")
     assert sorted(checkpoint.tensors) == ["a", "b", "c"]
     assert_equals_safetensors(checkpoint)
+
+
+def test_stored_dtype_is_that_of_most_plain_bytes(tmp_path: Path) -> None:
+    config = ModelConfig(
+        model_type="x",
+        vocab_size=1,
+        hidden_size=1,
+        layers=(),
+        activation="silu",
+        norm_eps=1.0,
+        tie_embeddings=False,
+        max_position=1,
+        names_dtype=False,
+    )
+
+    def dtype(folder: Path, **tensors: torch.Tensor) -> str:
+        save_file(tensors, folder / SINGLE)
+        return with_stored_dtype(config, folder).dtype
+
+    assert with_stored_dtype(config, tmp_path) == config
+    half, quantized = torch.ones(8).bfloat16(), {"b": torch.ones(99).to(torch.float8_e4m3fn), "b.scale": torch.ones(9)}
+    assert dtype(tmp_path, **quantized) == "float32"
+    assert dtype(tmp_path, **quantized, a=torch.ones(3), c=half) == "bfloat16"
+    assert dtype(tmp_path, a=torch.ones(3).half(), b=torch.ones(9, dtype=torch.int64)) == "float16"
+    assert with_stored_dtype(config, tmp_path, "dummy") == config
+    assert with_stored_dtype(replace(config, names_dtype=True), tmp_path).dtype == "float32"
+    (tmp_path / SINGLE).unlink()
+    save_file(quantized, tmp_path / SHARDS[0])
+    save_file({"a": half}, tmp_path / SHARDS[1])
+    write_index(tmp_path, {"b": SHARDS[0], "b.scale": SHARDS[0], "a": SHARDS[1]})
+    assert with_stored_dtype(config, tmp_path).dtype == "bfloat16"
 
 
 def test_single_file_wins_over_index_and_strays(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anabranch import platforms
+from anabranch.cli.main import main
+from anabranch.config import EngineConfig
+from anabranch.engine.engine import make_engine
 from anabranch.formats import Grouped
 from anabranch.loader import names
 from anabranch.loader.checkpoint import CheckpointError, read_checkpoint
@@ -147,6 +151,39 @@ def test_auto_dtype_follows_checkpoint_and_platform(folder: Path, monkeypatch: p
     monkeypatch.setattr("anabranch.platforms.cpu.cpu_flags", lambda: frozenset({"avx512_bf16", "bf16"}))
     for platform, expected in ((platforms.make("cpu"), torch.float32), (Chip(), torch.bfloat16)):
         assert next(load_model(folder, platform=platform).parameters()).dtype == expected
+
+
+class AnyDtype(FakePlatform):
+    def compute_dtype(self, wanted: torch.dtype) -> torch.dtype:
+        return wanted
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("model_type", ["minimax_m2", "qwen3_moe", "qwen3_5_moe"])
+def test_without_a_dtype_it_is_that_of_the_checkpoint(
+    model_type: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As transformers' "auto"."""
+    case = next(c for c in tiny.CASES if c.model_type == model_type)
+    tiny.save(replace(case, dtype=dtype), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
+        part.pop("dtype", None), part.pop("torch_dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = tiny.ARCHITECTURES[model_type][1].from_pretrained(tmp_path, dtype="auto").dtype
+    assert str(theirs) == f"torch.{dtype}"
+    model = load_model(tmp_path, platform=AnyDtype())
+    assert model.embed_tokens.weight.dtype == theirs
+    assert next(load_model(tmp_path, dtype="float32", platform=AnyDtype()).parameters()).dtype == torch.float32
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == dtype
+    default = torch.bfloat16 if model_type == "minimax_m2" else torch.float32
+    dummy = load_model(tmp_path, load_format="dummy", platform=AnyDtype())
+    assert next(dummy.parameters()).dtype == default
+    if dtype == "bfloat16":  # whose matrices a CPU multiplies by in fp32
+        runner = make_engine(EngineConfig(model=str(tmp_path), num_pages=8, tune="off")).runner
+        assert runner.dtype == torch.float32
+        assert runner.model.config.dtype == "bfloat16"
 
 
 def test_unknown_dtype(folder: Path) -> None:

@@ -78,6 +78,9 @@ FOR_TRANSFORMERS = {
     "kimi-k2": {"model_type": "deepseek_v3"},  # as its modeling file, which is DeepSeek's
 }
 
+WITHOUT_DTYPE = ("gpt_oss", "minimax_m2")
+"""Families that are published without a dtype."""
+
 
 class Noted(dict[str, Any]):
     """A config that notes which of its keys are asked for."""
@@ -115,6 +118,18 @@ def test_every_key_is_understood(name: str, tmp_path: Path, monkeypatch: pytest.
     assert bool(config.sources) == ("quantization_config" in raw)
     assert set(raw) - asked[""] - UNREAD - WITHOUT_GROUPS.get(name, set()) == set()
     assert set(raw.get("rope_scaling") or ()) <= asked.get("rope_scaling", set())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_dtype(name: str, tmp_path: Path) -> None:
+    """All are published in bfloat16, and some do not say so."""
+    raw = json.loads(FILES[name].read_text())
+    for given in (raw, {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}):
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        config = read_config(tmp_path)
+        named = {"dtype", "torch_dtype"} & given.keys()
+        assert config.names_dtype == bool(named)
+        assert config.dtype == ("bfloat16" if named or raw["model_type"] in WITHOUT_DTYPE else "float32")
 
 
 def scaled_down(raw: dict[str, Any]) -> dict[str, Any]:

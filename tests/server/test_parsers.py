@@ -236,7 +236,15 @@ FRAGMENTS = {
         '{"name": "weather"',
         "}\n",
     ],
-    "qwen3_coder": ["<tool_call>\n", "<function=f>\n", "<function=no>", "<parameter=city>\n", "<parameter=days>", "3"]
+    "qwen3_coder": [
+        "<tool_call>\n",
+        "<function=f>\n",
+        "<function=no>",
+        "<parameter=city>\n",
+        "<parameter=days>",
+        "<parameter=place>\n",
+        "3",
+    ]
     + ["\n</parameter>\n", "</parameter>", "</function>\n", "</tool_call>"],
     "gemma4": [
         "<|tool_call>",
@@ -253,12 +261,28 @@ FRAGMENTS = {
     "mistral": ["[TOOL_CALLS]", "[", "]", "f[ARGS]", "f", "[CALL_ID]", '{"name": "f", "arguments": '],
     "deepseek": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "f", "<｜tool▁sep｜>", "f\n```json\n"]
     + ["\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "f<｜tool▁sep｜>{", "{}"],
-    "glm45": ["<tool_call>", "</tool_call>", "f", "weather\n", "<arg_key>city</arg_key>", "<arg_key>days"]
+    "glm45": [
+        "<tool_call>",
+        "</tool_call>",
+        "f",
+        "weather\n",
+        "<arg_key>city</arg_key>",
+        "<arg_key>days",
+        "<arg_key>place</arg_key>",
+    ]
     + ["<arg_key>", "</arg_key>\n", "<arg_value>", "</arg_value>\n", "3"],
     "kimi_k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "f", "{}", "<|tool_call_end|>"]
     + ["<|tool_call_argument_begin|>", "<|tool_call_argument_begin|>{", "<|tool_calls_section_end|>"],
     "minimax_m2": ["<minimax:tool_call>\n", '<invoke name="f">\n', '<invoke name="no">', '<parameter name="city">']
-    + ['<parameter name="days">', "3", "</parameter>\n", "</parameter>", "</invoke>\n", "</minimax:tool_call>"],
+    + [
+        '<parameter name="days">',
+        '<parameter name="place">',
+        "3",
+        "</parameter>\n",
+        "</parameter>",
+        "</invoke>\n",
+        "</minimax:tool_call>",
+    ],
     "json": ['{"name": "f", "parameters": ', '{"name": "no", ', "<|python_tag|>", "[", "]", "; "],
 }
 THOUGHT_FRAGMENTS = {
@@ -431,6 +455,9 @@ ODD = {
         "<function=weather><parameter=other>\n\n 1 \n\n</parameter></function>": [("weather", r'{"other": "\n 1 \n"}')],
         "<function=weather>\n<parameter=city>\nRome\n<parameter=days>\n3\n</function>": [
             ("weather", '{"city": "Rome", "days": 3}')
+        ],
+        '<function=weather>\n<parameter=place>\n{"a": "b"\n<parameter=days>\n3\n</function>': [
+            ("weather", '{"place": "{\\"a\\": \\"b\\"", "days": 3}')
         ],
         "<tool_call>\n<function=f>\noh\n</function>\n</tool_call> ok": [("f", "{}"), "\noh\n</function> ok"],
         "<tool_call>\n<function=f>\n</tool_call>": [("f", "{}")],
@@ -655,6 +682,62 @@ def test_two_pieces_give_the_same_parts(writer: str) -> None:
         assert read(start(parsers), [text[:place], text[place:]]) == whole
 
 
+TAGGED = ("qwen3_coder", "glm45", "glm45, without line breaks", "minimax_m2")
+
+
+@pytest.mark.parametrize("writer", TAGGED)
+def test_tags_in_strings_of_json_are_text(writer: str) -> None:
+    """Wherever the text is cut. They may look like the end of the call, with another one after it."""
+    parser, write = WRITERS[writer]
+    parsers, tags = make(parser), CLOSING[parser]
+    inner = write([("weather", {"days": 3})])
+    for text in (
+        tags,
+        f'"{tags.strip()}"',
+        f"\\{tags}",
+        "a" + tags.replace("\n", "") + "b",
+        inner,
+        inner.replace("\n", ""),
+    ):
+        for place in ({"s": text}, {text: [text, {"t": text}], "u": [{}, text]}):
+            calls: list[Call] = [("weather", {"place": place, "heights": [1.5], "city": "Rome"}), ("f", {})]
+            whole = write(calls)
+            parts = answer(parsers, f"See: {whole} ok")
+            assert [(name, json.loads(arguments)) for name, arguments in calls_of(parts)] == calls
+            assert content_of(parts) == "See: ok"
+            parts = read(start(parsers), [whole])
+            for cut_at in range(0, len(whole), 3):
+                assert read(start(parsers), [whole[:cut_at], whole[cut_at:]]) == parts
+
+
+BROKEN_STRINGS = {
+    '{"a": "b': '{"a": "b',
+    '{"a": "b" c': '{"a": "b" c',
+    '{"a": "b\nc", "d': '{"a": "b\nc", "d',
+    '{"a": "b\\': '{"a": "b\\',
+    '{\\"a": "b': '{\\"a": "b',
+    '["': '["',
+    '{"a": "b"': '{"a": "b"',
+    '{"a": ["b"\n c': '{"a": ["b"\n c',
+    '"a': '"a',
+    'a {"b': 'a {"b',
+}
+"""Values that are not JSON, and what is read."""
+
+
+@pytest.mark.parametrize("value", BROKEN_STRINGS)
+@pytest.mark.parametrize("writer", TAGGED)
+def test_a_string_without_end_does_not_swallow_the_tag(writer: str, value: str) -> None:
+    parser, write = WRITERS[writer]
+    whole = write([("weather", {"place": 7, "days": 3})]).replace("7", value) + " ok"
+    parts = answer(make(parser), whole)
+    assert content_of(parts) == "ok"
+    ((name, arguments),) = calls_of(parts)
+    assert json.loads(arguments) == {"place": BROKEN_STRINGS[value], "days": 3}
+    for cut_at in range(len(whole)):
+        assert read(start(make(parser)), [whole[:cut_at], whole[cut_at:]]) == parts
+
+
 def test_arguments_stream() -> None:
     for writer, (parser, write) in WRITERS.items():
         reader = start(make(parser))
@@ -780,6 +863,20 @@ LONG = {
     "parameters": ("qwen3_coder", "think", ("<function=weather>", "<parameter=days>\n12\n</parameter>\n")),
     "a parameter": ("qwen3_coder", "think", ("<function=weather><parameter=place>", "\n<param ")),
     "keys": ("glm45", "think", ("<tool_call>f", "<arg_key>a</arg_key><arg_value>12</arg_value>")),
+    "strings of JSON": (
+        "glm45",
+        "think",
+        ("<tool_call>weather<arg_key>place</arg_key><arg_value>[", '"</arg_value>",'),
+    ),
+    "a string of tags": ("glm45", "think", ('<tool_call>weather<arg_key>place</arg_key><arg_value>["', "</arg_value>")),
+    "strings without end": (
+        "glm45",
+        "think",
+        (
+            '<tool_call>weather<arg_key>place</arg_key><arg_value>["',
+            '</arg_value><arg_key>place</arg_key><arg_value>{\\"',
+        ),
+    ),
     "invocations": ("minimax_m2", "think", ("<minimax:tool_call>", '<invoke name="f">\n</invoke>')),
     "a section": ("kimi_k2", "think", ("<|tool_calls_section_begin|>", "<|tool_call_begin|>f:0<|tool_call_begin|>")),
     "a section of calls": ("deepseek", "think", ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}")),

@@ -216,6 +216,22 @@ def test_free_text_has_nothing_in_it_that_would_end_it(notation: str, text: str)
     assert all(matcher.accept(token) for token in most) and not matcher.accept(last)
 
 
+@pytest.mark.parametrize("notation", ["qwen3_coder", "glm45", "minimax_m2"])
+def test_tags_in_strings_of_json_are_allowed_and_read(notation: str) -> None:
+    tokenizer = make_tokenizer()
+    schema = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
+    tool = ToolSpec("f", {"properties": {"v": schema}, "required": ["v"]})
+    parsers = parsers_of(notation, tokenizer)
+    grammar = parsers.tool_grammar([tool], "required")
+    assert grammar is not None
+    matcher = GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [tokenizer.token_to_id("<eos>")]).compile(grammar)
+    arguments = {"v": {"s": "a</arg_value></parameter>\n</parameter>b"}}
+    text = WRITERS[notation][1]([("f", arguments)])
+    assert all(matcher.accept(token) for token in tokenizer.encode(text).ids)
+    ((name, found),) = calls_of(read(start(parsers, tools=[tool], tool_choice="required"), [text]))
+    assert (name, json.loads(found)) == ("f", arguments)
+
+
 @pytest.mark.parametrize("notation", ["hermes", "qwen3_coder", "gemma4", "mistral, by name", "json"])
 def test_a_thought_may_come_first(notation: str, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     thoughts = {"gemma4": "gemma4", "mistral, by name": "mistral"}.get(notation, "think")

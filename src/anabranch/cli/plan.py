@@ -17,7 +17,7 @@ from anabranch.bench.records import bundled as configs
 from anabranch.config import batch_tokens
 from anabranch.engine import plan as planning
 from anabranch.formats import ITEM_BYTES
-from anabranch.loader.checkpoint import read_checkpoint
+from anabranch.loader.checkpoint import read_checkpoint, with_stored_dtype
 from anabranch.loader.locate import locate
 from anabranch.models.config import ModelConfig, read_config
 from anabranch.options import above_zero, add_engine_options, add_memory_fraction, at_least
@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     sizes = [gb * 10**9 for gb in COMMON_MEMORY] if options.memory is None else [parse_size(options.memory)]
     folder = locate(bundled.folder() if options.model is None else configs(options.model, "dummy"), weights=False)
     config = read_config(folder, kv_cache_dtype=options.kv_cache_dtype, state_dtype=options.state_dtype)
+    config = with_stored_dtype(config, folder)
     config = planning.quantized(config, options.quantization)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
     on_disk = _on_disk(folder, config)

@@ -42,12 +42,14 @@ def run(options: argparse.Namespace) -> int:
     from anabranch.bench.records import bundled
     from anabranch.engine.progress import Tally
     from anabranch.loader import names
+    from anabranch.loader.checkpoint import with_stored_dtype
     from anabranch.loader.load import DTYPES, build
     from anabranch.loader.locate import locate
     from anabranch.models.config import read_config
     from anabranch.moe import tuning
 
-    config = read_config(locate(bundled(options.model, "dummy"), weights=False))
+    folder = locate(bundled(options.model, "dummy"), weights=False)
+    config = with_stored_dtype(read_config(folder), folder)
     if config.sources and options.quantization != "none":
         raise ValueError(f"--quantization: {options.model} is quantised already; leave the option out")
     platform = platforms.current()

@@ -30,6 +30,7 @@ from anabranch.engine.metrics import Metrics
 from anabranch.engine.runner import DATA_PARALLEL, Launched, Progress, Runner, load_runner
 from anabranch.engine.sampler import can_take_back, needs_host_tokens
 from anabranch.engine.scheduler import Scheduler, Sequence, Share
+from anabranch.loader.checkpoint import with_stored_dtype
 from anabranch.loader.locate import locate
 from anabranch.loader.resolve import resolve
 from anabranch.models.config import ModelConfig, read_config
@@ -480,6 +481,7 @@ def make_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
         folder = locate(config.model, weights=config.load_format != "dummy")
         platform = platforms.current()
         model = read_config(folder, quantized=platform.reads_quantized, **config.model_options)
+        model = with_stored_dtype(model, folder, config.load_format)
         read_sampling_defaults(folder, config.generation_config)  # refused before weights are read
         config = resolve(replace(config, model=str(folder)), model, platform)
         model = model.divide(0, config.tensor_parallel_size, config.expert_parallel)

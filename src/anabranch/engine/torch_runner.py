@@ -23,6 +23,7 @@ from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_plan import SamplingMode
 from anabranch.engine.scheduler import Sequence, Share
 from anabranch.engine.slots import Slots
+from anabranch.loader.checkpoint import with_stored_dtype
 from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
 from anabranch.moe.dispatch import Exchange
@@ -47,6 +48,7 @@ class TorchRunner(Runner):
         """The most rows of a step with drafts, in which the host knows the tokens of all rows; 0: there are none."""
         memory = platform.memory()
         model = read_config(config.model, **config.model_options)
+        model = with_stored_dtype(model, config.model, config.load_format)
         num_experts = max((layer.moe.num_experts for layer in model.layers if layer.moe is not None), default=0)
         mine = plan.quantized(model.divide(group.rank, group.size, config.expert_parallel), config.quantization)
         check = partial(

@@ -11,9 +11,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from anabranch.models.config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -81,15 +83,7 @@ def read_checkpoint(folder: str | Path, quantized: bool = False) -> Checkpoint:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder that holds the checkpoint")
-    promised: dict[str, Path] = {}  # tensor name -> the file in which the index places it
-    # lexists: a dangling link is a broken checkpoint, to be reported, and not an absent one
-    if os.path.lexists(folder / SINGLE_FILE):
-        files = [folder / SINGLE_FILE]
-    elif os.path.lexists(folder / INDEX_FILE):
-        promised = _read_index(folder / INDEX_FILE)
-        files = sorted(set(promised.values()))
-    else:
-        files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
+    files, promised = _find_files(folder)
     if not files:
         raise _no_weights(folder)
 
@@ -109,6 +103,32 @@ def read_checkpoint(folder: str | Path, quantized: bool = False) -> Checkpoint:
     if not tensors:
         raise _broken(files[0], "holds no tensors")
     return Checkpoint(folder=folder, tensors=tensors, files=tuple(files))
+
+
+def with_stored_dtype(config: ModelConfig, folder: str | Path, load_format: str = "safetensors") -> ModelConfig:
+    """Where config.json names no dtype, that of the checkpoint counts: the one most bytes are in, without scales, of
+    the first file that has plain numbers. Without weights the family's default stays."""
+    if config.names_dtype or config.packed or load_format == "dummy":
+        return config
+    for file in _find_files(Path(folder))[0]:
+        num_bytes = Counter[str]()
+        for tensor in _read_header(file, quantized=True):
+            if tensor.dtype in ("F32", "F16", "BF16") and "scale" not in tensor.name:
+                num_bytes[FLOATS[tensor.dtype]] += tensor.num_bytes
+        if num_bytes:
+            return replace(config, dtype=num_bytes.most_common(1)[0][0])
+    return config
+
+
+def _find_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Files of weights, and for each tensor name the file in which an index places it."""
+    # lexists: a dangling link is a broken checkpoint, to be reported, and not an absent one
+    if os.path.lexists(folder / SINGLE_FILE):
+        return [folder / SINGLE_FILE], {}
+    if os.path.lexists(folder / INDEX_FILE):
+        promised = _read_index(folder / INDEX_FILE)
+        return sorted(set(promised.values())), promised
+    return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith(".")), {}
 
 
 def _no_weights(folder: Path) -> CheckpointError:

@@ -22,7 +22,7 @@ from anabranch.layers.attention import Attention
 from anabranch.layers.linear import Linear, PackedLinear
 from anabranch.layers.norm import RMSNorm
 from anabranch.loader import cache_scales, names
-from anabranch.loader.checkpoint import Checkpoint, CheckpointError, read_checkpoint
+from anabranch.loader.checkpoint import Checkpoint, CheckpointError, read_checkpoint, with_stored_dtype
 from anabranch.loader.locate import locate
 from anabranch.loader.read import Progress, check_order, own_head, read_weights
 from anabranch.loader.resolve import resolve_dtype
@@ -75,6 +75,7 @@ def load_model(
     with stage("config"):
         folder = locate(str(model), weights=load_format != "dummy")
         config = read_config(folder, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype, speculative=speculative)
+        config = with_stored_dtype(config, folder, load_format)
         checkpoint = None if load_format == "dummy" else read_checkpoint(folder, quantized=bool(config.sources))
         if config.draft_layer is not None and checkpoint is not None and "mtp.fc.weight" not in checkpoint.tensors:
             raise CheckpointError(

@@ -60,6 +60,8 @@ class ModelConfig:
     max_position: int
     dtype: str = "float32"
     """What the checkpoint was made in: float32, float16 or bfloat16."""
+    names_dtype: bool = True
+    """config.json says so; otherwise `dtype` is the family's default, and the checkpoint may be in another."""
     sources: tuple[Source, ...] = ()
     """How the checkpoint keeps its quantised weights; (): it has none."""
     packed: bool = False

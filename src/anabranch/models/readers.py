@@ -57,6 +57,7 @@ def read_model(
     default_activation: str = "silu",
     default_eps: float = 1e-6,
     default_tied: bool = False,
+    default_dtype: str = "float32",
     **fields: Any,
 ) -> ModelConfig:
     """What every model has. Defaults are the family's for keys that are absent; `fields` are ModelConfig's own."""
@@ -65,7 +66,8 @@ def read_model(
     name = keys.get(activation_key, default=default_activation)
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise keys.fail(f"{activation_key!r} = {shown(name)} is not supported (supported: {', '.join(ACTIVATIONS)})")
-    dtype = keys.get("dtype", "torch_dtype", default="float32")
+    named = keys.get("dtype", "torch_dtype")
+    dtype = default_dtype if named is None else named
     if dtype not in ("float32", "float16", "bfloat16"):
         raise keys.fail(f"'dtype' = {shown(dtype)} is not supported (supported: float32, float16, bfloat16)")
     return ModelConfig(
@@ -78,6 +80,7 @@ def read_model(
         tie_embeddings=keys.flag("tie_word_embeddings", default_tied),
         max_position=keys.integer("max_position_embeddings"),
         dtype=dtype,
+        names_dtype=named is not None,
         **fields,
     )
 

@@ -23,8 +23,6 @@ YARN = {
 
 def read(keys: Keys) -> ModelConfig:
     keys = uniform(keys, max_position=131_072)
-    if keys.get("dtype", "torch_dtype") is None:  # as published; what is not in MXFP4 is in this
-        keys.raw["dtype"] = "bfloat16"
     keys.refuse_unless("swiglu_limit", (LIMIT,), f"only {LIMIT} is supported")
     if not keys.mapping("rope_scaling") and keys.get("rope_parameters") is None:
         keys.raw["rope_parameters"] = YARN
@@ -40,7 +38,9 @@ def read(keys: Keys) -> ModelConfig:
     moe = read_moe(keys, count=("num_local_experts", "num_experts"), width="intermediate_size", renormalize=True)
     moe = replace(moe, bias=True, interleaved=True)
     layers = [LayerConfig(mixer=replace(attention, window=window if slides else 0), moe=moe) for slides in sliding]
-    return replace(read_model(keys, layers, default_eps=1e-5), activation="clamped_swiglu")
+    # Published without a dtype; what is not in MXFP4 is in bfloat16.
+    model = read_model(keys, layers, default_eps=1e-5, default_dtype="bfloat16")
+    return replace(model, activation="clamped_swiglu")
 
 
 FAMILY = Family(

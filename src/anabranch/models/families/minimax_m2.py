@@ -42,7 +42,8 @@ def read(keys: Keys) -> ModelConfig:
             selection_bias=True,
         ),
     )
-    return read_model(keys, [layer] * keys.integer("num_hidden_layers"))
+    # Published without a dtype; what is not in FP8 is in bfloat16.
+    return read_model(keys, [layer] * keys.integer("num_hidden_layers"), default_dtype="bfloat16")
 
 
 FAMILY = Family(

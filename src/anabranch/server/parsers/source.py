@@ -142,7 +142,11 @@ class Source:
     def unread(self) -> None:
         """Put back what is held, to be read again: at the end only, otherwise text could be read many times."""
         assert self.ended
-        text = self.release()
+        self.put_back(self.release())
+
+    def put_back(self, text: str) -> None:
+        """Text that was released last, to be read again; the caller sees to it that none comes back many times."""
+        assert not self._held
         self._text = text + self._text[self._at :]
         self._at = 0
         self.num_used -= len(text)

@@ -18,9 +18,10 @@
                             </tool_call>
 
 Only the tool's schema tells whether 12 is a number: text where the schema allows text or says nothing, else JSON if it
-is JSON of the right type (or Python's True, False and None, which Qwen's template writes). Text that does not fit ends
-the arguments, and what follows up to the closing tag is content. Some of these models forget the outer tag: where the
-inner ones name the function, a function that was offered is called without it too.
+is JSON of the right type (or Python's True, False and None, which Qwen's template writes). A closing tag in a string
+of JSON is text, unless the string has no end. Text that does not fit ends the arguments, and what follows up to the
+closing tag is content. Some of these models forget the outer tag: where the inner ones name the function, a function
+that was offered is called without it too.
 """
 
 import json
@@ -36,6 +37,8 @@ from anabranch.server.parsers.source import Source, Tags, Wait
 from anabranch.text.json_schema import json_type
 
 NEWLINE = "\n"
+IN_STRING = Tags('"', "\\", NEWLINE)
+"""A line break is escaped in a string of JSON."""
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
 
@@ -62,6 +65,7 @@ class TaggedValues(EnclosedNotation):
         super().__init__()
         self.value_ends = self.AROUND + self.PARAMETER_ENDS
         self.after_value = Tags(*dict.fromkeys([self.value_ends, self.PARAMETER_ENDS, *self.FORGOTTEN]))
+        self.in_json = Tags(*self.after_value.texts, '"', "\\")
 
     def read(self, source: Source, out: Output) -> Wait[None]:
         wrapped = yield from source.literal(self.OPENS)
@@ -109,10 +113,26 @@ class TaggedValues(EnclosedNotation):
             tag = yield from source.until(self.after_value, lambda piece: out.arguments(quoted(piece)[1:-1]))
             out.arguments('"' if tag else "")
         else:
+            before = "" if "string" in allowed else (yield from self._before_tag(source))
             text, tag = yield from source.text_until(self.after_value)
-            out.arguments(to_json(text, allowed, named) if tag else text)
+            out.arguments(to_json(before + text, allowed, named) if tag else before + text)
         source.skip(len(tag) if tag.endswith(self.PARAMETER_ENDS) else min(len(tag), 1))
         return bool(tag)
+
+    def _before_tag(self, source: Source) -> Wait[str]:
+        """The part of a value in which tags are in strings of an object or an array: all of it, if it is JSON."""
+        yield from source.until(self.in_json)
+        pieces = [source.release()]
+        is_json = pieces[0].lstrip().startswith(("{", "["))
+        while is_json and (yield from source.until(self.in_json)) == '"':
+            is_json = yield from _json_string(source)
+            text = source.release()
+            if not is_json:  # then a tag in it counts; what is put back never has a string in it that would be put back
+                pieces.append(text.partition(self.PARAMETER_ENDS)[0].rstrip())
+                source.put_back(text[len(pieces[-1]) :])
+            else:
+                pieces.append(text)
+        return "".join([*pieces, source.release()])
 
     def call_grammar(self, rules: Rules, tool: ToolSpec) -> str:
         parameters = TaggedGrammar(rules, tool, self).parameters()
@@ -174,6 +194,20 @@ class Glm45(TaggedValues):
         call = rules.rule(alternatives([self.call_grammar(rules, tool) for tool in tools]))
         space = rules.text(self.newline) if self.newline else ""
         return f"{call} ({space} {call})*" if many else call
+
+
+def _json_string(source: Source) -> Wait[bool]:
+    """At a quote: read a string of JSON, and the space after it. False: it has no end, or what follows is not JSON."""
+    source.take(1)
+    while (tag := (yield from source.until(IN_STRING))) == "\\":
+        source.take(1)
+        if (yield from source.peek()) not in ("", NEWLINE):
+            source.take(1)
+    if tag != '"':
+        return False
+    source.take(1)
+    yield from source.space()
+    return (yield from source.peek()) in ("", ",", ":", "]", "}")
 
 
 def _allowed(tool: ToolSpec, key: str) -> tuple[frozenset[str], list[str]]:
