@@ -146,8 +146,7 @@ class Worker:
                 make_engine = resolve_name(start.engine)
             self._begin_stage("weights")
             self.engine = engine = make_engine(start.config, self._progress)
-            with self.stages("compile"):
-                compile_server.close()
+        compile_server.close()
         gc.freeze()  # these objects stay: no need to search them for garbage while requests wait
         self.stages.finish()
         self.pulse.engine = engine
