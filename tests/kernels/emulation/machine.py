@@ -330,7 +330,7 @@ def emulated(seed: int = 0) -> Iterator[list[Launch]]:
         if len(scheduler.launches) > KEPT:
             scheduler.launches[-KEPT - 1].forget()
         for place in places:
-            program = Program(place, shape, scheduler)
+            program = Program(place, shape)
             scheduler.run_program(program, kwargs.get("num_warps", 4), lambda: function(*made))
 
     before = JITFunction.run

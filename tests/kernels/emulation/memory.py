@@ -16,7 +16,7 @@ import torch
 from triton import language as tl
 
 from tests.kernels.emulation import values
-from tests.kernels.emulation.values import FLOATS, LAYOUT, OF_TORCH, Layout, Pointer, Type, Value, as_value
+from tests.kernels.emulation.values import FLOATS, LAYOUT, OF_TORCH, Layout, Numbers, Pointer, Type, Value, as_value
 
 TORCH = {dtype: torch_dtype for torch_dtype, dtype in OF_TORCH.items()}
 
@@ -70,19 +70,11 @@ def at(place: Any, size: int) -> int:
     return where
 
 
-class Shared:
+class Shared(Numbers):
     """A part of shared memory. `unfenced`: what threads have written since the last fence."""
 
     def __init__(self, data: torch.Tensor, unfenced: torch.Tensor, dtype: tl.dtype) -> None:
         self.data, self.unfenced, self.dtype, self.layout = data, unfenced, dtype, LAYOUT
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.data.shape)
-
-    @property
-    def type(self) -> Type:
-        return Type(self.dtype, self.shape)
 
     def poison(self) -> None:
         if self.dtype == tl.float8e4nv:
@@ -213,7 +205,6 @@ class Partition:
 class Program:
     place: tuple[int, ...]
     grid: tuple[int, ...]
-    scheduler: Any
     events: list[Callable[[], None]] = field(default_factory=list)
     """Copies that have started."""
     unfenced: list[torch.Tensor] = field(default_factory=list)

@@ -68,13 +68,11 @@ class Type:
         self.scalar, self.element_ty, self.shape, self.layout = scalar, scalar, shape, LAYOUT
 
 
-class Value:
-    """Numbers in registers; without dimensions, one number."""
+class Numbers:
+    """Of a dtype, wherever they are."""
 
-    def __init__(self, data: torch.Tensor, dtype: tl.dtype) -> None:
-        kept, mask = HOLDERS[dtype.name], MASKS.get(dtype.name)
-        data = data if data.dtype == kept else data.to(kept)
-        self.data, self.dtype = data if mask is None else data & mask, dtype
+    data: torch.Tensor
+    dtype: tl.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,6 +81,15 @@ class Value:
     @property
     def type(self) -> Type:
         return Type(self.dtype, self.shape)
+
+
+class Value(Numbers):
+    """Numbers in registers; without dimensions, one number."""
+
+    def __init__(self, data: torch.Tensor, dtype: tl.dtype) -> None:
+        kept, mask = HOLDERS[dtype.name], MASKS.get(dtype.name)
+        data = data if data.dtype == kept else data.to(kept)
+        self.data, self.dtype = data if mask is None else data & mask, dtype
 
     def __repr__(self) -> str:
         return f"Value({self.dtype}, {self.data})"
