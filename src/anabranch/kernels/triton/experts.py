@@ -312,12 +312,15 @@ def run_hopper_packed(call: ExpertsCall, tiles: PackedTiles) -> torch.Tensor:
     common = {"R": tiles.rows, "STAGES": tiles.stages, "BAND": tiles.group, "num_warps": 4, "launch_pdl": True}
     split = tiles.split
     common["PARTS"] = (4 if call.down_EDI.format.kind == "fp4" else 1) if split else 0
+    common["RING"] = tiles.ring
+    assert not tiles.ring or (split and "zero" not in call.down_EDI.tensors)
+    scales = packed.scales_by_input if tiles.ring else packed.scales
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     weight = call.gate_up_EFD.tensors
     x = split_rows(call.x_TD) if split else (call.x_TD, None, None)
     packed.gate_up_hopper_packed[(min(places, plan.max_tiles * cdiv(inner, 128)),)](
         x[0], x[0].stride(0), x[1], x[2], packed.weight_descriptor(weight["data"], 128, split),
-        packed.scales(weight["scale"]), weight.get("zero"), call.gate_up_bias_EF, h_NI, plan.order_N, plan.tile_3M,
+        scales(weight["scale"]), weight.get("zero"), call.gate_up_bias_EF, h_NI, plan.order_N, plan.tile_3M,
         plan.head, plan.max_tiles, inner, K=top_k, DEPTH=D, ACTIVATION=call.activation, **common,
     )  # fmt: skip
     y = new_result(call)
@@ -327,7 +330,7 @@ def run_hopper_packed(call: ExpertsCall, tiles: PackedTiles) -> torch.Tensor:
     h_desc = packed.row_descriptor(h[0], tiles.rows, common["PARTS"])
     packed.down_hopper_packed[(min(places, plan.max_tiles * cdiv(D, 256)),)](
         plan.weight_N, h_desc, h[1], h[2], packed.weight_descriptor(weight["data"], 256, split),
-        packed.scales(weight["scale"]), weight.get("zero"), call.down_bias_ED, rows_ND, plan.order_N, plan.tile_3M,
+        scales(weight["scale"]), weight.get("zero"), call.down_bias_ED, rows_ND, plan.order_N, plan.tile_3M,
         plan.head, plan.max_tiles, D, DEPTH=inner, **common,
     )  # fmt: skip
     return sum_into(call, rows_ND, y, False, launch) if call.combined else y

@@ -13,9 +13,11 @@ on ordinary cores.
 MXFP4: scales are multiplied into the weights, so sums stay in the matrix unit, and one product runs while the weights
 of the next are unpacked. The last stage may reach beyond the last input, where weights and activations are zeros.
 
-Rows of activations may be in two parts: see experts_hopper_split.
+Rows of activations may be in two parts: see experts_hopper_split. Then scales may come with the weights of a stage,
+from a copy in which those of neighbouring outputs follow each other, instead of by loads of two bytes (RING).
 
-Not supported: groups of other sizes than these, inputs that are no multiple of 128, or for MXFP4 of 64.
+Not supported: groups of other sizes than these, inputs that are no multiple of 128, or for MXFP4 of 64, and zero points
+with RING.
 """
 
 import torch
@@ -30,6 +32,7 @@ from anabranch.kernels.compiling.gluon_names import thread_load, tma_load
 from anabranch.kernels.triton.experts_hopper_split import (
     blocks,
     byte_descriptor,
+    has_scales,
     load_scales,
     multiply_split_fp4,
     multiply_split_int4,
@@ -50,6 +53,8 @@ from anabranch.kernels.triton.gated import activate
 PACKED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How packed weights and rows of activations lie in shared memory."""
+BY_INPUT = "scales_by_input"
+"""The attribute of scales that holds them in another order."""
 
 
 def weight_descriptor(tensor: torch.Tensor, rows: int, split: bool = False) -> TensorDescriptor:
@@ -64,6 +69,19 @@ def scales(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint16) if tensor.dtype == torch.uint8 else tensor
 
 
+def scales_by_input(tensor: torch.Tensor) -> torch.Tensor:
+    """[experts, stages, outputs]: scales of 128 inputs, which of MXFP4 are four bytes, so that those of neighbouring
+    outputs follow each other. A copy, made once."""
+    found: torch.Tensor | None = getattr(tensor, BY_INPUT, None)
+    if found is None:
+        found = tensor.detach()
+        if tensor.dtype == torch.uint8:
+            found = torch.nn.functional.pad(found, (0, -tensor.shape[-1] % 4)).view(torch.int32)
+        found = found.transpose(1, 2).contiguous()
+        setattr(tensor, BY_INPUT, found)
+    return found
+
+
 def row_descriptor(tensor: torch.Tensor, rows: int, parts: int = 0) -> TensorDescriptor:
     return split_descriptor(tensor, rows, parts) if parts else TensorDescriptor.from_tensor(tensor, [rows, 64], ROWS)
 
@@ -71,9 +89,16 @@ def row_descriptor(tensor: torch.Tensor, rows: int, parts: int = 0) -> TensorDes
 # Partitions have long parameter lists; one name per line would hide what they do.
 # fmt: off
 
+@gluon.constexpr_function
+def is_fp4(dtype):
+    """By the dtype of scales: two bytes, or four where they come with the weights."""
+    return dtype == gl.uint16 or dtype == gl.int32
+
+
 @gluon.jit
 def make_ring(
-    w_desc, BN: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr, PARTS: gl.constexpr,
+    w_desc, scale, BN: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr,
+    PARTS: gl.constexpr, RING: gl.constexpr,
 ):
     """For each stage BN rows of packed weights, two bytes in a number, and both halves of R rows, or (PARTS) one byte
     and both parts of R rows. See experts_ring."""
@@ -89,10 +114,11 @@ def make_ring(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     tile_info = gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain)
+    s_ring = gl.allocate_shared_memory(scale.dtype.element_ty, [STAGES, BN], plain) if RING else tile_info
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=2)
-    return w_ring, x_ring, full, empty, tile_info
+    return w_ring, x_ring, s_ring, full, empty, tile_info
 
 
 @gluon.jit
@@ -100,7 +126,7 @@ def multiply_parts(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIG
                    DEPTH: gl.constexpr, GATHERED: gl.constexpr):
     """Like multiply, of INT4. `left` and `right`: where the scales of each output begin; they are loaded one step
     ahead."""
-    w_ring, x_ring, full, empty, tile_info = ring
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
     R: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     first = gl.zeros([64, R], gl.float32, layout)
@@ -141,7 +167,7 @@ def multiply_scaled(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: g
                     DEPTH: gl.constexpr, GATHERED: gl.constexpr):
     """Like multiply, of MXFP4. Weights of the second 64 outputs are unpacked while the first 64 are multiplied. No
     product may run while the loop begins again: the assembler would then wait for each one."""
-    w_ring, x_ring, full, empty, tile_info = ring
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
     R: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     first = gl.zeros([64, R], gl.float32, layout)
@@ -176,15 +202,15 @@ def multiply(ring, step, scale, zero, left, right, sums, LEFT: gl.constexpr, RIG
              DEPTH: gl.constexpr, GATHERED: gl.constexpr):
     """Products of 64 outputs from row LEFT of a stage on and 64 from row RIGHT on, and the next step. `left` and
     `right`: each output's row of weights."""
-    G: gl.constexpr = DEPTH // (64 if scale.dtype.element_ty == gl.uint16 else 128)
+    G: gl.constexpr = DEPTH // (64 if is_fp4(scale.dtype.element_ty) else 128)
     if ring[1].dtype == gl.float8e4nv:
-        if scale.dtype.element_ty == gl.uint16:
+        if is_fp4(scale.dtype.element_ty):
             return multiply_split_fp4(ring, step, scale, left * G, right * G, LEFT, RIGHT, DEPTH, GATHERED)
         else:
             return multiply_split_int4(
                 ring, step, scale, zero, left * G, right * G, sums, LEFT, RIGHT, DEPTH, GATHERED,
             )
-    elif scale.dtype.element_ty == gl.uint16:
+    elif is_fp4(scale.dtype.element_ty):
         return multiply_scaled(ring, step, scale, left * G, right * G, LEFT, RIGHT, DEPTH, GATHERED)
     else:
         return multiply_parts(ring, step, scale, zero, left * G, right * G, LEFT, RIGHT, DEPTH, GATHERED)
@@ -194,8 +220,8 @@ def multiply(ring, step, scale, zero, left, right, sums, LEFT: gl.constexpr, RIG
 def finish(acc, scale, bias, factor):
     """The sums of products of 64 outputs, plus their biases. `factor`: of each row that is in two parts."""
     if factor is not None:
-        acc *= (factor * (64.0 if scale.dtype.element_ty == gl.uint16 else 512.0))[None, :]  # see unpack_*
-    elif scale.dtype.element_ty == gl.uint16:
+        acc *= (factor * (64.0 if is_fp4(scale.dtype.element_ty) else 512.0))[None, :]  # see unpack_*
+    elif is_fp4(scale.dtype.element_ty):
         acc *= 18446744073709551616.0  # 2⁶⁴, see experts_hopper_unpack
     return acc if bias is None else acc + bias.to(gl.float32)[:, None]
 
@@ -205,13 +231,13 @@ def gate_up_warpgroup(
     scale, zero, bias, x_scale, x_sum, order_N, h_NI, inner, ring,
     WHO: gl.constexpr, DEPTH: gl.constexpr, ACTIVATION: gl.constexpr, K: gl.constexpr,
 ):
-    w_ring, x_ring, full, empty, tile_info = ring
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
     BN: gl.constexpr = w_ring.shape[1] // 2
     R: gl.constexpr = x_ring.shape[-2]
     SPLIT: gl.constexpr = x_ring.dtype == gl.float8e4nv
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32 if SPLIT else 16])
     out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    own: gl.constexpr = scale.dtype.element_ty == gl.uint16 and not SPLIT
+    own: gl.constexpr = is_fp4(scale.dtype.element_ty) and not SPLIT
     of_scale: gl.constexpr = OUTPUTS if own else gl.SliceLayout(1, layout)
     r = gl.arange(0, R, gl.SliceLayout(0, layout))
     f = gl.arange(0, 64, gl.SliceLayout(1, layout)) + WHO * 64
@@ -256,13 +282,13 @@ def down_warpgroup(
     scale, zero, bias, h_scale, h_sum, weight_N, rows_ND, order_N, D, ring,
     WHO: gl.constexpr, DEPTH: gl.constexpr,
 ):
-    w_ring, x_ring, full, empty, tile_info = ring
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
     BN: gl.constexpr = w_ring.shape[1]
     R: gl.constexpr = x_ring.shape[-2]
     SPLIT: gl.constexpr = x_ring.dtype == gl.float8e4nv
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32 if SPLIT else 16])
     out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    own: gl.constexpr = scale.dtype.element_ty == gl.uint16 and not SPLIT
+    own: gl.constexpr = is_fp4(scale.dtype.element_ty) and not SPLIT
     of_scale: gl.constexpr = OUTPUTS if own else gl.SliceLayout(1, layout)
     f = gl.arange(0, 64, gl.SliceLayout(1, layout)) + WHO * 128
     f_scale = gl.arange(0, 64, of_scale) + WHO * 128
@@ -299,7 +325,7 @@ def down_warpgroup(
 @gluon.jit
 def prefetch(scale, zero, first, end, DEPTH: gl.constexpr, ROWS: gl.constexpr):
     """Scales and zero points of ROWS rows from `first` on, not from `end` on: memory takes longer than one stage."""
-    G: gl.constexpr = DEPTH // (64 if scale.dtype.element_ty == gl.uint16 else 128)
+    G: gl.constexpr = DEPTH // (64 if is_fp4(scale.dtype.element_ty) else 128)
     place = first * G + 64 * gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     for begin in gl.static_range(0, ROWS * G, 2048 * gl.num_warps()):  # a thread: 64 scales, 128 bytes
         at = gl.minimum(place + begin, end * G - 1)
@@ -310,11 +336,12 @@ def prefetch(scale, zero, first, end, DEPTH: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def gather_depth(
-    x_TD, w_desc, offset, d, real, first, inner, step, ring,
+    x_TD, w_desc, scale, scaled, offset, d, real, first, inner, step, ring,
     DEPTH: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr,
 ):
-    """Fill a stage for every 128 inputs from BEGIN to END."""
-    w_ring, x_ring, full, empty, tile_info = ring
+    """Fill a stage for every 128 inputs from BEGIN to END. `scale`: the first scales of each output, where they come
+    with the weights; `scaled`: which outputs are there."""
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = w_ring.shape[0]
     BN: gl.constexpr = w_ring.shape[1] // 2
     for k in range(BEGIN, END, 128):
@@ -338,6 +365,8 @@ def gather_depth(
             if DEPTH % 128 != 0:  # beyond the last input, zeros
                 inside = real & (k + 64 < DEPTH)
             thread_load(x_ring.index(2 * stage + 1), x_TD + (offset + k + 64), mask=inside)
+        if has_scales(s_ring):
+            thread_load(s_ring.index(stage), scale + k // 128 * (2 * inner), mask=scaled)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         step += 1
     return step
@@ -355,7 +384,7 @@ def gather_and_load(
     K: gl.constexpr, DEPTH: gl.constexpr, BAND: gl.constexpr,
 ):
     """The loading warps of the gate/up product."""
-    w_ring, x_ring, full, empty, tile_info = ring
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = w_ring.shape[0]
     BN: gl.constexpr = w_ring.shape[1] // 2
     R: gl.constexpr = x_ring.shape[-2]
@@ -365,6 +394,8 @@ def gather_and_load(
     split: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, blocks(x_ring.shape[1] if SPLIT else 1)))
     r = gl.arange(0, R, split if SPLIT else gl.SliceLayout(1, layout))
     d = place_of(x_ring) if SPLIT else gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
+    RING: gl.constexpr = has_scales(s_ring)
+    s_c = gl.arange(0, 2 * BN, gl.BlockedLayout([2], [32], [4], [0]))  # of a stage's outputs: gate, then up
     step = 0
     index = gl.program_id(0)
     block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
@@ -374,23 +405,34 @@ def gather_and_load(
         offset = column_of(pair // K, SPLIT) * x_stride + d
         real = column_of(begin + r < end, SPLIT)
         first = expert * (2 * inner) + block * BN
-        prefetch(scale, zero, first, (2 * expert + 1) * inner, DEPTH, BN)
-        prefetch(scale, zero, first + inner, (2 * expert + 2) * inner, DEPTH, BN)
-        step = gather_depth(x_TD, w_desc, offset, d, real, first, inner, step, ring, DEPTH, 0, HEAD)
+        scales_at, scaled = None, None
+        if RING:
+            column = block * BN + s_c % BN
+            scales_at = scale + expert * ((DEPTH + 127) // 128 * 2 * inner) + s_c // BN * inner + column
+            scaled = column < inner
+        else:
+            prefetch(scale, zero, first, (2 * expert + 1) * inner, DEPTH, BN)
+            prefetch(scale, zero, first + inner, (2 * expert + 2) * inner, DEPTH, BN)
+        step = gather_depth(
+            x_TD, w_desc, scales_at, scaled, offset, d, real, first, inner, step, ring, DEPTH, 0, HEAD,
+        )
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
         pair = gl.load(order_N + begin + r, mask=begin + r < end, other=0)
-        step = gather_depth(x_TD, w_desc, offset, d, real, first, inner, step, ring, DEPTH, HEAD, DEPTH)
+        step = gather_depth(
+            x_TD, w_desc, scales_at, scaled, offset, d, real, first, inner, step, ring, DEPTH, HEAD, DEPTH,
+        )
     publish_tile(tile_info, empty, step, -1, 0, 0, 0)
     mbarrier.expect(full.index(step % STAGES), 0)
     async_copy.mbarrier_arrive(full.index(step % STAGES), increment_count=False)
 
 
 @gluon.jit
-def load_depth(h_desc, w_desc, first, row, step, ring, DEPTH: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr,
-               EARLY: gl.constexpr):
-    """Fill a stage for every 128 inputs from BEGIN to END; the first EARLY steps have their weights already."""
-    w_ring, x_ring, full, empty, tile_info = ring
+def load_depth(h_desc, w_desc, scale, scaled, D, first, row, step, ring, DEPTH: gl.constexpr, BEGIN: gl.constexpr,
+               END: gl.constexpr, EARLY: gl.constexpr):
+    """Fill a stage for every 128 inputs from BEGIN to END; the first EARLY steps have their weights already. `scale`,
+    `scaled`: as in gather_depth."""
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = w_ring.shape[0]
     BN: gl.constexpr = w_ring.shape[1]
     R: gl.constexpr = x_ring.shape[-2]
@@ -407,6 +449,9 @@ def load_depth(h_desc, w_desc, first, row, step, ring, DEPTH: gl.constexpr, BEGI
         else:
             tma_load(h_desc, [row, k], bar, x_ring.index(2 * stage))
             tma_load(h_desc, [row, k + 64], bar, x_ring.index(2 * stage + 1))
+        if has_scales(s_ring):
+            thread_load(s_ring.index(stage), scale + k // 128 * D, mask=scaled)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
         step += 1
     return step
 
@@ -418,11 +463,13 @@ def load_rows(
 ):
     """The loading warp of the down product: rows of h are in tile order. The first weights are loaded before the
     gate/up kernel has finished; h is read after that."""
-    w_ring, x_ring, full, empty, tile_info = ring
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
     STAGES: gl.constexpr = w_ring.shape[0]
     BN: gl.constexpr = w_ring.shape[1]
     HEAD: gl.constexpr = STAGES * 128 if STAGES * 128 < DEPTH else DEPTH
     EARLY: gl.constexpr = (HEAD + 127) // 128
+    RING: gl.constexpr = has_scales(s_ring)
+    s_c = gl.arange(0, BN, gl.BlockedLayout([4], [32], [1], [0]))
     step = 0
     index = gl.program_id(0)
     block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
@@ -435,24 +482,31 @@ def load_rows(
     while index < num_tiles * num_blocks:
         publish_tile(tile_info, empty, step, block, begin, end, expert)
         first, row = expert * D + block * BN, begin
-        prefetch(scale, zero, first, (expert + 1) * D, DEPTH, BN)
-        step = load_depth(h_desc, w_desc, first, row, step, ring, DEPTH, 0, HEAD, EARLY)
+        scales_at, scaled = None, None
+        if RING:
+            column = block * BN + s_c
+            scales_at, scaled = scale + expert * ((DEPTH + 127) // 128 * D) + column, column < D
+        else:
+            prefetch(scale, zero, first, (expert + 1) * D, DEPTH, BN)
+        step = load_depth(h_desc, w_desc, scales_at, scaled, D, first, row, step, ring, DEPTH, 0, HEAD, EARLY)
         index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         block, expert, begin, end = locate(index, tile_3M, max_tiles, num_tiles, num_blocks, BAND)
-        step = load_depth(h_desc, w_desc, first, row, step, ring, DEPTH, HEAD, DEPTH, EARLY)
+        step = load_depth(h_desc, w_desc, scales_at, scaled, D, first, row, step, ring, DEPTH, HEAD, DEPTH, EARLY)
     publish_tile(tile_info, empty, step, -1, 0, 0, 0)
     mbarrier.expect(full.index(step % STAGES), 0)
+    if RING:
+        async_copy.mbarrier_arrive(full.index(step % STAGES), increment_count=False)
 
 
 @gluon.jit(do_not_specialize=["max_tiles"])
 def gate_up_hopper_packed(
     x_TD, x_stride, x_scale, x_sum, w_desc, scale, zero, bias, h_NI, order_N, tile_3M, head, max_tiles, inner,
     K: gl.constexpr, R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    BAND: gl.constexpr, ACTIVATION: gl.constexpr, PARTS: gl.constexpr,
+    BAND: gl.constexpr, ACTIVATION: gl.constexpr, PARTS: gl.constexpr, RING: gl.constexpr,
 ):
     """h[row, columns] = activation(gate · x) · (up · x); DEPTH is D."""
     BN: gl.constexpr = 128
-    ring = make_ring(w_desc, 2 * BN, R, STAGES, 129, PARTS)
+    ring = make_ring(w_desc, scale, 2 * BN, R, STAGES, 129, PARTS, RING)
     gdc_wait()
     gdc_launch_dependents()
     num_tiles = gl.load(head)
@@ -474,10 +528,11 @@ def gate_up_hopper_packed(
 def down_hopper_packed(
     weight_N, h_desc, h_scale, h_sum, w_desc, scale, zero, bias, rows_ND, order_N, tile_3M, head, max_tiles, D,
     R: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, PARTS: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """rows[pair, columns] = weight · (down · h); DEPTH is I, weights are in tile order."""
     BN: gl.constexpr = 256
-    ring = make_ring(w_desc, BN, R, STAGES, 1, PARTS)
+    ring = make_ring(w_desc, scale, BN, R, STAGES, 33 if RING else 1, PARTS, RING)
     gdc_launch_dependents()
     num_tiles = gl.load(head)
     num_blocks = gl.cdiv(D, BN)

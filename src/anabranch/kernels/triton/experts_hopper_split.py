@@ -149,6 +149,18 @@ def products(low, high, x_ring, stage, a0, a1, a2, a3):
     return a0, a1, a2, a3
 
 
+@gluon.constexpr_function
+def has_scales(s_ring):
+    """Whether scales come with the weights; otherwise nothing is in this part of the ring."""
+    return s_ring.shape[1] > 4
+
+
+@gluon.jit
+def scales_of(s_ring, stage, first: gl.constexpr, layout: gl.constexpr):
+    """Of a stage's 64 outputs from `first` on."""
+    return s_ring.index(stage).slice(first, 64).load(gl.SliceLayout(1, layout))
+
+
 @gluon.jit
 def add_scaled(acc, part, s, z, t):
     """One group's products less those of the zero point, times the scale."""
@@ -160,24 +172,31 @@ def multiply_split_int4(ring, step, scale, zero, left, right, sums, LEFT: gl.con
                         DEPTH: gl.constexpr, GATHERED: gl.constexpr):
     """Like multiply, of INT4 and rows in two parts. `sums`: of each row's inputs, for every 128 of them; a number is
     its distance from the zero point, so the sum times that is taken off."""
-    w_ring, x_ring, full, empty, tile_info = ring
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
     R: gl.constexpr = x_ring.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
     first = gl.zeros([64, R], gl.float32, layout)
     second = gl.zeros([64, R], gl.float32, layout)
     a = gl.zeros([64, R], gl.float32, layout)
     b = gl.zeros([64, R], gl.float32, layout)
-    left_scale = gl.load(scale + left).to(gl.float32)
-    right_scale = gl.load(scale + right).to(gl.float32)
+    RING: gl.constexpr = has_scales(s_ring)
+    if not RING:
+        left_scale = gl.load(scale + left).to(gl.float32)
+        right_scale = gl.load(scale + right).to(gl.float32)
     for k in range(0, DEPTH, 128):
-        s_left, s_right = left_scale, right_scale
+        if not RING:
+            s_left, s_right = left_scale, right_scale
         z_left, z_right = load_small_point(zero, left + k // 128), load_small_point(zero, right + k // 128)
-        ahead = gl.minimum(k + 128, DEPTH - 128) // 128
-        left_scale = gl.load(scale + left + ahead).to(gl.float32)
-        right_scale = gl.load(scale + right + ahead).to(gl.float32)
+        if not RING:
+            ahead = gl.minimum(k + 128, DEPTH - 128) // 128
+            left_scale = gl.load(scale + left + ahead).to(gl.float32)
+            right_scale = gl.load(scale + right + ahead).to(gl.float32)
         t = gl.load(sums + k // 128)
         stage = wait_for_stage(full, step, GATHERED)
         weights = w_ring.index(stage)
+        if RING:
+            s_left = scales_of(s_ring, stage, LEFT, layout).to(gl.float32)
+            s_right = scales_of(s_ring, stage, RIGHT, layout).to(gl.float32)
         low, high = load_bytes(weights.slice(LEFT, 64, dim=0), "int4")
         a = product(split_operand(low, high, R), x_ring, stage, a, 0)
         low, high = load_bytes(weights.slice(RIGHT, 64, dim=0), "int4")
@@ -210,24 +229,34 @@ def powers(scale):
 def multiply_split_fp4(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
                        DEPTH: gl.constexpr, GATHERED: gl.constexpr):
     """Like multiply, of MXFP4 and rows in two parts: 32 inputs, which share a scale, are one product."""
-    w_ring, x_ring, full, empty, tile_info = ring
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
     R: gl.constexpr = x_ring.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
     first = gl.zeros([64, R], gl.float32, layout)
     second = gl.zeros([64, R], gl.float32, layout)
     a0 = gl.zeros([64, R], gl.float32, layout)
     a1, a2, a3 = a0, a0, a0
-    left_01, left_23 = load_scales(scale, left, 0, DEPTH)
-    right_01, right_23 = load_scales(scale, right, 0, DEPTH)
+    RING: gl.constexpr = has_scales(s_ring)
+    if not RING:
+        left_01, left_23 = load_scales(scale, left, 0, DEPTH)
+        right_01, right_23 = load_scales(scale, right, 0, DEPTH)
     for k in range(0, DEPTH, 128):
-        s0, s1 = powers(left_01)
-        s2, s3 = powers(left_23)
-        t0, t1 = powers(right_01)
-        t2, t3 = powers(right_23)
-        left_01, left_23 = load_scales(scale, left, k + 128, DEPTH)
-        right_01, right_23 = load_scales(scale, right, k + 128, DEPTH)
+        if not RING:
+            s0, s1 = powers(left_01)
+            s2, s3 = powers(left_23)
+            t0, t1 = powers(right_01)
+            t2, t3 = powers(right_23)
+            left_01, left_23 = load_scales(scale, left, k + 128, DEPTH)
+            right_01, right_23 = load_scales(scale, right, k + 128, DEPTH)
         stage = wait_for_stage(full, step, GATHERED)
         weights = w_ring.index(stage)
+        if RING:
+            left_word = scales_of(s_ring, stage, LEFT, layout)
+            s0, s1 = powers(left_word & 0xFFFF)
+            s2, s3 = powers((left_word >> 16) & 0xFFFF)
+            right_word = scales_of(s_ring, stage, RIGHT, layout)
+            t0, t1 = powers(right_word & 0xFFFF)
+            t2, t3 = powers((right_word >> 16) & 0xFFFF)
         low, high = load_bytes(weights.slice(LEFT, 64, dim=0), "fp4")
         a0, a1, a2, a3 = products(low, high, x_ring, stage, a0, a1, a2, a3)
         low, high = load_bytes(weights.slice(RIGHT, 64, dim=0), "fp4")

@@ -123,6 +123,8 @@ class PackedTiles:
     """As in Tile."""
     split: bool = False
     """Activations are multiplied in two parts by the matrix unit for FP8: see experts_hopper_split."""
+    ring: bool = False
+    """Scales come with the weights of a stage, from where neighbouring outputs' follow each other; with `split`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +357,6 @@ def label(tiles: Tiles) -> str:
     if isinstance(tiles, FewTiles):
         return f"few gate {tiles.gate_warps} down {tiles.down_parts}"
     if isinstance(tiles, PackedTiles):
-        return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}{' split' if tiles.split else ''}"
+        return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}{' split' * tiles.split}{' ring' * tiles.ring}"
     how = (" match" if tiles.match else "") + (" add" if tiles.add else "")
     return f"grouped {tiles.rows}{how}: {one(tiles.gate_up)} | {one(tiles.down)}"
