@@ -79,7 +79,7 @@ STEPS = {
     ],
     "quantised": [
         Step("cache_fp8", 300,
-             loops("qwen3-30b-a3b", "kv-cache-dtype auto fp8_e4m3 --input 8192 --loops 1 16 64")),
+             loops("qwen3-30b-a3b", "kv-cache-dtype auto fp8_e4m3 --input 8192 --loops 1 16 64 --rounds 2")),
         Step("experts_tiles", 120, "{python} benchmarks/quantized_experts.py --tiles --tokens 8 16 64 --json {json} "
              "--models gpt-oss-20b qwen3-30b-a3b-int4"),
         Step("linear_tiles", 90, "{python} benchmarks/linear_tiles.py --tokens 32 96 128 --json {json}"),
