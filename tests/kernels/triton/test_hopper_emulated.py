@@ -92,15 +92,12 @@ PACKED = [
     PackedTiles(64, 5, group=4),
     PackedTiles(16, 8, split=True),
     PackedTiles(32, 4, split=True),
-    PackedTiles(16, 4, split=True, ring=True),
 ]
 
 
 @pytest.mark.parametrize("tiles", PACKED, ids=str)
 @pytest.mark.parametrize("format", [INT4, INT4_ZERO], ids=["symmetric", "zero points"])
 def test_int4_experts(format: Grouped, tiles: PackedTiles, poison: None) -> None:
-    if tiles.ring and format.zero:
-        pytest.skip("not supported")
     arguments = arguments_of(40, D=640, inner=128)
     check_quantized({**arguments, "x_TD": arguments["x_TD"] + 0.5}, format, tiles, tiles.rows)
 

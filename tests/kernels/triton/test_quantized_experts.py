@@ -231,16 +231,13 @@ PACKED_TILES = [PackedTiles(32, 6), PackedTiles(64, 5, group=4)]
 MXFP4 = Grouped("fp4", 1, 32, "uint8")
 MXFP4_TILES = [*PACKED_TILES, PackedTiles(128, 4, group=4)]
 SPLIT_TILES = [PackedTiles(16, 8, split=True), PackedTiles(32, 6, split=True)]
-RING_TILES = [replace(tiles, ring=True) for tiles in SPLIT_TILES]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", [*PACKED_TILES, *SPLIT_TILES, *RING_TILES], ids=label)
+@pytest.mark.parametrize("tiles", [*PACKED_TILES, *SPLIT_TILES], ids=label)
 def test_packed_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
     """Shapes of Qwen3-30B-A3B and others, also numbers of tokens for which other kernels are faster."""
-    formats = [Grouped("int4", 1, 128, "bfloat16")]
-    if not tiles.ring:
-        formats.append(Grouped("int4", 1, 128, "float16", zero=True))
+    formats = Grouped("int4", 1, 128, "bfloat16"), Grouped("int4", 1, 128, "float16", zero=True)
     for tokens, E, K, D, inner in (
         (1, 4, 2, 256, 128),
         (7, 8, 2, 384, 256),
@@ -254,7 +251,7 @@ def test_packed_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", [*MXFP4_TILES, *SPLIT_TILES, *RING_TILES], ids=label)
+@pytest.mark.parametrize("tiles", [*MXFP4_TILES, *SPLIT_TILES], ids=label)
 def test_packed_mxfp4_on_a_gpu(tiles: PackedTiles, poison: None) -> None:
     """The widths of gpt-oss, at which the last stage and the last columns are not whole, and others."""
     for tokens, E, K, D, inner in (
@@ -459,7 +456,7 @@ def test_packed_tiles_take_biases_and_widths_of_whole_64s(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", [*MXFP4_TILES, *SPLIT_TILES, *RING_TILES], ids=label)
+@pytest.mark.parametrize("tiles", [*MXFP4_TILES, *SPLIT_TILES], ids=label)
 def test_packed_mxfp4_compiles_ahead_of_time(
     tiles: PackedTiles, launches: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -472,8 +469,7 @@ def test_packed_mxfp4_compiles_ahead_of_time(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "tiles, zero",
-    [(tiles, zero) for tiles in (*PACKED_TILES, *SPLIT_TILES) for zero in (False, True)]
-    + [(tiles, False) for tiles in RING_TILES],
+    [(tiles, zero) for tiles in (*PACKED_TILES, *SPLIT_TILES) for zero in (False, True)],
     ids=lambda it: label(it) if isinstance(it, PackedTiles) else str(it),
 )
 def test_packed_compiles_ahead_of_time(

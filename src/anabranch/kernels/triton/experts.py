@@ -312,9 +312,8 @@ def run_hopper_packed(call: ExpertsCall, tiles: PackedTiles) -> torch.Tensor:
     common = {"R": tiles.rows, "STAGES": tiles.stages, "BAND": tiles.group, "num_warps": 4, "launch_pdl": True}
     split = tiles.split
     common["PARTS"] = (4 if call.down_EDI.format.kind == "fp4" else 1) if split else 0
-    common["RING"] = tiles.ring
-    assert not tiles.ring or (split and "zero" not in call.down_EDI.tensors)
-    scales = packed.scales_by_input if tiles.ring else packed.scales
+    common["RING"] = ring = split and "zero" not in call.down_EDI.tensors
+    scales = packed.scales_by_input if ring else packed.scales
     h_NI = call.x_TD.new_empty(num_pairs, inner)
     weight = call.gate_up_EFD.tensors
     x = split_rows(call.x_TD) if split else (call.x_TD, None, None)

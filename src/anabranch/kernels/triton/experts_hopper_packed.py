@@ -205,7 +205,7 @@ def multiply(ring, step, scale, zero, left, right, sums, LEFT: gl.constexpr, RIG
     G: gl.constexpr = DEPTH // (64 if is_fp4(scale.dtype.element_ty) else 128)
     if ring[1].dtype == gl.float8e4nv:
         if is_fp4(scale.dtype.element_ty):
-            return multiply_split_fp4(ring, step, scale, left * G, right * G, LEFT, RIGHT, DEPTH, GATHERED)
+            return multiply_split_fp4(ring, step, LEFT, RIGHT, DEPTH, GATHERED)
         else:
             return multiply_split_int4(
                 ring, step, scale, zero, left * G, right * G, sums, LEFT, RIGHT, DEPTH, GATHERED,

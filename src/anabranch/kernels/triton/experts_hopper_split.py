@@ -220,14 +220,19 @@ def load_small_point(zero, place):
 
 
 @gluon.jit
-def powers(scale):
-    """Of two scales in a number: 2^(s − 127) of each; 0 for s = 0."""
-    return ((scale & 255) << 23).to(gl.float32, bitcast=True), ((scale >> 8) << 23).to(gl.float32, bitcast=True)
+def power(scales, which: gl.constexpr):
+    """Of one of four scales in a number: 2^(s − 127); 0 for s = 0."""
+    return (((scales >> (8 * which)) & 255) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def multiply_split_fp4(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                       DEPTH: gl.constexpr, GATHERED: gl.constexpr):
+def powers(scales):
+    return power(scales, 0), power(scales, 1), power(scales, 2), power(scales, 3)
+
+
+@gluon.jit
+def multiply_split_fp4(ring, step, LEFT: gl.constexpr, RIGHT: gl.constexpr, DEPTH: gl.constexpr,
+                       GATHERED: gl.constexpr):
     """Like multiply, of MXFP4 and rows in two parts: 32 inputs, which share a scale, are one product."""
     w_ring, x_ring, s_ring, full, empty, tile_info = ring
     R: gl.constexpr = x_ring.shape[2]
@@ -236,27 +241,11 @@ def multiply_split_fp4(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT
     second = gl.zeros([64, R], gl.float32, layout)
     a0 = gl.zeros([64, R], gl.float32, layout)
     a1, a2, a3 = a0, a0, a0
-    RING: gl.constexpr = has_scales(s_ring)
-    if not RING:
-        left_01, left_23 = load_scales(scale, left, 0, DEPTH)
-        right_01, right_23 = load_scales(scale, right, 0, DEPTH)
-    for k in range(0, DEPTH, 128):
-        if not RING:
-            s0, s1 = powers(left_01)
-            s2, s3 = powers(left_23)
-            t0, t1 = powers(right_01)
-            t2, t3 = powers(right_23)
-            left_01, left_23 = load_scales(scale, left, k + 128, DEPTH)
-            right_01, right_23 = load_scales(scale, right, k + 128, DEPTH)
+    for _ in range(0, DEPTH, 128):
         stage = wait_for_stage(full, step, GATHERED)
         weights = w_ring.index(stage)
-        if RING:
-            left_word = scales_of(s_ring, stage, LEFT, layout)
-            s0, s1 = powers(left_word & 0xFFFF)
-            s2, s3 = powers((left_word >> 16) & 0xFFFF)
-            right_word = scales_of(s_ring, stage, RIGHT, layout)
-            t0, t1 = powers(right_word & 0xFFFF)
-            t2, t3 = powers((right_word >> 16) & 0xFFFF)
+        s0, s1, s2, s3 = powers(scales_of(s_ring, stage, LEFT, layout))
+        t0, t1, t2, t3 = powers(scales_of(s_ring, stage, RIGHT, layout))
         low, high = load_bytes(weights.slice(LEFT, 64, dim=0), "fp4")
         a0, a1, a2, a3 = products(low, high, x_ring, stage, a0, a1, a2, a3)
         low, high = load_bytes(weights.slice(RIGHT, 64, dim=0), "fp4")

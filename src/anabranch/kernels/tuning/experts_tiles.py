@@ -123,8 +123,6 @@ class PackedTiles:
     """As in Tile."""
     split: bool = False
     """Activations are multiplied in two parts by the matrix unit for FP8: see experts_hopper_split."""
-    ring: bool = False
-    """Scales come with the weights of a stage, from where neighbouring outputs' follow each other; with `split`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +261,7 @@ def choose_packed(rows_per_expert: float, format: Grouped) -> PackedTiles:
     if format.numbers == "fp4" and rows_per_expert > 64:  # INT4 has no registers for as many
         return PackedTiles(128, 4, group=4)
     if rows_per_expert <= 24:
-        return PackedTiles(32, 6, split=format.numbers == "int4")
+        return PackedTiles(32, 6, split=True)
     return PackedTiles(64, 5)
 
 
@@ -357,6 +355,6 @@ def label(tiles: Tiles) -> str:
     if isinstance(tiles, FewTiles):
         return f"few gate {tiles.gate_warps} down {tiles.down_parts}"
     if isinstance(tiles, PackedTiles):
-        return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}{' split' * tiles.split}{' ring' * tiles.ring}"
+        return f"packed {tiles.rows} s{tiles.stages} g{tiles.group}{' split' * tiles.split}"
     how = (" match" if tiles.match else "") + (" add" if tiles.add else "")
     return f"grouped {tiles.rows}{how}: {one(tiles.gate_up)} | {one(tiles.down)}"
