@@ -163,7 +163,7 @@ def time_tiles(platform: Any, sets: list[ExpertsCall]) -> dict[str, float]:
     found, expected = {}, ops.experts(call).float()
     (num_experts, D, inner), (tokens, top_k) = call.down_EDI.shape, call.expert_TK.shape
     few = choose_few(Shape(num_experts, D, inner, top_k, call.x_TD.dtype, call.down_EDI.format.name))
-    tried: list[Any] = [PackedTiles(32, 6), PackedTiles(64, 5), PackedTiles(64, 5, 4)]
+    tried: list[Any] = [PackedTiles(32, 6), PackedTiles(64, 5)]
     tried += [PackedTiles(rows, stages, split=True) for rows, stages in ((16, 8), (16, 10), (32, 6), (32, 8))]
     if call.down_EDI.format == MXFP4:
         tried.append(PackedTiles(128, 4, 4))

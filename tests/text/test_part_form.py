@@ -6,13 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from anabranch.text.chat_template import ChatTemplate
 from anabranch.text.tokenizer import Tokenizer
 from tests.text import tiny_tokenizers
 from tests.text.test_chat_template import REAL_TEMPLATES, TEMPLATES, auto_tokenizer
+
+msgspec = pytest.importorskip("msgspec")
 
 READS = """\
 {%- macro write(content) -%}
