@@ -78,6 +78,7 @@ def draw(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[Weight
             scale.random_(118, 124)
         else:
             scale.uniform_(0.001, 0.002)
+        ops.experts.prepare(weight)
         made.append(weight)
     biases = (torch.randn(E, size, device=device).to(dtype) for size in (2 * inner, D))
     return made[0], made[1], *biases  # type: ignore[return-value]

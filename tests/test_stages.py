@@ -52,6 +52,7 @@ def test_an_inner_stage_stops_the_outer_ones_clock(clock: Clock) -> None:
     assert begun == ["weights", "import", "weights"]
     assert stages.as_dict() == {
         "seconds": {"import": 4.0, "weights": 26.0, "other": 33.0, "ready": 63.0},
+        "other_after": {"start": 1.0, "weights": 32.0},
         "bytes": {"weights": 13_000_000_000, "import": 7},
         "bytes_per_second": {"weights": 500_000_000, "import": 2},
     }

@@ -36,15 +36,19 @@ class Stages:
         self.num_bytes: dict[str, int] = {}
         self.ready: float | None = None
         """Seconds from the beginning to `finish`; None before."""
+        self.others: dict[str, float] = {}
+        """Seconds outside of all stages, by the stage that ended last before them."""
         self._on_begin = on_begin
         self._running: list[str] = []
+        self._ended = "start"
         self._clock = self.began
 
     @classmethod
     def of_process(cls, on_begin: Callable[[str], None] | None = None) -> Stages:
         """Of a process that exists for this start: its time up to now counts as import."""
         stages = cls(process_start(), on_begin)
-        stages.seconds["import"] = time.perf_counter() - stages.began
+        stages._clock = time.perf_counter()
+        stages.seconds["import"] = stages._clock - stages.began
         return stages
 
     @contextlib.contextmanager
@@ -58,18 +62,21 @@ class Stages:
             yield
         finally:
             self._advance()
-            self._running.pop()
+            self._ended = self._running.pop()
 
     def _advance(self) -> None:
         """Add the time since the last call to the stage that was running."""
         now = time.perf_counter()
         if self._running:
             self.seconds[self._running[-1]] += now - self._clock
+        else:
+            self.others[self._ended] = self.others.get(self._ended, 0.0) + now - self._clock
         self._clock = now
 
     def skip(self, seconds: float) -> None:
         """Leave out time that was not part of this start."""
         self.began += seconds
+        self._clock += seconds
 
     def count(self, num_bytes: int) -> None:
         if self._running:
@@ -102,8 +109,10 @@ class Stages:
         return rows
 
     def as_dict(self) -> dict[str, Any]:
-        """Seconds by stage, with "other" and "ready" (the sum); bytes and bytes per second where counted."""
+        """Seconds by stage, with "other" and "ready" (the sum); "other" by the stage that it follows; bytes and bytes
+        per second where counted."""
         found: dict[str, Any] = {"seconds": {name: round(seconds, 4) for name, seconds in self._rows()}}
+        found["other_after"] = {name: round(seconds, 4) for name, seconds in self.others.items()}
         if self.num_bytes:
             found["bytes"] = dict(self.num_bytes)
             found["bytes_per_second"] = {

@@ -1,5 +1,7 @@
 """A share may sample several tokens: its last rows give what as many steps of one token would."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,3 +123,9 @@ def test_the_engine_reads_several_tokens_of_a_request(folder: Path, tokens: list
     assert two.sequence.output == kept and one.sequence.output == [9]
     assert [update.finish_reason for update in updates if update.id == "two"][-1] == ("stop" if 40 in kept else None)
     engine.close()
+
+
+def test_the_runner_imports_no_kernels_in_c() -> None:
+    """Their first import compiles them, for seconds, and a GPU has no use for them."""
+    code = "import sys, anabranch.engine.torch_runner; sys.exit('anabranch.kernels.c' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -9,7 +9,7 @@ from anabranch import kernels, ops
 from anabranch.formats import Format, Shape, TensorSpec, format, register
 from anabranch.ops.arguments import map_tensors, named_tensors
 from anabranch.ops.opaque import flatten, opaque_op, unflatten
-from anabranch.ops.weight import Weight
+from anabranch.ops.weight import BY_INPUT, Weight
 from anabranch.platforms.fake import FakePlatform
 
 
@@ -52,11 +52,15 @@ def test_a_format_that_no_kernel_knows_is_computed_by_the_reference(scaled: Form
         torch.testing.assert_close(experts(call), expected_TD)
 
 
-def test_a_weight_goes_through_a_schema_without_a_copy(scaled: Format) -> None:
+@pytest.mark.parametrize("more", [(), (BY_INPUT,)], ids=["as loaded", "prepared for a kernel"])
+def test_a_weight_goes_through_a_schema_without_a_copy(more: tuple[str, ...], scaled: Format) -> None:
     weight = draw(scaled, 6, 8)
+    for name in more:
+        weight.register_parameter(name, torch.nn.Parameter(torch.rand(1, 6), requires_grad=False))
     tensors, name, shape = flatten([weight])
     (found,) = unflatten([Weight], [tensors, name, shape])
     assert (name, shape, found.format, found.shape) == (scaled.name, [6, 8], scaled, (6, 8))
+    assert found.tensors.keys() == weight.tensors.keys()
     assert all(found.tensors[part] is tensor for part, tensor in weight.tensors.items())
 
 

@@ -88,7 +88,7 @@ def draw(shape: tuple[Any, ...], device: torch.device) -> tuple[Weight, Weight]:
     """Random weights of one layer."""
     import torch
 
-    from anabranch import formats
+    from anabranch import formats, ops
     from anabranch.ops.weight import Weight
 
     num_experts, width, inner, _, dtype, format = shape
@@ -97,7 +97,9 @@ def draw(shape: tuple[Any, ...], device: torch.device) -> tuple[Weight, Weight]:
 
     def normal(*size: int) -> Weight:
         data = torch.empty(size, dtype=dtype, device=device).normal_(std=size[-1] ** -0.5)
-        return Weight.view(chosen, size, chosen.quantize(data))
+        weight = Weight.view(chosen, size, chosen.quantize(data))
+        ops.experts.prepare(weight)
+        return weight
 
     return normal(num_experts, 2 * inner, width), normal(num_experts, width, inner)
 

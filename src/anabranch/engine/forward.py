@@ -2,9 +2,11 @@
 sample), as a few (one request) or in pieces, compiled, recorded, or kernel by kernel. Knows rows, not requests.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +16,6 @@ from anabranch.compile.compiled import CompiledDecoder
 from anabranch.compile.compiler import PieceCompiler
 from anabranch.compile.pieces import Buffers, PiecesStep
 from anabranch.compile.prompt import PromptStep
-from anabranch.compile.recorded import RecordedSteps
 from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, prefill_sizes, prompt_sizes
 from anabranch.config import EngineConfig
 from anabranch.engine.batch import HostStep
@@ -24,6 +25,9 @@ from anabranch.layers.mixer import Cache
 from anabranch.layers.step import Step
 from anabranch.models.decoder import Parts
 from anabranch.platforms import Platform
+
+if TYPE_CHECKING:
+    from anabranch.compile.recorded import RecordedSteps
 
 LARGEST_PREFILL = 2048
 """Token rows up to which steps are captured: beyond, the device takes longer over a layer than the host. But many
@@ -106,6 +110,8 @@ class Forward:
                 padded=largest,
             )
         if ops.linear.bound and ops.linear.bound[0].provider in ("c", "invariant") and config.data_parallel_size == 1:
+            from anabranch.compile.recorded import RecordedSteps  # compiles kernels in C at its first import
+
             self.recorded = RecordedSteps(model, kv, steps.width)
 
     def _start(

@@ -225,12 +225,15 @@ def _is_quantized(module: nn.Module) -> bool:
 
 
 def lay_out(decoder: Decoder, platform: platforms.Platform) -> None:
-    """Weights as the device multiplies by them best. Not those of embeddings, whose rows are also picked one by one,
-    nor of routers, which are small and multiplied in fp32."""
+    """Weights as the device multiplies by them best, and what kernels want beside them. Not those of embeddings, whose
+    rows are also picked one by one, nor of routers, which are small and multiplied in fp32."""
     for module in decoder.modules():
-        if isinstance(module, Linear | Experts):
-            for weight in module.children():
-                weight.lay_out(platform)  # type: ignore[operator]
+        if not isinstance(module, Linear | Experts):
+            continue
+        op: Op[..., torch.Tensor] = ops.linear if isinstance(module, Linear) else ops.experts
+        for weight in module.children():
+            weight.lay_out(platform)  # type: ignore[operator]
+            op.prepare(weight)
 
 
 def build(config: ModelConfig, dtype: torch.dtype, moe: MoESetup | None = None) -> Decoder:

@@ -7,7 +7,8 @@ An op is a plain-torch reference function. Kernels register on it from other fil
 
 An op with many parameters takes one record instead, a NamedTuple as its only parameter `call`, so that they are written
 down once. `needs(platform)` is called once, when ops are bound to a platform; `accepts` with the arguments of each
-call, and may look at formats, shapes and dtypes only. What no kernel accepts, the reference computes.
+call, and may look at formats, shapes and dtypes only. What no kernel accepts, the reference computes. `prepare(weight)`
+is called once with each weight of the op's modules when a model has been loaded.
 
 ANABRANCH_KERNELS chooses by hand: `reference` (bisect: is it a kernel?), `PROVIDER` (that provider wherever it
 has a kernel), or `OP=PROVIDER,OP=reference,...`. Forcing a provider that is not there raises.
@@ -45,6 +46,8 @@ class Kernel(Generic[P, R]):
     """The module that can tune this kernel; "": none."""
     traits: tuple[str, ...] = ()
     """Properties that a caller may rely on; the op's callers define their names."""
+    prepare: Callable[[Any], None] | None = None
+    """Gives a weight that has been loaded what the kernel wants beside its tensors."""
 
 
 @dataclass(eq=False, repr=False)
@@ -90,6 +93,7 @@ class Op(Generic[P, R]):
         accepts: Callable[P, bool] | None = None,
         tuner: str = "",
         traits: tuple[str, ...] = (),
+        prepare: Callable[[Any], None] | None = None,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Register a kernel. Its parameters must be the reference's, checked here, at import."""
 
@@ -99,7 +103,7 @@ class Op(Generic[P, R]):
             self._check_parameters(function)
             if accepts is not None:
                 self._check_parameters(accepts)
-            self.kernels[provider] = Kernel(provider, function, on, needs, accepts, tuner, traits)
+            self.kernels[provider] = Kernel(provider, function, on, needs, accepts, tuner, traits, prepare)
             return function
 
         return register
@@ -112,6 +116,12 @@ class Op(Generic[P, R]):
     def has_trait(self, trait: str) -> bool:
         """Whether the first bound kernel has this property."""
         return bool(self.bound) and trait in self.bound[0].traits
+
+    def prepare(self, weight: Any) -> None:
+        """A weight of a module that has been loaded, for the kernels that are bound."""
+        for kernel in self.bound:
+            if kernel.prepare is not None:
+                kernel.prepare(weight)
 
     def _check_parameters(self, function: Callable[..., object]) -> None:
         expected, given = _parameters(self.reference), _parameters(function)

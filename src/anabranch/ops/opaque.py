@@ -15,7 +15,7 @@ import torch
 
 from anabranch import formats
 from anabranch.ops.op import Op
-from anabranch.ops.weight import Weight
+from anabranch.ops.weight import BY_INPUT, Weight
 
 NAMESPACE = "anabranch"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -94,7 +94,7 @@ def unflatten(types: Iterable[Any], flat: Sequence[Any]) -> list[Any]:
         value = next(given)
         if type is Weight:
             format, shape = formats.named(next(given)), tuple(next(given))
-            value = Weight.view(format, shape, dict(zip(format.tensors(shape), value, strict=True)))
+            value = Weight.view(format, shape, dict(zip((*format.tensors(shape), BY_INPUT), value)))
         values.append(value)
     return values
 

@@ -27,6 +27,9 @@ class Piece:
     """The part of the checkpoint tensor that is taken; (): all of it."""
 
 
+BY_INPUT = "scale_by_input"
+"""A tensor that a kernel may add to those of a format: scales as [experts, groups of inputs, outputs]."""
+
 Layout = tuple[Piece, ...]
 """Pieces that together fill a weight."""
 

@@ -10,7 +10,7 @@ import torch
 
 from anabranch import ops
 from anabranch.formats import Grouped
-from anabranch.ops.weight import Weight
+from anabranch.ops.weight import BY_INPUT, Weight
 
 pytest.importorskip("triton")
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ from anabranch.kernels.tuning.experts_tiles import HopperTiles, PackedTiles, Sha
 from tests.kernels.emulation.h200 import hopper
 from tests.kernels.emulation.machine import emulated
 from tests.kernels.triton import test_attention, test_experts, test_gated_delta, test_linear, test_quantized_experts
-from tests.kernels.triton.test_experts import TOLERANCE, distance, draw, poison
+from tests.kernels.triton.test_experts import TOLERANCE, distance, draw, exact, poison
 from tests.kernels.triton.test_quantized_experts import FP8_TILES, MXFP4, in_fp8, quantized
 
 __all__ = ["hopper", "poison"]
@@ -108,6 +108,22 @@ def test_mxfp4_experts(tiles: PackedTiles, poison: None) -> None:
     biased: dict[str, Any] = {"biased": True, "activation": "clamped_swiglu"}
     check_quantized(arguments_of(40, D=192, inner=320, **biased), MXFP4, tiles, 0)
     check_quantized(arguments_of(3, D=64, inner=192), MXFP4, tiles, 1)
+
+
+@pytest.mark.parametrize("format", [INT4, MXFP4], ids=["int4", "mxfp4"])
+def test_experts_that_move(format: Grouped, poison: None) -> None:
+    """All tensors of the weights, scales in another order too: as ranks exchange experts (moe/rebalance)."""
+    arguments, _ = test_quantized_experts.quantize(arguments_of(40, E=4, D=256, inner=128), format)
+    call = ops.ExpertsCall(**arguments)
+    order = torch.tensor([2, 0, 3, 1])
+    for weight in (call.gate_up_EFD, call.down_EDI):
+        assert BY_INPUT in weight.tensors
+        for tensor in weight.tensors.values():
+            tensor.copy_(tensor[order])
+    dense = {name: Weight.of(arguments[name].dense(torch.float32)) for name in ("gate_up_EFD", "down_EDI")}
+    with emulated(0):
+        found = test_quantized_experts.kernel.run(call, PackedTiles(16, 8, split=True))
+    assert distance(found, exact(arguments | dense)) <= TOLERANCE[found.dtype]
 
 
 FEW = [

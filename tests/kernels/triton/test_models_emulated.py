@@ -19,6 +19,7 @@ from anabranch.engine.single import SingleSequence
 from anabranch.kernels.triton import attention, experts, latent_attention
 from anabranch.kernels.tuning.experts_tiles import Machine
 from anabranch.loader.load import load_model
+from anabranch.ops.weight import BY_INPUT
 from anabranch.platforms.platform import HostPlatform, Memory
 from tests.kernels.emulation.h200 import hopper
 from tests.kernels.emulation.machine import emulated
@@ -116,6 +117,9 @@ def test_quantized_in_bf16(quantization: str, tmp_path: Path, monkeypatch: pytes
     tokens = (tiny.prompt(case) * 2)[:102]
     found = {}
     with emulated_model(folder, dtype="bfloat16", quantization=quantization) as (model, launches):
+        if quantization == "int4":  # counted with the weights when pages are planned
+            added = [name for name, _ in model.named_parameters() if name.endswith(BY_INPUT)]
+            assert len(added) == 2 * WIDE["num_hidden_layers"]
         for provider in ("", "reference"):
             if provider:
                 ops.bind(EmulatedPlatform(), provider)

@@ -75,6 +75,8 @@ def quantize(arguments: Arguments, format: Grouped) -> tuple[Arguments, Argument
     """(arguments with quantised weights, the same with the numbers that they stand for)"""
     made = {name: quantized(arguments[name], format) for name in ("gate_up_EFD", "down_EDI")}
     dense = {name: Weight.of(weight.dense(torch.float32)) for name, weight in made.items()}
+    for weight in made.values():
+        kernel.add_scales_by_input(weight)
     return arguments | made, arguments | dense
 
 
@@ -502,6 +504,8 @@ def compile_packed(
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
     monkeypatch.setattr(kernel, "packed_kernels", lambda device: experts_hopper_packed)
     monkeypatch.setattr(kernel, "num_processors", lambda device: 132)
+    for name in ("gate_up_EFD", "down_EDI"):
+        kernel.add_scales_by_input(arguments[name])
     kernel.run(ExpertsCall(**arguments), tiles)
     products = [launch for launch in launches if "packed" in launch[0].__name__]
     assert len(products) == 2

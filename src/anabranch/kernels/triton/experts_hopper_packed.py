@@ -53,8 +53,6 @@ from anabranch.kernels.triton.gated import activate
 PACKED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """How packed weights and rows of activations lie in shared memory."""
-BY_INPUT = "scales_by_input"
-"""The attribute of scales that holds them in another order."""
 
 
 def weight_descriptor(tensor: torch.Tensor, rows: int, split: bool = False) -> TensorDescriptor:
@@ -71,15 +69,10 @@ def scales(tensor: torch.Tensor) -> torch.Tensor:
 
 def scales_by_input(tensor: torch.Tensor) -> torch.Tensor:
     """[experts, stages, outputs]: scales of 128 inputs, which of MXFP4 are four bytes, so that those of neighbouring
-    outputs follow each other. A copy, made once."""
-    found: torch.Tensor | None = getattr(tensor, BY_INPUT, None)
-    if found is None:
-        found = tensor.detach()
-        if tensor.dtype == torch.uint8:
-            found = torch.nn.functional.pad(found, (0, -tensor.shape[-1] % 4)).view(torch.int32)
-        found = found.transpose(1, 2).contiguous()
-        setattr(tensor, BY_INPUT, found)
-    return found
+    outputs follow each other. A copy."""
+    if tensor.dtype == torch.uint8:
+        tensor = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % 4)).view(torch.int32)
+    return tensor.transpose(1, 2).contiguous()
 
 
 def row_descriptor(tensor: torch.Tensor, rows: int, parts: int = 0) -> TensorDescriptor:
