@@ -92,19 +92,16 @@ class Shape:
     kv_heads: int
     dim: int
     window: int = 0
-    sinks: bool = False
 
 
 SHAPES = (
-    (Shape("tiny", 4, 2, 16, 5), Shape("tiny sinks", 4, 2, 16, 0, True))
+    (Shape("tiny", 4, 2, 16, 5),)
     if TINY
     else (
         Shape("qwen3-30b-a3b", 32, 4, 128),
         Shape("qwen1.5-moe-a2.7b", 16, 16, 128),
         Shape("gemma-4 sliding", 16, 8, 256, 1024),
         Shape("gemma-4 global", 16, 2, 512),
-        Shape("gpt-oss full", 64, 8, 64, 0, True),
-        Shape("gpt-oss sliding", 64, 8, 64, 128, True),
     )
 )
 
@@ -147,7 +144,6 @@ def draw(shape: Shape, requests: list[tuple[int, int]], page_size: int, fp8: boo
                 "scale": shape.dim**-0.5,
                 "window": shape.window,
                 "max_query": max(new for new, _ in requests),
-                "sink_H": torch.linspace(-2, 3, shape.heads, device=DEVICE).to(DTYPE) if shape.sinks else None,
             }
         )
     return calls
@@ -190,15 +186,17 @@ def chosen(what: str, shape: Shape, requests: list[tuple[int, int]], options: ar
         pairs = len(requests) * shape.kv_heads
         return attention_tiles.choose_decode(pairs, shape.dim, DTYPE, machine, options.fp8)
     tokens = sum(new for new, _ in requests)
-    return attention_tiles.choose_prefill(tokens * shape.heads, shape.dim, DTYPE, machine, options.page_size)
+    page = 0 if options.fp8 else options.page_size
+    return attention_tiles.choose_prefill(tokens * shape.heads, shape.dim, DTYPE, machine, page)
 
 
 def tiles_of(what: str, shape: Shape, requests: list[tuple[int, int]], options: argparse.Namespace) -> list[Tile]:
     usual, machine = chosen(what, shape, requests, options), attention.machine_of(platforms.current().device)
+    page = 0 if options.fp8 else options.page_size
     fitting = [
         tile
         for tile in CANDIDATES[what]
-        if tile != usual and attention_tiles.fits(tile, shape.dim, DTYPE, machine, options.page_size)
+        if tile != usual and attention_tiles.fits(tile, shape.dim, DTYPE, machine, page)
     ]
     return [usual] if options.chosen else [usual, *fitting]
 

@@ -82,14 +82,6 @@ STEPS = {
              loops("qwen3-30b-a3b", "kv-cache-dtype auto fp8_e4m3 --input 8192 --loops 1 16 64 --rounds 2")),
         Step("experts_tiles", 120, "{python} benchmarks/quantized_experts.py --tiles --tokens 8 16 64 --json {json} "
              "--models gpt-oss-20b qwen3-30b-a3b-int4"),
-        *(
-            Step(name, 120, f"{{python}} benchmarks/attention_sweep.py --only prefill --sizes 1024x1024 4096x4096 "
-                            f"8192x8192 64x8192 {options} --json {{json}}")
-            for name, options in (("prompts_fp8", "--shapes qwen3-30b-a3b --fp8"),
-                                  ("prompts_sinks", "--shapes 'gpt-oss full' 'gpt-oss sliding'"))
-        ),
-        Step("decode_fp8", 120, "{python} benchmarks/attention_sweep.py --only decode --sizes 1x8192 16x8192 64x8192 "
-                                "--shapes qwen3-30b-a3b --fp8 --json {json}"),
         Step("linear_tiles", 90, "{python} benchmarks/linear_tiles.py --tokens 32 96 128 --json {json}"),
         *(
             Step(f"tune_{name}", 240,

@@ -77,7 +77,7 @@ def attention(call: AttentionCall) -> torch.Tensor:
         return out_THE
     whole = k_PSGD.is_contiguous() and (k_PSGD.data_ptr() | v_PSGE.data_ptr()) % 16 == 0
     fp8 = k_PSGD.dtype == FP8
-    shape = Shape(T, R, M, H, G, D, E, S, q_THD.dtype, window, call.max_query, whole, fp8)
+    shape = Shape(T, R, M, H, G, D, E, S, q_THD.dtype, window, call.max_query, whole, fp8, call.sink_H is not None)
     v_scale = call.v_scale if fp8 else None
     overrides = attention_tiles.prefill_override, attention_tiles.decode_override
     plan = make_plan(shape, machine_of(device), dependent_launch(device), *overrides)
@@ -108,7 +108,9 @@ class Shape(NamedTuple):
     whole: bool = True
     """Keys, and values, lie in one piece, as the copy engine wants them."""
     fp8: bool = False
-    """The pages are."""
+    """The pages are FP8, which attention_hopper does not read."""
+    sinks: bool = False
+    """Heads have sinks, which attention_hopper does not know."""
 
     def padded_dim(self) -> int:
         return max(16, next_power_of_2(self.D))
@@ -153,7 +155,7 @@ def make_plan(
     decoding = apart and shape.R > 0 and (shape.max_query == 1 or shape.T == 1)
     many = None
     if not decoding:
-        page = shape.S if shape.whole else 0
+        page = shape.S if shape.whole and not shape.fp8 and not shape.sinks else 0
         sizes = 0 if machine.fixed else shape.T * shape.H, shape.D, shape.dtype, machine, page, shape.E
         tile = prefill_tile or attention_tiles.choose_prefill(*sizes)
         many = plan_many(shape, machine, dependent, tile)
@@ -228,10 +230,10 @@ def attend_many(launch: Launch, v_scale: float | None, sink_H: torch.Tensor | No
         # Gluon is imported only where it is used: it changes from one Triton to the next.
         gluon = importlib.import_module("anabranch.kernels.triton.attention_hopper")
         attend = gluon.attend_rows_hopper
-        described = (None, None) if v_scale is not None else map(gluon.descriptor, arguments[1:3])
-        attend[launch.grid](*arguments, v_scale, sink_H, *described, **launch.options)
+        arguments += tuple(gluon.descriptor(pages) for pages in arguments[1:3])
     else:
-        attend_rows[launch.grid](*arguments, v_scale, sink_H, **launch.options)
+        attend, arguments = attend_rows, (*arguments, v_scale, sink_H)
+    attend[launch.grid](*arguments, **launch.options)
 
 
 def attend_single(

@@ -6,11 +6,11 @@ M page-table width; BN keys in a block. A program has 128 rows, a warpgroup 64 o
 The loading warps fill a ring of stages with blocks of keys and values: with the copy engine, page by page, or 16 bytes
 at a time where a block contains slots that are not the request's. The warpgroups are not synchronised: while one
 computes exponentials, the matrix unit multiplies for the other. A warpgroup issues the product with the values of a
-block together with that of the keys of the next block. Pages in FP8 are loaded to registers, widened and stored there.
+block together with that of the keys of the next block.
 
 Rows, masks and what may be read before the wait: as in attention_prefill. Not supported: fp32, head dims that are not a
-power of two or are above 256, pages that do not divide a block into whole groups of 8 rows (the swizzle's period) or
-are not contiguous.
+power of two or are above 256, pages that do not divide a block into whole groups of 8 rows (the swizzle's period), are
+not contiguous or are FP8.
 """
 
 import torch
@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anabranch.kernels.compiling.gluon_names import barrier, thread_load, tma_load
-from anabranch.kernels.triton.attention_decode import LOG2_E
 from anabranch.kernels.triton.attention_prefill import find_rows
 
 LOWEST = gl.constexpr(-1.0e30)
@@ -47,26 +46,12 @@ def descriptor(pages_PSGD: torch.Tensor) -> TensorDescriptor:
 
 
 @gluon.jit
-def fill_rings(
-    k_PSGD, v_PSGD, k_desc, v_desc, column, table, first_key, last_position, length, page_stride, slot_stride,
-    k_ring, v_ring, k_full, v_full, k_empty, v_empty, S: gl.constexpr,
-):
-    """The loading warps."""
-    if k_desc is None:
-        widen_keys(k_PSGD, v_PSGD, table, first_key, last_position, page_stride, slot_stride,
-                   k_ring, v_ring, k_full, v_full, k_empty, v_empty, S)
-    else:
-        copy_keys(k_PSGD, v_PSGD, k_desc, v_desc, column, table, first_key, last_position, length, page_stride,
-                  slot_stride, k_ring, v_ring, k_full, v_full, k_empty, v_empty, S)
-
-
-@gluon.jit
 def copy_keys(
     k_PSGD, v_PSGD, k_desc, v_desc, column, table, first_key, last_position, length, page_stride, slot_stride,
     k_ring, v_ring, k_full, v_full, k_empty, v_empty, S: gl.constexpr,
 ):
-    """Of pages in the queries' dtype. Slots without a key of the request may contain anything: blocks with such slots
-    (at most the first of a window, and the last) are gathered, and a key that some row sees is read instead."""
+    """The loading warps. Slots without a key of the request may contain anything: blocks with such slots (at most the
+    first of a window, and the last) are gathered, and a key that some row sees is read instead."""
     STAGES: gl.constexpr = k_ring.shape[0]
     BN: gl.constexpr = k_ring.shape[1]
     D: gl.constexpr = k_ring.shape[2]
@@ -94,43 +79,6 @@ def copy_keys(
             thread_load(v_ring.index(stage), v_PSGD + d[None, :] + offset)
             async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
         pages = pages_of(table, block + 1, last_page, BN // S)
-
-
-@gluon.jit
-def widen_keys(
-    k_PSGD, v_PSGD, table, first_key, last_position, page_stride, slot_stride,
-    k_ring, v_ring, k_full, v_full, k_empty, v_empty, S: gl.constexpr,
-):
-    """Of pages in FP8. Values are on their way while keys are widened."""
-    STAGES: gl.constexpr = k_ring.shape[0]
-    D: gl.constexpr = k_ring.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [4, 1], [1, 0])
-    n = gl.arange(0, k_ring.shape[1], gl.SliceLayout(1, layout))
-    d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    first_block, last_block = first_key // k_ring.shape[1], last_position // k_ring.shape[1]
-    inside = gl.minimum(gl.maximum(first_block * k_ring.shape[1] + n, first_key), last_position)
-    page = gl.load(table + inside // S)
-    for block in range(first_block, last_block + 1):
-        step = block - first_block
-        stage, free = step % STAGES, ((step // STAGES) & 1) ^ 1
-        place = (page.to(gl.int64) * page_stride + (inside % S) * slot_stride)[:, None] + d[None, :]
-        k = gl.load(k_PSGD + place)
-        v = gl.load(v_PSGD + place)
-        # In place of slots whose key no row sees, others.
-        inside = gl.minimum(gl.maximum((block + 1) * k_ring.shape[1] + n, first_key), last_position)
-        page = gl.load(table + inside // S)
-        mbarrier.wait(k_empty.index(stage), free)
-        fill(k_ring.index(stage), k, k_full.index(stage))
-        mbarrier.wait(v_empty.index(stage), free)
-        fill(v_ring.index(stage), v, v_full.index(stage))
-
-
-@gluon.jit
-def fill(block, data, bar):
-    block.store(data.to(block.dtype))
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(bar, count=LOADING)
 
 
 @gluon.jit
@@ -177,8 +125,7 @@ def weigh(score, block, position, first, last, peak, total, scale, window, WINDO
 @gluon.jit
 def attend_warpgroup(
     q_THD, out_THD, begin, first_row, num_rows, first_position, first_key, last_position, g, num_heads,
-    q_stride, q_head_stride, scale, window, v_scale, sink_H,
-    q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty,
+    q_stride, q_head_stride, scale, window, q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty,
     WHO: gl.constexpr, HG: gl.constexpr, WINDOWED: gl.constexpr,
 ):
     """64 rows from first_row + 64 · WHO on; first_position is that of the request's first new token."""
@@ -199,14 +146,10 @@ def attend_warpgroup(
     fence_async_shared()
     barrier()
 
-    mine_too = mine + gl.arange(0, 64, gl.SliceLayout(1, score_layout))
-    position = first_position + mine_too // HG
+    position = first_position + (mine + gl.arange(0, 64, gl.SliceLayout(1, score_layout))) // HG
     first, last = first_position + mine // HG, first_position + (mine + 63) // HG
     peak = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, score_layout))
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, score_layout))
-    if sink_H is not None:
-        peak = gl.load(sink_H + g * HG + mine_too % HG).to(gl.float32) * LOG2_E
-        total += 1.0
     acc = gl.zeros([64, D], gl.float32, acc_layout)
     nothing = gl.zeros([64, BN], gl.float32, score_layout)
     first_block, last_block = first_key // BN, last_position // BN
@@ -242,8 +185,6 @@ def attend_warpgroup(
     acc = warpgroup_mma_wait(0, deps=[acc])
 
     total = gl.where(total == 0, 1.0, total)  # rows after the last one may see no key
-    if v_scale is not None:
-        total = total / v_scale
     acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc_layout))[:, None]
     out = gl.convert_layout(acc.to(out_THD.dtype.element_ty), blocked)
     gl.store(out_THD + (token * num_heads + head)[:, None] * D + d[None, :], out, mask=(row < num_rows)[:, None])
@@ -253,12 +194,11 @@ def attend_warpgroup(
 def attend_rows_hopper(
     q_THD, k_PSGD, v_PSGD, page_table_RM, query_start_R, context_len_R, out_THD,
     num_tokens, num_requests, scale, window,
-    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone, v_scale, sink_H,
-    k_desc, v_desc,
+    q_stride, q_head_stride, page_stride, slot_stride, head_stride, table_stride, trigger, alone, k_desc, v_desc,
     HG: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, S: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     RP: gl.constexpr, WINDOWED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """Like attend_rows. Without descriptors pages are FP8."""
+    """Like attend_rows."""
     BM: gl.constexpr = 128
     g, b = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
     num_heads = gl.num_programs(0) * HG
@@ -281,10 +221,9 @@ def attend_rows_hopper(
         return
 
     first_key = gl.maximum(first_position + first_row // HG - window + 1, 0) if WINDOWED else last_position * 0
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [2, 64, D], shared)
-    k_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], shared)
-    v_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], shared)
+    q_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [2, 64, D], k_desc.layout)
+    k_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(q_THD.dtype.element_ty, [STAGES, BN, D], k_desc.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -297,14 +236,14 @@ def attend_rows_hopper(
     gl.warp_specialize(
         [
             (attend_warpgroup, (q_THD, out_THD, begin, first_row, num_rows, first_position, first_key, last_position,
-                                g, num_heads, q_stride, q_head_stride, scale, window, v_scale, sink_H,
+                                g, num_heads, q_stride, q_head_stride, scale, window,
                                 q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty, 0, HG, WINDOWED)),
             (attend_warpgroup, (q_THD, out_THD, begin, first_row, num_rows, first_position, first_key, last_position,
-                                g, num_heads, q_stride, q_head_stride, scale, window, v_scale, sink_H,
+                                g, num_heads, q_stride, q_head_stride, scale, window,
                                 q_ring, k_ring, v_ring, k_full, v_full, k_empty, v_empty, 1, HG, WINDOWED)),
-            (fill_rings, (k_PSGD + g * head_stride, v_PSGD + g * head_stride, k_desc, v_desc, g * D,
+            (copy_keys, (k_PSGD + g * head_stride, v_PSGD + g * head_stride, k_desc, v_desc, g * D,
                          page_table_RM + r * table_stride, first_key, last_position, length, page_stride, slot_stride,
                          k_ring, v_ring, k_full, v_full, k_empty, v_empty, S)),
         ],
-        [4, 4], [208, 88] if v_scale is None else [200, 104],
+        [4, 4], [208, 88],
     )
