@@ -9,6 +9,9 @@ they agree, the margin of a model is its logit of our token minus that of theirs
 and by the references of all ops on the same weights, dequantised, with activations in bf16 and in fp32. A margin in
 fp32 that is not twice the noise (how far the other two margins are from it) is a tie within what bf16 rounds by; one
 that fp32 decides clearly for theirs is an error of ours.
+
+FILE is written when the answers have been compared, and again with the margins of each form of the model: a run that is
+cut leaves what it had.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import argparse
 import gc
 import json
 import random
+import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +29,21 @@ import torch
 
 from anabranch import kernels, ops, platforms
 from anabranch.bench.records import commit
-from anabranch.engine.single import SingleSequence
+from anabranch.engine import kv_tensors
+from anabranch.engine.batch import StepMaker
+from anabranch.engine.scheduler import Sequence, Share
 from anabranch.llm import LLM, SamplingParams
 from anabranch.loader.load import load_model
 from anabranch.models.config import read_config
+from anabranch.models.decoder import Decoder
+from anabranch.ops.op import Kernel
+from anabranch.request import Request
 
 PROMPT = 100
 """Tokens of a prompt, as in beside_vllm."""
+BATCH = 4096
+"""The most tokens in a step that explains."""
+PAGE_SIZE = 16
 
 
 def make_prompts(count: int, vocabulary: int) -> list[list[int]]:
@@ -58,18 +71,68 @@ def first_differences(ours: list[list[int]], theirs: list[list[int]]) -> list[di
     return found
 
 
+def batches(contexts: list[list[int]]) -> list[list[list[int]]]:
+    """In order, as many together as fit into a step; a longer one is alone."""
+    found: list[list[list[int]]] = []
+    for context in contexts:
+        if not found or sum(map(len, found[-1])) + len(context) > BATCH:
+            found.append([])
+        found[-1].append(context)
+    return found
+
+
+@torch.inference_mode()
+def last_logits(decoder: Decoder, contexts: list[list[int]]) -> torch.Tensor:
+    """logits_RV after each context, of two tokens or more; all in one step."""
+    weight, groups = decoder.embed_tokens.weight, decoder.config.cache_groups
+    states = [index for index, group in enumerate(groups) if not group.policy.per_token]
+    starts = [0, *accumulate(-(-len(context) // PAGE_SIZE) for context in contexts)]
+    shares, pages = [], {}
+    for slot, context in enumerate(contexts):
+        sequence = Sequence(Request(id=str(slot), prompt_ids=tuple(context), params=SamplingParams()), slot)
+        sequence.slot = slot
+        shares.append(Share(sequence, 0, len(context), 1))
+        own = list(range(starts[slot], starts[slot + 1]))
+        # A state is one page. The tables of all groups have the same length.
+        pages[sequence.id] = [[slot] * len(own) if index in states else own for index in range(len(groups))]
+    num_pages = [len(contexts) if index in states else starts[-1] for index in range(len(groups))]
+    kv = kv_tensors.allocate(decoder.config, num_pages, PAGE_SIZE, weight.dtype, weight.device)
+    longest = max(map(len, contexts))
+    steps = StepMaker(len(groups), len(contexts), longest, PAGE_SIZE, weight.device, states=states)
+    step = steps.make(shares, pages.__getitem__)
+    return decoder.logits(decoder(step, kv)[step.query_start_R[1:] - 1])
+
+
+def by_expert(call: ops.ExpertsCall) -> torch.Tensor:
+    """The reference of ops.experts, which goes through pairs of tokens and experts, with all tokens of an expert at a
+    time: the same products in fp32, in minutes less."""
+    x_TD = call.x_TD
+    gate_up_EFD, down_EDI = call.gate_up_EFD.dense(x_TD.dtype), call.down_EDI.dense(x_TD.dtype)
+    y_TKD = torch.zeros(*call.expert_TK.shape, x_TD.shape[1], device=x_TD.device)
+    for e in range(gate_up_EFD.shape[0]):
+        token_N, k_N = (call.expert_TK == e).nonzero(as_tuple=True)
+        h_NF = x_TD[token_N].float() @ gate_up_EFD[e].float().T
+        if call.gate_up_bias_EF is not None:
+            h_NF = h_NF + call.gate_up_bias_EF[e].float()
+        y_ND = ops.gated_activation.reference(h_NF, call.activation) @ down_EDI[e].float().T
+        if call.down_bias_ED is not None:
+            y_ND = y_ND + call.down_bias_ED[e].float()
+        y_TKD[token_N, k_N] = y_ND * call.weight_TK[token_N, k_N, None] * call.scaling
+    return (y_TKD.sum(1) if call.combined else y_TKD).to(x_TD.dtype)
+
+
 def margins(
     model: str, dtype: str, provider: str, contexts: list[list[int]], pairs: list[tuple[int, int]]
-) -> list[Any]:
-    """After each context: the margin between two tokens, and the token with the highest logit."""
+) -> list[tuple[float, int]]:
+    """After each context: the margin between two tokens, and the token with the highest logit. Contexts share steps:
+    references dequantise the weights of a layer in each."""
     platform = platforms.current()
     decoder = load_model(model, dtype=dtype, platform=platform)
     if provider:
         ops.bind(platform, provider)
-    found = []
-    for context, (ours, theirs) in zip(contexts, pairs, strict=True):
-        logits_V = SingleSequence(decoder, len(context)).forward(context, all_logits=False)[-1].double().cpu()
-        found.append((float(logits_V[ours] - logits_V[theirs]), int(logits_V.argmax())))
+        ops.experts.bound = (Kernel("by_expert", by_expert, None, None, None),)
+    logits_RV = torch.cat([last_logits(decoder, some).double().cpu() for some in batches(contexts)])
+    found = [(float(row_V[a] - row_V[b]), int(row_V.argmax())) for row_V, (a, b) in zip(logits_RV, pairs, strict=True)]
     kernels.bind(platform)
     del decoder
     gc.collect()
@@ -91,7 +154,6 @@ def main() -> None:
     options = parser.parse_args()
     given = {name: json.loads(value) for name, value in (option.split("=", 1) for option in options.options)}
     if options.answers is None:
-        # Another order of sums: each request alone, on references.
         theirs, where = None, "ourselves in fp32"
     else:
         theirs, where = json.loads(options.answers.read_text())["answers"], str(options.answers)
@@ -107,35 +169,47 @@ def main() -> None:
     num_equal, num_all = count - len(differences), count * num_tokens
     print(f"answers: {num_equal} of {count} are the same to the end; {num_same} of {num_all} tokens")
     explained = sorted(differences, key=lambda one: (one["place"], one["prompt"]))[: options.explain]
-    rows: list[dict[str, Any]] = []
-    if explained:
-        prompts = make_prompts(count, read_config(options.model).vocab_size)
-        contexts = [prompts[one["prompt"]] + ours[one["prompt"]][: one["place"]] for one in explained]
-        pairs = [(one["ours"], one["theirs"]) for one in explained]
-        by = {
-            "kernels": margins(options.model, options.dtype, "", contexts, pairs),
-            "reference bf16": margins(options.model, "bfloat16", "reference", contexts, pairs),
-            "reference fp32": margins(options.model, "float32", "reference", contexts, pairs),
-        }
-        print(
-            f"{'prompt':>6} {'place':>5} {'ours':>7} {'theirs':>7}"
-            + "".join(f"{name:>16}" for name in by)
-            + "  verdict"
-        )
-        for number, one in enumerate(explained):
-            values = {name: found[number][0] for name, found in by.items()}
-            noise = max(abs(values[name] - values["reference fp32"]) for name in ("kernels", "reference bf16"))
-            exact, best = by["reference fp32"][number]
-            verdict = "neither" if best not in pairs[number] else "ours" if exact > 0 else "theirs"
-            if abs(exact) <= 2 * noise:
-                verdict = f"tie within rounding ({verdict} in fp32)"
-            rows.append(one | {"margins": values, "noise": noise, "verdict": verdict})
-            cells = "".join(f"{value:16.4f}" for value in values.values())
-            print(f"{one['prompt']:6} {one['place']:5} {one['ours']:7} {one['theirs']:7}{cells}  {verdict}")
-    if options.json is not None:
-        about = {"model": options.model, "commit": commit(), "against": where, "dtype": options.dtype}
-        counts = {"prompts": count, "tokens": num_tokens, "same_first_tokens": num_first, "same_tokens": num_same}
-        options.json.write_text(json.dumps(about | counts | {"differences": rows, "ours": ours}, indent=1) + "\n")
+    rows: list[dict[str, Any]] = [one | {"margins": {}} for one in explained]
+    about = {"model": options.model, "commit": commit(), "against": where, "dtype": options.dtype}
+    counts = {"prompts": count, "tokens": num_tokens, "same_first_tokens": num_first, "same_tokens": num_same}
+
+    def save() -> None:
+        if options.json is not None:
+            options.json.write_text(json.dumps(about | counts | {"differences": rows, "ours": ours}, indent=1) + "\n")
+
+    save()
+    if not rows:
+        return
+    prompts = make_prompts(count, read_config(options.model).vocab_size)
+    contexts = [prompts[row["prompt"]] + ours[row["prompt"]][: row["place"]] for row in rows]
+    pairs = [(row["ours"], row["theirs"]) for row in rows]
+    forms = {
+        "kernels": (options.dtype, ""),
+        "reference bf16": ("bfloat16", "reference"),
+        "reference fp32": ("float32", "reference"),
+    }
+    for name, (dtype, provider) in forms.items():
+        print(f"{name}: margins of {len(rows)} differences ...", flush=True)
+        start = time.perf_counter()
+        found = margins(options.model, dtype, provider, contexts, pairs)
+        print(f"{name}: {time.perf_counter() - start:.1f} s, with loading", flush=True)
+        for row, (margin, _) in zip(rows, found, strict=True):
+            row["margins"][name] = margin
+        save()
+
+    print(
+        f"{'prompt':>6} {'place':>5} {'ours':>7} {'theirs':>7}" + "".join(f"{name:>16}" for name in forms) + "  verdict"
+    )
+    for row, pair, (exact, best) in zip(rows, pairs, found, strict=True):  # of the last form, fp32
+        values = row["margins"]
+        noise = max(abs(values[name] - exact) for name in ("kernels", "reference bf16"))
+        verdict = "neither" if best not in pair else "ours" if exact > 0 else "theirs"
+        if abs(exact) <= 2 * noise:
+            verdict = f"tie within rounding ({verdict} in fp32)"
+        row |= {"noise": noise, "verdict": verdict}
+        cells = "".join(f"{value:16.4f}" for value in values.values())
+        print(f"{row['prompt']:6} {row['place']:5} {row['ours']:7} {row['theirs']:7}{cells}  {verdict}")
+    save()
 
 
 if __name__ == "__main__":

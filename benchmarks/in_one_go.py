@@ -69,6 +69,16 @@ STEPS = {
         Step("modes_16", 300, loops("qwen1.5-moe-a2.7b", f"{MODES} --rates 16")),
         Step("modes_4", 700, loops("qwen1.5-moe-a2.7b", f"{MODES} --rates 4")),
     ],
+    "answers": [  # why ours are not vLLM's, which are kept: checkpoints are the same on every H200
+        step
+        for name in ("int4", "fp8")
+        for step in (
+            Step(f"checkpoint_{name}", 90, "{python} benchmarks/make_checkpoint.py "
+                 f"src/anabranch/bench/configs/qwen3-30b-a3b /dev/shm/{name} --quantization {name}"),
+            Step(f"answers_{name}", 200, f"{{python}} benchmarks/compare_answers.py /dev/shm/{name} "
+                 f"benchmarks/anchors/vllm-0.26.0-answers-qwen3-30b-a3b-{name}.json --json {{json}}"),
+        )
+    ],
     "hybrid": [
         Step("delta_nets", 90, "{python} -m anabranch bench ops gdn_decode gdn_prefill --json {json}"),
         *(

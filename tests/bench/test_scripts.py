@@ -7,9 +7,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-from anabranch import platforms
+from anabranch import ops, platforms
+from anabranch.engine.single import SingleSequence
 from anabranch.llm import LLM
+from anabranch.loader.load import load_model
 from anabranch.platforms.fake import FakePlatform
 from anabranch.sampling_params import SamplingParams
 from benchmarks import (
@@ -85,7 +88,57 @@ def test_compare_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert (one["prompt"], one["place"]) == (1, 2) and one["theirs"] == answers[1][2]
     assert set(one["margins"]) == {"kernels", "reference bf16", "reference fp32"}
     assert all(margin > 0 for margin in one["margins"].values()), "ours is the best token"
-    assert "first tokens: 3 of 3" in shown
+    assert "first tokens: 3 of 3" in shown and "reference fp32: margins of 1 differences" in shown
+
+
+def test_compare_answers_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was known when the run was cut is in the file."""
+    given: Any = {"folder": tmp_path, "capsys": capsys, "patch": monkeypatch}
+    model, known = tiny.save(FAMILIES["qwen3_moe"], tmp_path / "model"), []
+
+    def cut(model: str, dtype: str, provider: str, contexts: list[Any], pairs: list[Any]) -> list[tuple[float, int]]:
+        known.append(json.loads((tmp_path / "figures.json").read_text()))
+        if dtype == "float32":
+            raise KeyboardInterrupt
+        return [(0.5, 0)] * len(contexts)
+
+    monkeypatch.setattr(compare_answers, "margins", cut)
+    (tmp_path / "other.json").write_text(json.dumps({"answers": [[200] * 3] * 2}))
+    with pytest.raises(KeyboardInterrupt):
+        run(compare_answers, str(model), str(tmp_path / "other.json"), **given)
+    assert [[one["margins"] for one in found["differences"]] for found in known] == [
+        [{}] * 2,
+        [{"kernels": 0.5}] * 2,
+        [{"kernels": 0.5, "reference bf16": 0.5}] * 2,
+    ]
+    assert len(known[0]["ours"]) == 2 and known[0]["same_tokens"] == 0
+
+
+def test_the_reference_by_expert() -> None:
+    for label, given in ops.experts.samples(torch.float32, torch.Generator().manual_seed(0)):
+        torch.testing.assert_close(
+            compare_answers.by_expert(**given), ops.experts.reference(**given), rtol=1e-4, atol=1e-5, msg=label
+        )
+
+
+@pytest.mark.parametrize("batch", [4096, 64])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v3", "qwen3_5_moe_text"])
+def test_margins_of_contexts_together(family: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of each context alone: with sliding windows, latent rows and states too."""
+    monkeypatch.setattr(compare_answers, "BATCH", batch)
+    model = tiny.save(FAMILIES[family], tmp_path / "model")
+    contexts = [[(31 * i * i + 7 * n) % tiny.VOCAB_SIZE for i in range(n)] for n in (33, 2, 65, 16, 47)]
+    pairs = [(3 * n, 100 - n) for n in range(len(contexts))]
+    assert [len(some) for some in compare_answers.batches(contexts)] == ([5] if batch == 4096 else [2, 1, 2])
+    for provider in ("", "reference"):
+        found = compare_answers.margins(str(model), "float32", provider, contexts, pairs)
+        decoder = load_model(model, dtype="float32")
+        for context, (a, b), (margin, best) in zip(contexts, pairs, found, strict=True):
+            logits_V = SingleSequence(decoder, len(context)).forward(context, all_logits=False)[-1]
+            assert margin == pytest.approx(float(logits_V[a] - logits_V[b]), abs=1e-4)
+            assert best == int(logits_V.argmax())
 
 
 HYBRID = {
