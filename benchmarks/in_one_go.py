@@ -93,6 +93,13 @@ STEPS = {
         Step("experts_tiles", 120, "{python} benchmarks/quantized_experts.py --tiles --tokens 8 16 64 --json {json} "
              "--models gpt-oss-20b qwen3-30b-a3b-int4"),
         Step("linear_tiles", 90, "{python} benchmarks/linear_tiles.py --tokens 32 96 128 --json {json}"),
+        Step("decode_gpt_oss", 90, offline("gpt-oss-20b", "--only decode")),
+        Step("decode_int4", 90, offline("qwen3-30b-a3b", "--only decode --quantization int4")),
+        *(
+            Step(f"step_gpt_oss_{n}", 60, "{python} -m anabranch bench step gpt-oss-20b --load-format dummy "
+                 f"--batch {n} --json {{json}}")
+            for n in (16, 64, 256)
+        ),
         *(
             Step(f"tune_{name}", 240,
                  f"{{python}} -m anabranch tune qwen3-30b-a3b --quantization {name} --out {{json}}")

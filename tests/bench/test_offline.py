@@ -251,7 +251,7 @@ def test_a_first_start_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_bundled_configs_by_name() -> None:
     layers = {"qwen3-30b-a3b": 48, "qwen1.5-moe-a2.7b": 24, "gemma4-26b-a4b": 30, "qwen3.6-35b-a3b": 40}
-    layers["deepseek-v2-lite"] = 27
+    layers |= {"deepseek-v2-lite": 27, "gpt-oss-20b": 24}
     for name, number in layers.items():
         folder = bundled(name, "dummy")
         assert Path(folder).name == name and len(read_config(folder).layers) == number
