@@ -82,10 +82,6 @@ class Shared(Numbers):
         else:
             self.data.fill_(math.nan if self.dtype in FLOATS else 0x5A)
 
-    @property
-    def numel(self) -> int:
-        return self.data.numel()
-
     def index(self, place: Any) -> Shared:
         where = at(place, self.shape[0])
         return Shared(self.data[where], self.unfenced[where], self.dtype)

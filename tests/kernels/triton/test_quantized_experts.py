@@ -515,8 +515,7 @@ def compile_packed(
         assert compiled.metadata.shared <= 227 << 10
         assert resources(compiled)["STACK"] == 0
         kind = "k32.f32.e4m3.e4m3" if tiles.split else "k16.f32.bf16.bf16"
-        columns = 2 * tiles.rows if tiles.split and tiles.rows == 16 else tiles.rows
-        assert f"wgmma.mma_async.sync.aligned.m64n{columns}{kind}" in compiled.asm["ptx"]
+        assert f"wgmma.mma_async.sync.aligned.m64n{tiles.rows}{kind}" in compiled.asm["ptx"]
         found.append(compiled)
     return found
 

@@ -32,8 +32,6 @@ from anabranch.kernels.compiling.gluon_names import thread_load, tma_load
 from anabranch.kernels.triton.experts_hopper_split import (
     blocks,
     byte_descriptor,
-    columns_of,
-    fold,
     has_scales,
     load_scales,
     multiply_split_fp4,
@@ -99,8 +97,8 @@ def make_ring(
     and both parts of R rows. See experts_ring."""
     if PARTS:
         w_ring = gl.allocate_shared_memory(gl.uint8, [STAGES, BN, 64], w_desc.layout)
-        x_split: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128 // PARTS, element_bitwidth=8, rank=4)
-        x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PARTS, 2, R, 128 // PARTS], x_split)
+        x_split: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128 // PARTS, element_bitwidth=8, rank=3)
+        x_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, PARTS, R, 128 // PARTS], x_split)
     else:
         w_ring = gl.allocate_shared_memory(gl.int16, [STAGES, BN, 32], w_desc.layout)
         x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -212,10 +210,10 @@ def multiply(ring, step, scale, zero, left, right, sums, LEFT: gl.constexpr, RIG
 
 
 @gluon.jit
-def finish(acc, scale, bias, factor, R: gl.constexpr):
+def finish(acc, scale, bias, factor):
     """The sums of products of 64 outputs, plus their biases. `factor`: of each row that is in two parts."""
     if factor is not None:
-        acc = fold(acc, R) * (factor * (64.0 if is_fp4(scale.dtype.element_ty) else 512.0))[None, :]  # see unpack_*
+        acc *= (factor * (64.0 if is_fp4(scale.dtype.element_ty) else 512.0))[None, :]  # see unpack_*
     elif is_fp4(scale.dtype.element_ty):
         acc *= 18446744073709551616.0  # 2⁶⁴, see experts_hopper_unpack
     return acc if bias is None else acc + bias.to(gl.float32)[:, None]
@@ -233,10 +231,8 @@ def gate_up_warpgroup(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32 if SPLIT else 16])
     out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     own: gl.constexpr = is_fp4(scale.dtype.element_ty) and not SPLIT
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns_of(R), 32]) if SPLIT else layout
-    of_scale: gl.constexpr = OUTPUTS if own else gl.SliceLayout(1, wide)
+    of_scale: gl.constexpr = OUTPUTS if own else gl.SliceLayout(1, layout)
     r = gl.arange(0, R, gl.SliceLayout(0, layout))
-    r_sum = gl.arange(0, columns_of(R) if SPLIT else R, gl.SliceLayout(0, wide)) % R
     f = gl.arange(0, 64, gl.SliceLayout(1, layout)) + WHO * 64
     f_scale = gl.arange(0, 64, of_scale) + WHO * 64
     out_r = gl.arange(0, R, gl.SliceLayout(1, out))
@@ -252,13 +248,11 @@ def gate_up_warpgroup(
         factor, sums = None, None
         if SPLIT:
             token = gl.load(order_N + begin + r, mask=begin + r < end, other=0) // K
-            factor = gl.load(x_scale + token)
-            token = gl.load(order_N + begin + r_sum, mask=begin + r_sum < end, other=0) // K
-            sums = x_sum + token * (DEPTH // 128)
+            factor, sums = gl.load(x_scale + token), x_sum + token * (DEPTH // 128)
         gate, up, step = multiply(
             ring, step, scale, zero, row, row + inner, sums, WHO * 64, BN + WHO * 64, DEPTH, True,
         )
-        gate, up = finish(gate, scale, gate_bias, factor, R), finish(up, scale, up_bias, factor, R)
+        gate, up = finish(gate, scale, gate_bias, factor), finish(up, scale, up_bias, factor)
         h = activate(gate, up, ACTIVATION).to(h_NI.dtype.element_ty)
         h = gl.convert_layout(gl.permute(h, [1, 0]), out)
         column = block * BN + out_c
@@ -288,13 +282,11 @@ def down_warpgroup(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32 if SPLIT else 16])
     out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     own: gl.constexpr = is_fp4(scale.dtype.element_ty) and not SPLIT
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns_of(R), 32]) if SPLIT else layout
-    of_scale: gl.constexpr = OUTPUTS if own else gl.SliceLayout(1, wide)
+    of_scale: gl.constexpr = OUTPUTS if own else gl.SliceLayout(1, layout)
     f = gl.arange(0, 64, gl.SliceLayout(1, layout)) + WHO * 128
     f_scale = gl.arange(0, 64, of_scale) + WHO * 128
     out_r = gl.arange(0, R, gl.SliceLayout(1, out))
     r = gl.arange(0, R, gl.SliceLayout(0, layout))
-    r_sum = gl.arange(0, columns_of(R) if SPLIT else R, gl.SliceLayout(0, wide)) % R
     step = 0
     block, begin, end, expert = read_tile(tile_info, full, step)
     while block >= 0:
@@ -306,8 +298,8 @@ def down_warpgroup(
         right_bias = None if bias is None else gl.load(bias + expert * D + gl.minimum(place + 64, D - 1))
         factor, sums = None, None
         if SPLIT:
-            factor = gl.load(h_scale + gl.minimum(begin + r, end - 1))
-            sums = h_sum + gl.minimum(begin + r_sum, end - 1) * (DEPTH // 128)
+            at = gl.minimum(begin + r, end - 1)
+            factor, sums = gl.load(h_scale + at), h_sum + at * (DEPTH // 128)
         left, right, step = multiply(
             ring, step, scale, zero, expert * D + gl.minimum(first, D - 1), expert * D + gl.minimum(first + 64, D - 1),
             sums, WHO * 128, WHO * 128 + 64, DEPTH, False,
@@ -316,9 +308,9 @@ def down_warpgroup(
             pair = gl.load(order_N + begin + out_r, mask=begin + out_r < end, other=-1)
             weight = gl.load(weight_N + begin + r, mask=begin + r < end, other=0.0)
         column = block * BN + WHO * 128
-        left = finish(left, scale, left_bias, factor, R)
+        left = finish(left, scale, left_bias, factor)
         store_columns(left, weight, pair, rows_ND, column, D, out)
-        right = finish(right, scale, right_bias, factor, R)
+        right = finish(right, scale, right_bias, factor)
         store_columns(right, weight, pair, rows_ND, column + 64, D, out)
         block, begin, end, expert = read_tile(tile_info, full, step)
 
@@ -358,7 +350,8 @@ def gather_depth(
             inside = real
             if DEPTH % 128 != 0:
                 inside = real & (d + k < DEPTH)
-            thread_load(x_ring.index(stage), x_TD + (offset + k), mask=inside)
+            thread_load(x_ring.index(2 * stage), x_TD + (offset + k), mask=inside)
+            thread_load(x_ring.index(2 * stage + 1), x_TD + (offset + k + DEPTH), mask=inside)
         else:
             thread_load(x_ring.index(2 * stage), x_TD + (offset + k), mask=real)
             inside = real
@@ -374,8 +367,8 @@ def gather_depth(
 
 @gluon.jit
 def column_of(values, SPLIT: gl.constexpr):
-    """A value for each row, in front of whose dimension there are two others where rows are in two parts."""
-    return values[None, None, :, None] if SPLIT else values[:, None]
+    """A value for each row, in front of whose dimension there is another where rows are in two parts."""
+    return gl.expand_dims(gl.expand_dims(values, 0), 2) if SPLIT else gl.expand_dims(values, 1)
 
 
 @gluon.jit
@@ -391,14 +384,9 @@ def gather_and_load(
     HEAD: gl.constexpr = STAGES * 128 if STAGES * 128 < DEPTH else DEPTH
     SPLIT: gl.constexpr = x_ring.dtype == gl.float8e4nv
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    stage_layout: gl.constexpr = blocks(x_ring.shape[1] if SPLIT else 1)
-    split: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, stage_layout)))
+    split: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, blocks(x_ring.shape[1] if SPLIT else 1)))
     r = gl.arange(0, R, split if SPLIT else gl.SliceLayout(1, layout))
-    second = 0
-    if SPLIT:
-        d, second = place_of(x_ring)
-    else:
-        d = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    d = place_of(x_ring) if SPLIT else gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
     RING: gl.constexpr = has_scales(s_ring)
     s_c = gl.arange(0, 2 * BN, gl.BlockedLayout([2], [32], [4], [0]))  # of a stage's outputs: gate, then up
     step = 0
@@ -407,7 +395,7 @@ def gather_and_load(
     pair = gl.load(order_N + begin + r, mask=begin + r < end, other=0)
     while index < num_tiles * num_blocks:
         publish_tile(tile_info, empty, step, block, begin, end, expert)
-        offset = column_of(pair // K, SPLIT) * x_stride + d + second * DEPTH
+        offset = column_of(pair // K, SPLIT) * x_stride + d
         real = column_of(begin + r < end, SPLIT)
         first = expert * (2 * inner) + block * BN
         scales_at, scaled = None, None
@@ -448,7 +436,9 @@ def load_depth(h_desc, w_desc, scale, scaled, D, first, row, step, ring, DEPTH: 
         mbarrier.expect(bar, BN * 64 + R * 256)
         tma_load(w_desc, [first, k * w_ring.shape[2] // 128], bar, w_ring.index(stage), pred=step >= EARLY)
         if x_ring.dtype == gl.float8e4nv:
-            tma_load(h_desc, [k // x_ring.shape[4], 0, row, 0], bar, x_ring.index(stage))
+            W: gl.constexpr = x_ring.shape[3]
+            tma_load(h_desc, [k // W, row, 0], bar, x_ring.index(2 * stage))
+            tma_load(h_desc, [(k + DEPTH) // W, row, 0], bar, x_ring.index(2 * stage + 1))
         else:
             tma_load(h_desc, [row, k], bar, x_ring.index(2 * stage))
             tma_load(h_desc, [row, k + 64], bar, x_ring.index(2 * stage + 1))

@@ -1,10 +1,8 @@
 """The products of experts_hopper_packed where rows of activations are in two parts (split_rows).
 
-R rows of a tile, P parts of a stage's 128 inputs that are products of their own. In shared memory a stage is [P, 2, R,
-128 / P]: of each of P parts of the inputs the first parts of all rows, then their second parts.
+R rows of a tile, P parts of a stage's 128 inputs that are products of their own.
 
-Both parts are multiplied by the matrix unit for FP8: of 16 rows as if they were 32, since with fewer columns it is no
-faster, and of more into one sum. Weights are unpacked by far fewer instructions than
+Both parts are multiplied by the matrix unit for FP8, into one sum. Weights are unpacked by far fewer instructions than
 to bf16, and exactly: INT4 by 3 for 8 numbers instead of 20, MXFP4 by 7 instead of 18. Every 128 inputs, or of MXFP4 32,
 are a sum of their own, which is scaled and added in fp32 on ordinary cores: sums of that matrix unit have few bits.
 """
@@ -27,32 +25,31 @@ def byte_descriptor(packed: torch.Tensor, outputs: int) -> TensorDescriptor:
 
 
 def split_descriptor(q_N2I: torch.Tensor, rows: int, parts: int) -> TensorDescriptor:
-    """Rows in two parts: a stage of `rows` rows, with P = parts."""
+    """Rows in two parts: `parts` times as many inputs as share a product, of each of `rows` rows. Both parts of a row
+    follow each other."""
     num, _, inner = q_N2I.shape
     width = 128 // parts
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=4)
-    shape, strides = [inner // width, 2, num, width], [width, inner, 2 * inner, 1]
-    return TensorDescriptor(q_N2I, shape, strides, [parts, 2, rows, width], layout)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=3)
+    shape, strides = [2 * inner // width, num, width], [width, 2 * inner, 1]
+    return TensorDescriptor(q_N2I, shape, strides, [parts, rows, width], layout)
 
 
 # fmt: off
 
 @gluon.constexpr_function
 def blocks(P):
-    """Which thread loads which 16 bytes of a stage."""
-    return gl.BlockedLayout([1, 1, 1, 16], [P, 1, 4, 8 // P], [1, 1, 4, 1], [3, 2, 1, 0])
+    """Which thread loads which 16 bytes of [P, R, 128 / P] inputs."""
+    return gl.BlockedLayout([1, 1, 16], [P, 4, 8 // P], [1, 4, 1], [2, 1, 0])
 
 
 @gluon.jit
 def place_of(x_ring):
-    """The place of each input in its stage, and whether it is of a second part."""
+    """The place of each input in its stage."""
     P: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = blocks(P)
-    within: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
-    group = gl.arange(0, P, gl.SliceLayout(1, within))[:, None, None, None]
-    second = gl.arange(0, 2, gl.SliceLayout(0, within))[None, :, None, None]
-    column = gl.arange(0, 128 // P, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None]
-    return group * (128 // P) + column, second
+    part = gl.arange(0, P, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    column = gl.arange(0, 128 // P, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return gl.expand_dims(gl.expand_dims(part * (128 // P), 1), 2) + gl.expand_dims(gl.expand_dims(column, 0), 1)
 
 
 @gluon.jit
@@ -125,48 +122,24 @@ def quarters(data):
 
 @gluon.jit
 def product(operand, x_ring, stage, part, which: gl.constexpr):
-    """Both parts of R rows times an operand, beside each other if `part` has 2 R columns, else their sum. `part`: the
-    result of an earlier one; what it holds does not matter."""
-    R: gl.constexpr = x_ring.shape[-2]
-    W: gl.constexpr = x_ring.shape[-1]
-    N: gl.constexpr = part.shape[1]
+    """Both parts of R rows times an operand. `part`: the result of an earlier one; what it holds does not matter."""
+    P: gl.constexpr = x_ring.shape[1]
+    W: gl.constexpr = x_ring.shape[3]
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=W, element_bitwidth=8, rank=2)
-    count: gl.constexpr = x_ring.numel // (N * W)
     if HAS_REINTERPRET:
-        rows = x_ring.reinterpret(x_ring.dtype, [count, N, W], layout)
+        rows = x_ring.reinterpret(x_ring.dtype, [x_ring.shape[0] * P, x_ring.shape[2], W], layout)
     else:
-        rows = x_ring._reinterpret(x_ring.dtype, [count, N, W], layout)
-    place = stage * (128 // W) + which
-    if N == 2 * R:
-        return warpgroup_mma(operand, rows.index(place).permute([1, 0]), part, use_acc=False, is_async=True)
-    else:
-        # The second part, whose numbers are smaller, goes first: a sum loses the bits below its largest term's.
-        second, first = rows.index(2 * place + 1), rows.index(2 * place)
-        part = warpgroup_mma(operand, second.permute([1, 0]), part, use_acc=False, is_async=True)
-        return warpgroup_mma(operand, first.permute([1, 0]), part, is_async=True)
-
-
-@gluon.constexpr_function
-def columns_of(R):
-    """Of a product: both parts of 16 rows are beside each other."""
-    return 32 if R == 16 else R
-
-
-@gluon.jit
-def fold(acc, R: gl.constexpr):
-    """Products with both parts of R rows, whether they are beside each other or not."""
-    if acc.shape[1] == R:
-        return acc
-    else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
-        first, second = gl.split(gl.permute(gl.reshape(acc, [64, 2, R]), [0, 2, 1]))
-        return gl.convert_layout(first + second, layout, assert_trivial=True)
+        rows = x_ring._reinterpret(x_ring.dtype, [x_ring.shape[0] * P, x_ring.shape[2], W], layout)
+    # The second part, whose numbers are smaller, goes first: a sum loses the bits below its largest term's.
+    second, first = rows.index(2 * stage * P + P + which), rows.index(2 * stage * P + which)
+    part = warpgroup_mma(operand, second.permute([1, 0]), part, use_acc=False, is_async=True)
+    return warpgroup_mma(operand, first.permute([1, 0]), part, is_async=True)
 
 
 @gluon.jit
 def products(low, high, x_ring, stage, a0, a1, a2, a3):
     """The products of four groups of 32 inputs each."""
-    R: gl.constexpr = x_ring.shape[3]
+    R: gl.constexpr = x_ring.shape[2]
     l0, l1, l2, l3 = quarters(low)
     h0, h1, h2, h3 = quarters(high)
     a0 = product(split_operand(l0, h0, R), x_ring, stage, a0, 0)
@@ -200,14 +173,12 @@ def multiply_split_int4(ring, step, scale, zero, left, right, sums, LEFT: gl.con
     """Like multiply, of INT4 and rows in two parts. `sums`: of each row's inputs, for every 128 of them; a number is
     its distance from the zero point, so the sum times that is taken off."""
     w_ring, x_ring, s_ring, full, empty, tile_info = ring
-    R: gl.constexpr = x_ring.shape[3]
-    N: gl.constexpr = columns_of(R)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
-    first = gl.zeros([64, N], gl.float32, layout)
-    second = gl.zeros([64, N], gl.float32, layout)
-    a = gl.zeros([64, N], gl.float32, layout)
-    b = gl.zeros([64, N], gl.float32, layout)
-    in_first = gl.arange(0, N, gl.SliceLayout(0, layout)) < R  # whose sums are of both parts
+    R: gl.constexpr = x_ring.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
+    first = gl.zeros([64, R], gl.float32, layout)
+    second = gl.zeros([64, R], gl.float32, layout)
+    a = gl.zeros([64, R], gl.float32, layout)
+    b = gl.zeros([64, R], gl.float32, layout)
     RING: gl.constexpr = has_scales(s_ring)
     if not RING:
         left_scale = gl.load(scale + left).to(gl.float32)
@@ -220,7 +191,7 @@ def multiply_split_int4(ring, step, scale, zero, left, right, sums, LEFT: gl.con
             ahead = gl.minimum(k + 128, DEPTH - 128) // 128
             left_scale = gl.load(scale + left + ahead).to(gl.float32)
             right_scale = gl.load(scale + right + ahead).to(gl.float32)
-        t = gl.load(sums + k // 128, mask=in_first, other=0.0)
+        t = gl.load(sums + k // 128)
         stage = wait_for_stage(full, step, GATHERED)
         weights = w_ring.index(stage)
         if RING:
@@ -230,7 +201,7 @@ def multiply_split_int4(ring, step, scale, zero, left, right, sums, LEFT: gl.con
         a = product(split_operand(low, high, R), x_ring, stage, a, 0)
         low, high = load_bytes(weights.slice(RIGHT, 64, dim=0), "int4")
         b = product(split_operand(low, high, R), x_ring, stage, b, 0)
-        a = warpgroup_mma_wait(2 * R // N, deps=[a])
+        a = warpgroup_mma_wait(2, deps=[a])
         first = add_scaled(first, a, s_left, z_left, t)
         b = warpgroup_mma_wait(0, deps=[b])
         mbarrier.arrive(empty.index(stage), count=1)
@@ -264,12 +235,11 @@ def multiply_split_fp4(ring, step, LEFT: gl.constexpr, RIGHT: gl.constexpr, DEPT
                        GATHERED: gl.constexpr):
     """Like multiply, of MXFP4 and rows in two parts: 32 inputs, which share a scale, are one product."""
     w_ring, x_ring, s_ring, full, empty, tile_info = ring
-    R: gl.constexpr = x_ring.shape[3]
-    N: gl.constexpr = columns_of(R)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
-    first = gl.zeros([64, N], gl.float32, layout)
-    second = gl.zeros([64, N], gl.float32, layout)
-    a0 = gl.zeros([64, N], gl.float32, layout)
+    R: gl.constexpr = x_ring.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
+    first = gl.zeros([64, R], gl.float32, layout)
+    second = gl.zeros([64, R], gl.float32, layout)
+    a0 = gl.zeros([64, R], gl.float32, layout)
     a1, a2, a3 = a0, a0, a0
     for _ in range(0, DEPTH, 128):
         stage = wait_for_stage(full, step, GATHERED)

@@ -14,7 +14,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.formats import Grouped
@@ -25,6 +24,7 @@ from anabranch.kernels.triton.experts_hopper_split import (
     load_bytes,
     load_small_point,
     product,
+    split_descriptor,
     split_operand,
 )
 from anabranch.kernels.triton.launch import cdiv, lasting_zeros
@@ -32,16 +32,9 @@ from anabranch.kernels.triton.linear_hopper import add_parts
 from anabranch.kernels.triton.split_rows import split_rows
 from anabranch.ops.weight import Weight
 
-PARTS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
 MOST_TILES = 1 << 12
 LEAST_OUTPUTS = 1024
 """As in linear_hopper, launches share counts: a router, which may run beside a shared expert, is not to use them."""
-
-
-def part_descriptor(q_N2I: torch.Tensor, rows: int) -> TensorDescriptor:
-    """128 inputs of each of `rows` rows; all first parts, then all second parts."""
-    num, _, inner = q_N2I.shape
-    return TensorDescriptor(q_N2I, [inner // 64, num, 128], [128, 2 * inner, 1], [1, rows, 128], PARTS)
 
 
 # fmt: off
@@ -156,7 +149,7 @@ def run(
     size = columns * parts * rows * 64 * R if parts > 1 else 1
     tensors = weight_FD.tensors
     multiply_packed[(columns * parts, rows)](
-        byte_descriptor(tensors["data"], 64), part_descriptor(q_T2D, R),
+        byte_descriptor(tensors["data"], 64), split_descriptor(q_T2D, R, 1),
         tensors["scale"], tensors.get("zero"), x_scale, x_sum, bias_F, y_TF,
         torch.empty(size, dtype=torch.float32, device=device), counts(device), F, tokens,
         DEPTH=D, STAGES=stages, PARTS=parts, num_warps=4, launch_pdl=True,
