@@ -1,10 +1,7 @@
 """What is captured when: common sizes stand in for others until those were missed often and nobody waits."""
 
-import torch
-
 from anabranch.compile import capture as module
-from anabranch.compile.capture import BySize, Captured
-from anabranch.platforms.fake import FakePlatform
+from anabranch.compile.capture import BySize
 
 
 def test_nothing_is_made_where_it_is_looked_for() -> None:
@@ -41,10 +38,3 @@ def test_large_sizes_serve_only_what_all_but_fills_them() -> None:
     assert not graphs.missed, "what is not served is not missed"
     del graphs.made["a", 32]
     assert graphs.find("a", 30) is None, "nor do they stand in for smaller ones"
-
-
-def test_what_has_all_kernels_runs_before_a_capture_instead_of_all() -> None:
-    ran: list[str] = []
-    for first in (None, lambda x: ran.append("few layers")):
-        Captured(FakePlatform(), None, torch.zeros(1), lambda x: ran.append("all"), first)
-    assert ran == ["all", "all", "few layers", "all"]

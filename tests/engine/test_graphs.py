@@ -6,7 +6,6 @@ import random
 import weakref
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +19,10 @@ from anabranch.config import CHOICES, EngineConfig
 from anabranch.engine import engine as engine_module
 from anabranch.engine import forward
 from anabranch.engine.engine import Engine, make_engine
-from anabranch.formats import BF16, PLAIN
 from anabranch.layers.config import LatentConfig
 from anabranch.layers.norm import UnreducedRows
 from anabranch.llm import LLM
 from anabranch.moe import setup as moe_setup
-from anabranch.ops.weight import Weight
 from anabranch.platforms.fake import FakePlatform
 from anabranch.request import Request, Update
 from anabranch.sampling_params import SamplingParams
@@ -35,26 +32,6 @@ from tests.models import tiny
 FAMILIES = {case.model_type: case for case in reversed(tiny.CASES)}
 FAMILIES |= {case.name: case for case in tiny.CASES if "sliding" in case.name}
 DEFAULTS = {"dtype": "float32", "num_pages": 256, "page_size": 4, "max_num_seqs": 16, "max_model_len": 128}
-
-LAYERS = {  # kinds of layers → the first layers that have all kernels
-    "A": 1,
-    "AAAA": 2,
-    "ABBB": 3,
-    "ABABAB": 4,
-    "ABAA": 4,
-    "AABAABAA": 4,
-    "AAABAAABAAAB": 8,
-    "AAAbAAAA": 5,  # the same config with weights in another format
-}
-
-
-@pytest.mark.parametrize("kinds", LAYERS)
-def test_layers_that_have_all_kernels(kinds: str) -> None:
-    formats = {"A": PLAIN, "B": PLAIN, "b": BF16}
-    layers = [Weight((2, 2), format=formats[kind]) for kind in kinds]
-    model: Any = SimpleNamespace(config=SimpleNamespace(layers=kinds.replace("b", "A")), layers=layers)
-    assert forward.few_layers(model) == LAYERS[kinds]
-
 
 MODES: list[dict[str, Any]] = [
     {"graphs": "none"},

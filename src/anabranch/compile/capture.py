@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -67,12 +66,10 @@ class BySize(Generic[Variant, Made]):
         return found
 
 
-def capture(
-    platform: Platform, pool: Any, works: Sequence[Callable[[], None]], first: Callable[[], object] | None = None
-) -> list[Graph]:
+def capture(platform: Platform, pool: Any, works: Sequence[Callable[[], None]]) -> list[Graph]:
     """Each of `works` as a graph, on a platform that has them. All run once before that, because kernels are compiled
-    and libraries take their workspace at first use; or `first`, if that is enough."""
-    for work in works if first is None else (first,):
+    and libraries take their workspace at first use."""
+    for work in works:
         work()
     try:
         graphs = [graph for work in works if (graph := platform.capture(work, pool)) is not None]
@@ -89,22 +86,16 @@ class Captured(Generic[Output]):
     until the next replay of any graph of the pool."""
 
     def __init__(
-        self,
-        platform: Platform,
-        pool: Any,
-        input: torch.Tensor,
-        body: Callable[[torch.Tensor], Output],
-        first: Callable[[torch.Tensor], object] | None = None,
+        self, platform: Platform, pool: Any, input: torch.Tensor, body: Callable[[torch.Tensor], Output]
     ) -> None:
-        """`input`, on the device, is padding alone, on which the body must change nothing that is read later. `first`:
-        see `capture`."""
+        """`input`, on the device, is padding alone, on which the body must change nothing that is read later."""
         self.input = input
         self.output: Output
 
         def work() -> None:
             self.output = body(input)
 
-        self.graphs = capture(platform, pool, [work], None if first is None else partial(first, input))
+        self.graphs = capture(platform, pool, [work])
 
     def replay(self, input: torch.Tensor) -> Output:
         """`input` lies in (pinned) host memory; nothing waits for the device."""

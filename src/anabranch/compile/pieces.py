@@ -21,9 +21,9 @@ from anabranch.layers.step import Step
 from anabranch.models.decoder import Decoder, Parts
 from anabranch.platforms import Platform
 
-Start = Callable[..., tuple[Parts, list[torch.Tensor]]]
+Start = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[Parts, list[torch.Tensor]]]
 """(token_T, position_T, num_tokens) → the layer loop for them, and the list to which it adds expert_TK of every MoE
-layer. Of a model that is not compiled also with a number of layers."""
+layer."""
 
 
 class Buffers:
@@ -70,9 +70,7 @@ class PiecesStep:
         buffers: Buffers,
         size: int,
         start: Start,
-        few: int | None = None,
     ) -> None:
-        """`few`: so many layers have all kernels, and run before the capture instead of all."""
         self.model, self.caches, self.buffers, self.size, self.start = model, caches, buffers, size, start
         self.parts: Parts | None = None
         self.experts: list[torch.Tensor] = []
@@ -90,19 +88,15 @@ class PiecesStep:
         )
         self._fill(None)
         pieces = [partial(self._piece, layer_id) for layer_id in range(len(caches) + 1)]
-        self.graphs = capture(platform, pool, pieces, None if few is None else partial(self._first, few))
+        self.graphs = capture(platform, pool, pieces)
 
-    def _first(self, num_layers: int) -> None:
-        for layer_id in range(num_layers + 1):
-            self._piece(layer_id, num_layers)
-
-    def _piece(self, layer_id: int, *num_layers: int) -> None:
+    def _piece(self, layer_id: int) -> None:
         """From the mixer of the layer before, whose rows are in the buffers, to the write of this layer's mixer. The
         last piece leaves x_TD."""
         try:
             if self.parts is None:
                 padded = self.padded
-                self.parts, self.experts = self.start(padded.token_T, padded.position_T, padded.num_tokens, *num_layers)
+                self.parts, self.experts = self.start(padded.token_T, padded.position_T, padded.num_tokens)
                 cut = next(self.parts)
             else:
                 cut = self.parts.send(self.buffers.rows(layer_id - 1, self.size)[1])

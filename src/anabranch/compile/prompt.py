@@ -37,9 +37,8 @@ class PromptStep:
         input: torch.Tensor,
         unpack: Callable[[torch.Tensor], Step],
         start: Start,
-        few: int | None = None,
     ) -> None:
-        """`input`, on the device, is padding alone, of which `unpack` makes a step. `few`: as of PiecesStep."""
+        """`input`, on the device, is padding alone, of which `unpack` makes a step."""
         self.model, self.caches, self.input, self.unpack, self.start = model, caches, input, unpack, start
         self.experts: list[torch.Tensor] = []
         """expert_TK of each MoE layer."""
@@ -49,15 +48,14 @@ class PromptStep:
         self.cut: Cut | None = None
         ends = [*range(FIRST_LAYERS, len(caches), MORE_LAYERS), len(caches)]
         graphs = [partial(self._layers, end - begin) for begin, end in pairwise([0, *ends])]
-        self.graphs = capture(platform, pool, graphs, None if few is None else partial(self._layers, few, few))
+        self.graphs = capture(platform, pool, graphs)
         self.size = self.x_TD.shape[0]
 
-    def _layers(self, count: int, *num_layers: int) -> None:
-        """Run the layer loop (of `num_layers`, or all) over `count` mixers, to the cut after them; the last call leaves
-        x_TD."""
+    def _layers(self, count: int) -> None:
+        """Run the layer loop over `count` mixers, to the cut after them; the last call leaves x_TD."""
         if self.parts is None:
             self.step = step = self.unpack(self.input)
-            self.parts, self.experts = self.start(step.token_T, step.position_T, step.num_tokens, *num_layers)
+            self.parts, self.experts = self.start(step.token_T, step.position_T, step.num_tokens)
             self.cut = next(self.parts)
         parts = self.parts
         for _ in range(count):

@@ -36,7 +36,8 @@ UNCHANGED = SamplingParams(temperature=1.0, top_p=0.5, seed=0, logprobs=1, max_t
 def dry_run(runner: Any) -> None:
     """Called by a TorchRunner with itself while launches are recorded; see `kernels.compile_ahead`."""
     config, model, steps, forward = runner.config, runner.model, runner.steps, runner.forward
-    kv = runner.kv[: forward.few]
+    layers = model.config.layers
+    kv = runner.kv[: max(layers.index(layer) for layer in layers) + 2]  # the first layer has no residual
 
     def launch(step: Step) -> None:
         if config.deterministic:

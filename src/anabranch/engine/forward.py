@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from anabranch import ops
 from anabranch.compile.capture import BySize, Captured
 from anabranch.compile.compiled import CompiledDecoder
 from anabranch.compile.compiler import PieceCompiler
-from anabranch.compile.pieces import Buffers, PiecesStep, Start
+from anabranch.compile.pieces import Buffers, PiecesStep
 from anabranch.compile.prompt import PromptStep
 from anabranch.compile.sizes import common_decode, common_prefill, decode_sizes, prefill_sizes, prompt_sizes
 from anabranch.config import EngineConfig
@@ -25,8 +23,7 @@ from anabranch.engine.outputs import Decoded, Outputs
 from anabranch.engine.sampling_plan import SamplingMode
 from anabranch.layers.mixer import Cache
 from anabranch.layers.step import Step
-from anabranch.models.decoder import Decoder, Parts
-from anabranch.ops.weight import Weight
+from anabranch.models.decoder import Parts
 from anabranch.platforms import Platform
 
 if TYPE_CHECKING:
@@ -56,19 +53,6 @@ def captured_tokens(config: EngineConfig, platform: Platform) -> int:
     return max(largest_captured(config), longest_prompt(config, platform) if config.graphs == "full" else 0)
 
 
-def few_layers(model: Decoder) -> int:
-    """So many of the first layers have every kernel of the layer loop: each kind of layer, after each other kind that
-    it follows in the model, and the last kind before the end."""
-
-    def formats(layer: nn.Module) -> list[str]:
-        return [weight.format.name for weight in layer.modules() if isinstance(weight, Weight)]
-
-    kinds = [(one, formats(layer)) for one, layer in zip(model.config.layers, model.layers)]  # type: ignore[arg-type]
-    pairs = list(pairwise([None, *kinds]))
-    most = max(pairs.index(pair) for pair in pairs) + 1
-    return next(count for count in range(most, len(kinds) + 1) if kinds[count - 1] == kinds[-1])
-
-
 class Forward:
     decodes: BySize[SamplingMode, Captured[Decoded]] | None = None
     """Captured steps of single tokens, where the platform has graphs."""
@@ -91,13 +75,11 @@ class Forward:
         most = max(captured_tokens(config, platform), config.max_samples)
         model.group.reserve(platform, most * model.config.hidden_size * dtype.itemsize)
         pool = platform.make_graph_pool()
-        self.few = few_layers(model)
-        """Layers that run before a capture, and in a dry run."""
         if config.graphs not in ("pieces", "none") and platform.graph_mode == "full":
 
             def captured(kind: SamplingMode, size: int, drafts: bool = False) -> Captured[Decoded]:
-                body, first = (partial(outputs.decode, kind, kv=some, drafts=drafts) for some in (kv, kv[: self.few]))
-                return Captured(platform, pool, steps.padding(size), body, first)
+                body = partial(outputs.decode, kind, kv=kv, drafts=drafts)
+                return Captured(platform, pool, steps.padding(size), body)
 
             self.decodes = BySize(decode_sizes(config.max_samples), captured)
             if keeps_drafts:
@@ -109,23 +91,22 @@ class Forward:
             largest = max(largest, min(longest, 2 * LARGEST_PREFILL))  # long prompts then, in pieces
         if config.graphs not in ("decode", "none"):
             buffers = Buffers(model, largest, platform.device, dtype)
-            start: Start = self._start
-            few: int | None = self.few
+            start = self._start
             if config.graphs in ("compiled", "traced"):
                 experts.record(False)  # callbacks cannot be traced
                 name = "inductor" if config.graphs == "compiled" else "none"
                 compiler = PieceCompiler(name, platform, max(2, config.max_num_batched_tokens))
                 with torch.inference_mode():
                     self.compiled = CompiledDecoder(model, compiler)
-                start, few = self.compiled.start, None
+                start = self.compiled.start
             self.prefills = BySize(
-                prefill_sizes(largest), lambda _, size: PiecesStep(platform, pool, model, kv, buffers, size, start, few)
+                prefill_sizes(largest), lambda _, size: PiecesStep(platform, pool, model, kv, buffers, size, start)
             )
         if config.graphs == "full":
             unpack = partial(steps.unpack_any, num_requests=1, columns=steps.width)
             self.prompts = BySize(
                 prompt_sizes(largest, whole),
-                lambda _, size: PromptStep(platform, pool, model, kv, steps.padding_of_one(size), unpack, start, few),
+                lambda _, size: PromptStep(platform, pool, model, kv, steps.padding_of_one(size), unpack, start),
                 padded=largest,
             )
         if ops.linear.bound and ops.linear.bound[0].provider in ("c", "invariant") and config.data_parallel_size == 1:
@@ -134,15 +115,11 @@ class Forward:
             self.recorded = RecordedSteps(model, kv, steps.width)
 
     def _start(
-        self,
-        token_T: torch.Tensor,
-        position_T: torch.Tensor,
-        num_tokens: torch.Tensor | None,
-        num_layers: int | None = None,
+        self, token_T: torch.Tensor, position_T: torch.Tensor, num_tokens: torch.Tensor | None
     ) -> tuple[Parts, list[torch.Tensor]]:
         """The model's layer loop, and the list to which it adds expert_TK of every MoE layer."""
         recorded = self.experts.record(True)
-        return self.model.parts(token_T, position_T, num_tokens, num_layers), recorded
+        return self.model.parts(token_T, position_T, num_tokens), recorded
 
     def warm_up(self) -> None:
         """Capture the steps that most requests will meet."""
