@@ -76,7 +76,7 @@ STEPS = {
             Step(f"checkpoint_{name}", 90, "{python} benchmarks/make_checkpoint.py "
                  f"src/anabranch/bench/configs/qwen3-30b-a3b /dev/shm/{name} --quantization {name}"),
             Step(f"answers_{name}", 200, f"{{python}} benchmarks/compare_answers.py /dev/shm/{name} "
-                 f"benchmarks/anchors/vllm-0.26.0-answers-qwen3-30b-a3b-{name}.json --json {{json}}"),
+                 f"benchmarks/results/answers_vllm-0.26.0_qwen3-30b-a3b_{name}.json --json {{json}}"),
         )
     ],
     "hybrid": [
