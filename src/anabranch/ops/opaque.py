@@ -94,7 +94,9 @@ def unflatten(types: Iterable[Any], flat: Sequence[Any]) -> list[Any]:
         value = next(given)
         if type is Weight:
             format, shape = formats.named(next(given)), tuple(next(given))
-            value = Weight.view(format, shape, dict(zip((*format.tensors(shape), BY_INPUT), value)))
+            names = list(format.tensors(shape))
+            names += [BY_INPUT][: len(value) - len(names)]
+            value = Weight.view(format, shape, dict(zip(names, value, strict=True)))
         values.append(value)
     return values
 

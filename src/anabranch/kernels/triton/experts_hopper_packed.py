@@ -13,8 +13,8 @@ on ordinary cores.
 MXFP4: scales are multiplied into the weights, so sums stay in the matrix unit, and one product runs while the weights
 of the next are unpacked. The last stage may reach beyond the last input, where weights and activations are zeros.
 
-Rows of activations may be in two parts: see experts_hopper_split. Then scales may come with the weights of a stage,
-from a copy in which those of neighbouring outputs follow each other, instead of by loads of two bytes (RING).
+Rows of activations may be in two parts: see experts_hopper_split. Then scales come with the weights of a stage, from a
+copy in which those of neighbouring outputs follow each other, instead of by loads of two bytes (RING).
 
 Not supported: groups of other sizes than these, inputs that are no multiple of 128, or for MXFP4 of 64, and zero points
 with RING.
@@ -24,7 +24,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -33,21 +33,13 @@ from anabranch.kernels.triton.experts_hopper_split import (
     blocks,
     byte_descriptor,
     has_scales,
-    load_scales,
     multiply_split_fp4,
     multiply_split_int4,
     place_of,
     split_descriptor,
 )
-from anabranch.kernels.triton.experts_hopper_unpack import (
-    OUTPUTS,
-    factors,
-    load_halves,
-    load_point,
-    operands,
-    scaled_operand,
-)
-from anabranch.kernels.triton.experts_ring import locate, publish_tile, read_tile, wait_for_stage
+from anabranch.kernels.triton.experts_hopper_unpack import OUTPUTS, multiply_parts, multiply_scaled
+from anabranch.kernels.triton.experts_ring import locate, publish_tile, read_tile
 from anabranch.kernels.triton.gated import activate
 
 PACKED = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
@@ -112,82 +104,6 @@ def make_ring(
         mbarrier.init(full.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=2)
     return w_ring, x_ring, s_ring, full, empty, tile_info
-
-
-@gluon.jit
-def multiply_parts(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                   DEPTH: gl.constexpr, GATHERED: gl.constexpr):
-    """Like multiply, of INT4. `left` and `right`: where the scales of each output begin; they are loaded one step
-    ahead."""
-    w_ring, x_ring, s_ring, full, empty, tile_info = ring
-    R: gl.constexpr = x_ring.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
-    first = gl.zeros([64, R], gl.float32, layout)
-    second = gl.zeros([64, R], gl.float32, layout)
-    part = gl.zeros([64, R], gl.float32, layout)
-    left_scale = gl.load(scale + left).to(gl.float32)
-    right_scale = gl.load(scale + right).to(gl.float32)
-    left_zero = load_point(zero, left)
-    right_zero = load_point(zero, right)
-    for k in range(0, DEPTH, 128):
-        s_left, s_right, z_left, z_right = left_scale, right_scale, left_zero, right_zero
-        ahead = gl.minimum(k + 128, DEPTH - 128) // 128
-        left_scale = gl.load(scale + left + ahead).to(gl.float32)
-        right_scale = gl.load(scale + right + ahead).to(gl.float32)
-        left_zero = load_point(zero, left + ahead)
-        right_zero = load_point(zero, right + ahead)
-        stage = wait_for_stage(full, step, GATHERED)
-        weights = w_ring.index(stage)
-        x_low = x_ring.index(2 * stage).permute([1, 0])
-        x_high = x_ring.index(2 * stage + 1).permute([1, 0])
-        low, high = operands(weights.slice(LEFT, 64, dim=0), z_left, R)
-        part = warpgroup_mma(low, x_low, part, use_acc=False, is_async=True)
-        part = warpgroup_mma(high, x_high, part, is_async=True)
-        low, high = operands(weights.slice(RIGHT, 64, dim=0), z_right, R)
-        part = warpgroup_mma_wait(0, deps=[part])
-        first += part * s_left[:, None]
-        part = warpgroup_mma(low, x_low, part, use_acc=False, is_async=True)
-        part = warpgroup_mma(high, x_high, part, is_async=True)
-        part = warpgroup_mma_wait(0, deps=[part])
-        mbarrier.arrive(empty.index(stage), count=1)
-        second += part * s_right[:, None]
-        step += 1
-    return first, second, step
-
-
-@gluon.jit
-def multiply_scaled(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-                    DEPTH: gl.constexpr, GATHERED: gl.constexpr):
-    """Like multiply, of MXFP4. Weights of the second 64 outputs are unpacked while the first 64 are multiplied. No
-    product may run while the loop begins again: the assembler would then wait for each one."""
-    w_ring, x_ring, s_ring, full, empty, tile_info = ring
-    R: gl.constexpr = x_ring.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
-    first = gl.zeros([64, R], gl.float32, layout)
-    second = gl.zeros([64, R], gl.float32, layout)
-    left_low, left_high = load_scales(scale, left, 0, DEPTH)
-    right_low, right_high = load_scales(scale, right, 0, DEPTH)
-    for k in range(0, DEPTH, 128):
-        s_left_low, s_left_high = factors(left_low), factors(left_high)
-        s_right_low, s_right_high = factors(right_low), factors(right_high)
-        left_low, left_high = load_scales(scale, left, k + 128, DEPTH)
-        right_low, right_high = load_scales(scale, right, k + 128, DEPTH)
-        stage = wait_for_stage(full, step, GATHERED)
-        weights = w_ring.index(stage)
-        x_low = x_ring.index(2 * stage).permute([1, 0])
-        x_high = x_ring.index(2 * stage + 1).permute([1, 0])
-        low, high = load_halves(weights.slice(LEFT, 64, dim=0))
-        first = warpgroup_mma(scaled_operand(low, s_left_low, R), x_low, first, is_async=True)
-        first = warpgroup_mma(scaled_operand(high, s_left_high, R), x_high, first, is_async=True)
-        low, high = load_halves(weights.slice(RIGHT, 64, dim=0))
-        second = warpgroup_mma(scaled_operand(low, s_right_low, R), x_low, second, is_async=True)
-        if R > 64:  # for want of registers
-            first, second = warpgroup_mma_wait(1, deps=[first, second])
-        second = warpgroup_mma(scaled_operand(high, s_right_high, R), x_high, second, is_async=True)
-        first, second = warpgroup_mma_wait(0, deps=[first, second])
-        mbarrier.arrive(empty.index(stage), count=1)
-        step += 1
-    return first, second, step
 
 
 @gluon.jit

@@ -263,14 +263,3 @@ def multiply_split_fp4(ring, step, LEFT: gl.constexpr, RIGHT: gl.constexpr, DEPT
         second += a3 * t3[:, None]
         step += 1
     return first, second, step
-
-
-@gluon.jit
-def load_scales(scale, row, k, DEPTH: gl.constexpr):
-    """Of 64 inputs from k on and of the 64 after them, two in a number; those beyond the last input repeat others."""
-    last: gl.constexpr = DEPTH // 64 - 1
-    low, high = gl.minimum(k // 64, last), gl.minimum(k // 64 + 1, last)
-    return gl.inline_asm_elementwise(
-        "ld.global.u16 $0, [$2]; ld.global.u16 $1, [$3];", "=&r,=&r,l,l", [scale + row + low, scale + row + high],
-        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
-    )

@@ -1,16 +1,20 @@
-"""Weights of 4 bits from shared memory to registers, in bf16, as experts_hopper_packed multiplies them: operands of 64
-outputs and 64 inputs of a stage. Threads load bytes such that no number has to change threads.
+"""The products of experts_hopper_packed where activations are bf16: weights of 4 bits go from shared memory to
+registers, as operands in bf16 of 64 outputs and 64 inputs of a stage. Threads load bytes such that no number has to
+change threads.
 
 INT4: of a byte, the lower half belongs to the first 64 inputs and the upper half to the others, minus zero points.
 
 MXFP4: a stage has four groups of 32 inputs; of a group's 16 bytes, the lower halves are the first 16 inputs and the
 upper halves the others: one step of the matrix unit each. Scales are powers of two (bytes) and multiplied in.
 
-Not here: products, and the weights in FP8 of experts_hopper_split.
+Not here: rows in two parts, and weights in FP8: see experts_hopper_split.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from anabranch.kernels.triton.experts_ring import wait_for_stage
 
 # fmt: off
 
@@ -145,3 +149,90 @@ def load_halves(packed):
         shape=[64, 32],
     )
     return gl.split(gl.permute(gl.reshape(packed.load(pairs), [64, 2, 16]), [0, 2, 1]))
+
+
+@gluon.jit
+def load_scales(scale, row, k, DEPTH: gl.constexpr):
+    """Of 64 inputs from k on and of the 64 after them, two in a number; those beyond the last input repeat others."""
+    last: gl.constexpr = DEPTH // 64 - 1
+    low, high = gl.minimum(k // 64, last), gl.minimum(k // 64 + 1, last)
+    return gl.inline_asm_elementwise(
+        "ld.global.u16 $0, [$2]; ld.global.u16 $1, [$3];", "=&r,=&r,l,l", [scale + row + low, scale + row + high],
+        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def multiply_parts(ring, step, scale, zero, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                   DEPTH: gl.constexpr, GATHERED: gl.constexpr):
+    """Like multiply, of INT4. `left` and `right`: where the scales of each output begin; they are loaded one step
+    ahead."""
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
+    R: gl.constexpr = x_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    first = gl.zeros([64, R], gl.float32, layout)
+    second = gl.zeros([64, R], gl.float32, layout)
+    part = gl.zeros([64, R], gl.float32, layout)
+    left_scale = gl.load(scale + left).to(gl.float32)
+    right_scale = gl.load(scale + right).to(gl.float32)
+    left_zero = load_point(zero, left)
+    right_zero = load_point(zero, right)
+    for k in range(0, DEPTH, 128):
+        s_left, s_right, z_left, z_right = left_scale, right_scale, left_zero, right_zero
+        ahead = gl.minimum(k + 128, DEPTH - 128) // 128
+        left_scale = gl.load(scale + left + ahead).to(gl.float32)
+        right_scale = gl.load(scale + right + ahead).to(gl.float32)
+        left_zero = load_point(zero, left + ahead)
+        right_zero = load_point(zero, right + ahead)
+        stage = wait_for_stage(full, step, GATHERED)
+        weights = w_ring.index(stage)
+        x_low = x_ring.index(2 * stage).permute([1, 0])
+        x_high = x_ring.index(2 * stage + 1).permute([1, 0])
+        low, high = operands(weights.slice(LEFT, 64, dim=0), z_left, R)
+        part = warpgroup_mma(low, x_low, part, use_acc=False, is_async=True)
+        part = warpgroup_mma(high, x_high, part, is_async=True)
+        low, high = operands(weights.slice(RIGHT, 64, dim=0), z_right, R)
+        part = warpgroup_mma_wait(0, deps=[part])
+        first += part * s_left[:, None]
+        part = warpgroup_mma(low, x_low, part, use_acc=False, is_async=True)
+        part = warpgroup_mma(high, x_high, part, is_async=True)
+        part = warpgroup_mma_wait(0, deps=[part])
+        mbarrier.arrive(empty.index(stage), count=1)
+        second += part * s_right[:, None]
+        step += 1
+    return first, second, step
+
+
+@gluon.jit
+def multiply_scaled(ring, step, scale, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+                    DEPTH: gl.constexpr, GATHERED: gl.constexpr):
+    """Like multiply, of MXFP4. Weights of the second 64 outputs are unpacked while the first 64 are multiplied. No
+    product may run while the loop begins again: the assembler would then wait for each one."""
+    w_ring, x_ring, s_ring, full, empty, tile_info = ring
+    R: gl.constexpr = x_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    first = gl.zeros([64, R], gl.float32, layout)
+    second = gl.zeros([64, R], gl.float32, layout)
+    left_low, left_high = load_scales(scale, left, 0, DEPTH)
+    right_low, right_high = load_scales(scale, right, 0, DEPTH)
+    for k in range(0, DEPTH, 128):
+        s_left_low, s_left_high = factors(left_low), factors(left_high)
+        s_right_low, s_right_high = factors(right_low), factors(right_high)
+        left_low, left_high = load_scales(scale, left, k + 128, DEPTH)
+        right_low, right_high = load_scales(scale, right, k + 128, DEPTH)
+        stage = wait_for_stage(full, step, GATHERED)
+        weights = w_ring.index(stage)
+        x_low = x_ring.index(2 * stage).permute([1, 0])
+        x_high = x_ring.index(2 * stage + 1).permute([1, 0])
+        low, high = load_halves(weights.slice(LEFT, 64, dim=0))
+        first = warpgroup_mma(scaled_operand(low, s_left_low, R), x_low, first, is_async=True)
+        first = warpgroup_mma(scaled_operand(high, s_left_high, R), x_high, first, is_async=True)
+        low, high = load_halves(weights.slice(RIGHT, 64, dim=0))
+        second = warpgroup_mma(scaled_operand(low, s_right_low, R), x_low, second, is_async=True)
+        if R > 64:  # for want of registers
+            first, second = warpgroup_mma_wait(1, deps=[first, second])
+        second = warpgroup_mma(scaled_operand(high, s_right_high, R), x_high, second, is_async=True)
+        first, second = warpgroup_mma_wait(0, deps=[first, second])
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    return first, second, step
