@@ -48,7 +48,7 @@ WITHOUT_TORCH = ("models.config", "loader.checkpoint", "loader.locate", "engine.
 YARDSTICK, LIMIT = 600, 800
 """Lines of a source file: above the first a warning, above the second a failure."""
 CORE = ("engine", "moe", "models", "layers", "ops", "compile", "platforms", "loader", "parallel")
-CORE_LINES, PACKAGE_LINES = 15_250, 48_847
+CORE_LINES, PACKAGE_LINES = 15_252, 48_847
 """Ceilings: lines of all .py files of the core rooms, and of the whole package, docstrings and blank lines included.
 Quantised weights took 3,000 of the package's: formats, kernels, FP8 by FP8 on Hopper, the FP8 cache, `quantize`.
 Hybrid models took 1,300, of which 800 of the core's: the gated delta net, its kernels, three families, checkpoints of
@@ -70,7 +70,7 @@ its way, so that a prompt takes one, 135, of which 84 of the core's; the scan of
 that is stopped, which the others and a server notice, 95; rows in two parts that norms write 34; matrix
 units of x86 in the kernels in C, and threads that wait for less long, 19; tiles that the tuner compares between two
 sizes 14; two stages of a start, and what follows each, 10; scales of 4-bit
-weights that come with these 99, of which 15 of the core's, where a kernel prepares weights; kernels in C that GPUs do
+weights that come with these 99, of which 17 of the core's, where a kernel prepares weights; kernels in C that GPUs do
 not compile 6 of the core's; tags of Harmony that other tokens spell 52;
 content in parts 59, tools without description 11; closing tags in strings of calls' arguments 38; the dtype of
 checkpoints whose config names none 34, of which 30 of the core's.
